@@ -6,7 +6,8 @@ The floor of a conversion loads and saves the same files by the safetensors libr
 other, and does not wait for the disk; ours does, and is also compared with a floor that does. The
 peer is torch DCP's reader and writer of such folders, on which torchtitan's conversion is built;
 it renames no tensors, so it does less. Each turn is a process, and its imports are not counted. A
-load is compared with ranks that each load all files.
+load is compared with ranks that each load all files, and an export at the end of a run with one
+that rank 0 writes alone.
 
 The exit status is 1 if a process fails or variants moved other bytes; a missed goal is only
 reported in its row.
@@ -27,10 +28,11 @@ from benchmarks.convert_variants import (
     bit_sum,
     measure_conversion,
     measure_loads,
+    measure_shared_export,
     spec_of_size,
     write_model,
 )
-from benchmarks.harness import Comparison, Result, main
+from benchmarks.harness import Comparison, Result, formatted, main
 from benchmarks.processes import run_ranks
 from torchtitan_lite.checkpoint.conversion import expected_shapes
 
@@ -38,6 +40,8 @@ _MAX_TIME = 1.5
 _MAX_READ = 1.05
 _MAX_MEMORY = 2
 """Per worker, in largest tensors."""
+_MAX_SHARED_TIME = 0.8
+"""Of an export by several ranks. They share two cores and a disk."""
 _FIRST_PORT = 29780
 
 
@@ -49,6 +53,7 @@ class Plan:
     num_shards: int
     rounds: int
     world_sizes: tuple[int, ...]
+    """Of loads; those of several ranks are of exports, too."""
 
 
 FULL = Plan(num_mb=1000, num_shards=4, rounds=5, world_sizes=(1, 2, 4))
@@ -56,7 +61,7 @@ QUICK = Plan(num_mb=60, num_shards=2, rounds=1, world_sizes=(2,))
 
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
-    """Measure conversions, then loads."""
+    """Measure conversions, then loads and exports of several ranks."""
     source = folder / "hf"
     arguments = {"folder": str(source), "num_mb": plan.num_mb, "num_shards": plan.num_shards}
     run_ranks(write_model, arguments, 1, folder / "write_model")
@@ -64,6 +69,9 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     for number, world_size in enumerate(plan.world_sizes):
         own = folder / f"load_{world_size}"
         yield from _loads(plan, source, world_size, own, _FIRST_PORT + number)
+        if world_size > 1:
+            own = folder / f"export_{world_size}"
+            yield _shared_export(plan, folder / "ours_in", world_size, own, _FIRST_PORT + number)
 
 
 def _conversions(plan: Plan, source: Path, folder: Path) -> Iterator[Result]:
@@ -133,6 +141,25 @@ def _loads(plan: Plan, source: Path, world_size: int, folder: Path, port: int) -
     read = sum(rank["read"] for rank in ranks) / total
     metric = "bytes read by all ranks, of the weights"
     yield comparison.value(metric, "-", read, goal=_MAX_READ)
+
+
+def _shared_export(plan: Plan, source: Path, world_size: int, folder: Path, port: int) -> Result:
+    arguments = {"source": str(source), "folder": str(folder), "num_mb": plan.num_mb}
+    ranks = run_ranks(
+        measure_shared_export,
+        {**arguments, "rounds": plan.rounds, "port": port},
+        world_size,
+        folder,
+    )
+    comparison = Comparison(f"export by {world_size} ranks, {plan.num_mb} MB")
+    digests = ranks[0]["digests"]
+    comparison.same("checksum of the files", digests["all"], digests["one"])
+    comparison.same("threads", ranks[0]["threads"], torch.get_num_threads())
+    ours, alone = ranks[0]["all"], ranks[0]["one"]
+    pairs = zip(ours, alone, strict=True)
+    comparison.note(f"ratio of each round: {formatted(some / one for some, one in pairs)}")
+    metric = "time, against rank 0 alone"
+    return comparison.ratio(metric, "s", median(ours), floor=median(alone), goal=_MAX_SHARED_TIME)
 
 
 def _remove_files(path: Path) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from benchmarks.checkpoint_state import sharded, sharding_mesh
 from benchmarks.processes import THREADS
-from benchmarks.worker import alternate, io_bytes, status_bytes, timed
+from benchmarks.worker import alternate, io_bytes, status_bytes, timed, wall_s
 from torchtitan_lite import checkpoint
 from torchtitan_lite.checkpoint import Snapshot, StoredSnapshot, read_tensor, tensor_bytes
 from torchtitan_lite.checkpoint.conversion import expected_shapes
@@ -39,6 +39,7 @@ from torchtitan_lite.checkpoint.hugging_face import (
     HuggingFaceFolder,
     HuggingFaceImport,
     HuggingFaceSnapshot,
+    export_on_all_ranks,
 )
 from torchtitan_lite.checkpoint.hugging_face.snapshot import expand_key, match_key
 from torchtitan_lite.checkpoint.storage import open_parent_storage, open_storage
@@ -112,11 +113,13 @@ def ours_in(source: Path, target: Path) -> None:
 
 def ours_out(source: Path, target: Path) -> None:
     """Export as scripts.convert_to_hf does."""
+    _new_export(source, target, _SHARD_BYTES).run(num_workers=WORKERS, written=_ignore_progress)
+
+
+def _new_export(source: Path, target: Path, max_shard_bytes: int) -> HuggingFaceExport:
     snapshot = StoredSnapshot(*open_parent_storage(str(source / "step-0")))
     model = recorded_config(snapshot.manifest.config, snapshot.where).model
-    HuggingFaceExport(snapshot, target, model_spec(model), max_shard_bytes=_SHARD_BYTES).run(
-        num_workers=WORKERS, written=_ignore_progress
-    )
+    return HuggingFaceExport(snapshot, target, model_spec(model), max_shard_bytes=max_shard_bytes)
 
 
 def floor(source: Path, target: Path) -> None:
@@ -222,6 +225,49 @@ def measure_loads(source: str, rounds: int, port: int) -> dict[str, Any]:
     # The sum over ranks is that of all weights.
     bits = sum(bit_sum(tensor.to_local()) for tensor in live.values())
     return {**seconds, "read": num_read, "threads": torch.get_num_threads(), "bit_sum": bits}
+
+
+def measure_shared_export(
+    source: str, folder: str, num_mb: int, rounds: int, port: int
+) -> dict[str, Any]:
+    """Export at the end of a run: by rank 0 alone, and by all ranks. Eight files are written."""
+    torch.set_num_threads(THREADS)
+    mesh = sharding_mesh(port=port)
+    digests: dict[str, str] = {}
+
+    def prepare() -> HuggingFaceExport:
+        return _new_export(Path(source), target, num_mb * 10**6 // 8)
+
+    def by_one() -> None:
+        if mesh.is_leader:
+            prepare().run(num_workers=1, written=_ignore_progress)
+
+    def by_all() -> None:
+        export_on_all_ranks(prepare)
+
+    target = Path(folder) / "exported"
+
+    def measured(name: str, call: Callable[[], None]) -> float:
+        seconds = wall_s(call, mesh.barrier)
+        if mesh.is_leader:
+            digests[name] = _digest(target)
+            shutil.rmtree(target)
+        mesh.barrier()
+        return seconds
+
+    variants = {"one": by_one, "all": by_all}
+    calls = {name: partial(measured, name, call) for name, call in variants.items()}
+    seconds = alternate(calls, rounds, shuffled=True)
+    return {**seconds, "digests": digests, "threads": torch.get_num_threads()}
+
+
+def _digest(folder: Path) -> str:
+    """A checksum of the names and bytes of all files."""
+    digest = xxhash.xxh3_64()
+    for path in sorted(folder.iterdir()):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def bit_sum(tensor: torch.Tensor) -> int:

@@ -1,15 +1,20 @@
 """Raise errors on all ranks together, so that no rank waits for another in the next collective."""
 
+import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar, cast
 
 from torchtitan_lite.checkpoint.storage.base import is_permanent
+from torchtitan_lite.checkpoint.storage.safetensors_file import WriteAbandoned
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
-from torchtitan_lite.host_collectives import all_gather_bytes
+from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints
 from torchtitan_lite.log import logger
 
 _T = TypeVar("_T")
+_POLL_S = 0.1
+_RUNNING, _DONE, _FAILED = range(3)
 
 
 def raise_on_all_ranks(error: BaseException | None) -> None:
@@ -42,6 +47,40 @@ def run_on_all_ranks(action: Callable[[], _T]) -> _T:
         error = caught
     raise_on_all_ranks(error)
     return cast(_T, result)
+
+
+def run_long_on_all_ranks(action: Callable[[Callable[[], None]], _T]) -> _T:
+    """Run `action` as `run_on_all_ranks` does, however long it takes on any rank, and whatever it
+    raises. It receives a tick, which raises WriteAbandoned once another rank has failed. Every rank
+    must call it.
+
+    It runs in a thread, and meanwhile the ranks exchange their states, so that no collective times
+    out. The loss of a rank raises as in any collective, after `action` has stopped here.
+    """
+    stop = threading.Event()
+
+    def tick() -> None:
+        if stop.is_set():
+            raise WriteAbandoned
+
+    states = [_RUNNING]
+    with ThreadPoolExecutor(1, "all-ranks") as pool:
+        running = pool.submit(action, tick)
+        try:
+            while _RUNNING in states and _FAILED not in states:
+                wait([running], _POLL_S)
+                states = all_gather_ints(_state(running))
+        finally:
+            stop.set()
+    error = running.exception()
+    raise_on_all_ranks(None if isinstance(error, WriteAbandoned) else error)
+    return running.result()
+
+
+def _state(running: Future[_T]) -> int:
+    if not running.done():
+        return _RUNNING
+    return _DONE if running.exception() is None else _FAILED
 
 
 def first_message(text: str) -> str:

@@ -14,7 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 from torchtitan_lite.checkpoint.storage.manifest_json import box_entry
-from torchtitan_lite.checkpoint.storage.safetensors_file import BoxLocation, PartBox, WriteAbandoned
+from torchtitan_lite.checkpoint.storage.safetensors_file import (
+    BoxLocation,
+    PartBox,
+    WriteAbandoned,
+    no_tick,
+)
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.redistribute import Layout, layout_to_json
 from torchtitan_lite.spec import ModelSpec
@@ -94,13 +99,20 @@ def check_disk_space(where: Path, num_bytes: int) -> None:
         )
 
 
-def run_workers(tasks: Sequence[_T], work: Callable[[_T, Tick], None], *, num_workers: int) -> None:
+def run_workers(
+    tasks: Sequence[_T],
+    work: Callable[[_T, Tick], None],
+    *,
+    num_workers: int,
+    also: Tick = no_tick,
+) -> None:
     """Run `work` on every task with `num_workers` threads. Raises the first error, including
-    KeyboardInterrupt, after all workers have stopped; remaining tasks are skipped. Threads suffice,
-    because reading, checksums, casts and writing release the GIL."""
+    KeyboardInterrupt, after all workers have stopped; remaining tasks are skipped. `also` is called
+    in each tick. Threads suffice, because reading, checksums, casts and writing release the GIL."""
     stop = threading.Event()
 
     def tick() -> None:
+        also()
         if stop.is_set():
             raise WriteAbandoned
 

@@ -4,18 +4,27 @@
 `RANK_FAULTS="slow=0.1 raises=1:5"`: each step takes 0.1 s longer, and rank 1 raises an exception
 after step 5 and each later one. `computes=0:5`: rank 0 computes without end after step 5, until
 it is interrupted. `not_on=3`: worlds of 3 ranks raise an exception at their first step;
-`stuck_on=3`: they wait there without end.
+`stuck_on=3`: they wait there without end. `killed_in_export=1`: in the first attempt, rank 1 is
+killed before it completes its second file of the last export.
 """
 
 import os
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+from torchtitan_lite.checkpoint.hugging_face.partial_folder import PartialFolder
 from torchtitan_lite.hooks import HookContext
 from torchtitan_lite.registry import register_hook
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, StepReport
 
 _FAULTS = dict(fault.split("=") for fault in os.environ.get("RANK_FAULTS", "").split())
+
+
+_write = PartialFolder.writing
 
 
 class InjectedError(Exception):
@@ -42,4 +51,18 @@ def faults(context: HookContext) -> Hook:
     return hook
 
 
+@contextmanager
+def _killed(self: PartialFolder, file: str) -> Iterator[Path]:
+    with _write(self, file) as path:
+        yield path
+        is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if is_first and os.environ["RANK"] == _FAULTS["killed_in_export"]:
+            _files.append(file)
+            if len(_files) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+_files: list[str] = []
 register_hook(faults)
+if "killed_in_export" in _FAULTS:
+    PartialFolder.writing = _killed

@@ -4,6 +4,7 @@ Layer: above the rest of checkpoint/, except loading, restore and the manager.
 """
 
 from torchtitan_lite.checkpoint.conversion import TargetExists, check_disk_space
+from torchtitan_lite.checkpoint.hugging_face.export import FolderExport
 from torchtitan_lite.checkpoint.hugging_face.folder import (
     GENERATION,
     HuggingFaceFolder,
@@ -13,6 +14,7 @@ from torchtitan_lite.checkpoint.hugging_face.folder import (
     saved_assets,
 )
 from torchtitan_lite.checkpoint.hugging_face.from_hf import BLOCK_BYTES, HuggingFaceImport
+from torchtitan_lite.checkpoint.hugging_face.shared_export import export_on_all_ranks
 from torchtitan_lite.checkpoint.hugging_face.snapshot import (
     HuggingFaceSnapshot,
     expand_key,
@@ -25,6 +27,7 @@ __all__ = [
     "BLOCK_BYTES",
     "GENERATION",
     "AdapterExport",
+    "FolderExport",
     "HuggingFaceExport",
     "HuggingFaceFolder",
     "HuggingFaceImport",
@@ -32,6 +35,7 @@ __all__ = [
     "TargetExists",
     "check_disk_space",
     "expand_key",
+    "export_on_all_ranks",
     "export_tensors",
     "is_hugging_face",
     "match_key",

@@ -1,87 +1,42 @@
-"""Export of a checkpoint to a Hugging Face folder that transformers loads, one tensor at a time.
-
-Invariant: a file marked as done is durable, and the folder appears under its name once it is
-complete. Layer: above folder, snapshot and conversion.
+"""Export of a checkpoint to a Hugging Face folder that transformers loads: names, files and
+settings. Layer: above export, folder and snapshot.
 """
 
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtitan_lite.checkpoint.adapters import MergedSnapshot
-from torchtitan_lite.checkpoint.conversion import (
-    TargetExists,
-    Tick,
-    expected_shapes,
-    lock_folder,
-    run_workers,
+from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.hugging_face.export import (
+    ExportFile,
+    ExportTensor,
+    FolderExport,
+    check_target,
 )
 from torchtitan_lite.checkpoint.hugging_face.folder import (
     CONFIG,
     GENERATION,
     INDEX,
     WEIGHTS,
-    copy_assets,
     json_bytes,
 )
 from torchtitan_lite.checkpoint.hugging_face.snapshot import expand_key, match_key
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox, write_stream
-from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, cast_pieces
 from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.redistribute import TensorSpec
 from torchtitan_lite.spec import HuggingFaceForm, HuggingFaceKey, HuggingFaceModel, ModelSpec
 
 _MODEL = "model."
-_MARK = ".converting-"
-_NOTE = ".done"
 
 
-@dataclass(frozen=True)
-class ExportTensor:
-    """A tensor of the exported folder."""
-
-    key: str
-    name: str
-    """Name of the parameter in the checkpoint."""
-    row: int | None
-    """Index of its row along dim 0; None for the whole parameter."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    transposed: bool = False
-    """Whether the last two dims of the parameter are swapped."""
-    fused_with: tuple[str, ...] = ()
-    """Names of parameters that follow it along `fused_dim`, before that."""
-    fused_dim: int = -2
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class ExportFile:
-    """A file of the exported folder."""
-
-    file: str
-    units: tuple[ExportTensor, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(unit.num_bytes for unit in self.units)
-
-
-class HuggingFaceExport:
-    """A resumable export."""
+class HuggingFaceExport(FolderExport):
+    """An export of a model."""
 
     def __init__(
         self,
@@ -109,76 +64,18 @@ class HuggingFaceExport:
                 "be exported."
             )
         self._model: HuggingFaceModel = spec.hugging_face
-        self._source, self._assets = source, assets
-        self._files = files or Files()
+        self._source = source
         names = _weights(source, spec)
         if not drop_expert_bias:
             self._check_zero(names)
         tensors = {name: source.tensors[f"{_MODEL}{name}"] for name in names}
         groups = export_tensors(self._model.keys, tensors, dtype)
-        self._shards = split_into_files(groups, max_shard_bytes)
+        shards = split_into_files(groups, max_shard_bytes)
         self._config = self._config_json(
-            groups[0][0].dtype, special_ids or {}, is_dtype_chosen=dtype is not None
+            groups[0][0].dtype, assets, special_ids or {}, is_dtype_chosen=dtype is not None
         )
-        # What another attempt must have in common with this one to continue it.
         described = [source.where, source.fingerprint(), str(dtype), max_shard_bytes]
-        token = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:12]
-        self._folder = PartialFolder(target, token, self._files)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all weights, as written."""
-        return sum(shard.num_bytes for shard in self._shards)
-
-    @property
-    def num_bytes_left(self) -> int:
-        """Bytes not written by an earlier attempt."""
-        left = (shard for shard in self._shards if not self._folder.is_done(shard.file))
-        return sum(shard.num_bytes for shard in left)
-
-    def run(self, *, num_workers: int, written: Callable[[int], None]) -> list[str]:
-        """Write what is missing, and return the names of the copied assets. `written` is called
-        with byte counts, by any thread.
-
-        Raises DamagedCheckpoint and OSError from reading and writing; nothing is left then. After
-        KeyboardInterrupt complete files remain, from which the next run resumes.
-        """
-
-        def write(shard: ExportFile, tick: Tick) -> None:
-            if self._folder.is_done(shard.file):
-                written(shard.num_bytes)
-                return
-            boxes = [
-                PartBox(unit.key, DTYPE_NAMES[unit.dtype], unit.shape, 0, unit.num_bytes)
-                for unit in shard.units
-            ]
-            write_stream(
-                self._files,
-                self._folder.path / shard.file,
-                boxes,
-                lambda: self._content(shard, written),
-                tick=tick,
-                # transformers rejects files without it.
-                metadata={"format": "pt"},
-            )
-            self._folder.mark_done(shard.file)
-
-        with self._folder.open():
-            run_workers(self._shards, write, num_workers=num_workers)
-            copied = self._write_rest()
-            self._folder.finish()
-        return copied
-
-    def _content(
-        self, shard: ExportFile, written: Callable[[int], None]
-    ) -> Iterator[Iterator[memoryview]]:
-        name, tensor = "", torch.empty(0)
-        for unit in shard.units:
-            if unit.name != name:
-                # Freed first, so that one tensor is in memory at a time.
-                del tensor
-                name, tensor = unit.name, self._read(unit)
-            yield pieces(unit, tensor, written)
+        super().__init__(target, shards, described, assets=assets, files=files or Files())
 
     def _read(self, unit: ExportTensor) -> torch.Tensor:
         parts = [
@@ -186,24 +83,22 @@ class HuggingFaceExport:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=unit.fused_dim)
 
-    def _write_rest(self) -> list[str]:
-        folder = self._folder.path
-        copied = [] if self._assets is None else copy_assets(self._assets, folder, self._files)
+    def _write_rest(self, copied: Sequence[str]) -> None:
         texts = {CONFIG: self._config}
         if GENERATION not in copied:
             ids = ("bos_token_id", "eos_token_id")
             texts[GENERATION] = {key: self._config.get(key) for key in ids}
-        if len(self._shards) > 1:
+        if len(self.shards) > 1:
             total = {"total_size": self.num_bytes}
-            places = {unit.key: shard.file for shard in self._shards for unit in shard.units}
+            places = {unit.key: shard.file for shard in self.shards for unit in shard.units}
             texts[INDEX] = {"metadata": total, "weight_map": places}
         for name, values in texts.items():
-            self._files.write_file(folder / name, json_bytes(values))
-        return copied
+            self._files.write_file(self.folder.path / name, json_bytes(values))
 
     def _config_json(
         self,
         dtype: torch.dtype,
+        assets: Path | None,
         special_ids: Mapping[str, int | None],
         *,
         is_dtype_chosen: bool,
@@ -214,9 +109,9 @@ class HuggingFaceExport:
         # transformers uses the architecture's defaults for missing keys.
         unknown = {"bos_token_id": None, "eos_token_id": None}
         values: Mapping[str, Any] = {**self._model.config, **unknown, **special_ids}
-        if self._assets is not None:
+        if assets is not None:
             with suppress(OSError, ValueError, UserError):
-                original = json.loads((self._assets / CONFIG).read_bytes())
+                original = json.loads((assets / CONFIG).read_bytes())
                 # That of a model with vision, say, is of more than these weights.
                 is_whole = "text_config" not in original
                 if is_whole and not self._model.differences(original):
@@ -242,14 +137,6 @@ class HuggingFaceExport:
                     "does not support: the exported model would route differently. Add "
                     "--drop-expert-bias to export it without."
                 )
-
-
-def check_target(target: Path, assets: Path | None) -> None:
-    """Raise TargetExists if `target` exists, and CheckpointError if `assets` is not a folder."""
-    if os.path.lexists(target):
-        raise TargetExists(f"{target} already exists. Delete it, or use another folder.")
-    if assets is not None and not assets.is_dir():
-        raise CheckpointError(f"The tokenizer folder {assets} is not a folder.")
 
 
 def export_tensors(
@@ -311,58 +198,6 @@ def split_into_files(groups: Sequence[Sequence[ExportTensor]], max_bytes: int) -
     ]
 
 
-class PartialFolder:
-    """The folder `.NAME.converting-TOKEN`, which becomes `target` once complete."""
-
-    def __init__(self, target: Path, token: str, files: Files) -> None:
-        """`token` identifies the work: files marked by an interrupted attempt with the same token
-        count."""
-        self._target, self._files = target, files
-        self._start = f".{target.name}{_MARK}"
-        self.path = target.parent / f"{self._start}{token}"
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Create and lock the folder, and remove those of other work for the same target. Errors
-        remove it; after an interrupt it stays.
-
-        Raises TargetExists while another process holds it.
-        """
-        self._files.make_folders(self.path)
-        with lock_folder(self.path):
-            try:
-                self._remove_others()
-                yield
-            except Exception:
-                self._files.rmtree(self.path)
-                raise
-
-    def _remove_others(self) -> None:
-        for name in self._files.listdir(self._target.parent):
-            other = self._target.parent / name
-            if name.startswith(self._start) and other != self.path:
-                with suppress(TargetExists), lock_folder(other):
-                    self._files.rmtree(other)
-
-    def mark_done(self, file: str) -> None:
-        """Mark a file as complete and durable."""
-        self._files.write_file(self.path / f"{file}{_NOTE}", b"")
-        self._files.sync_folder(self.path)
-
-    def is_done(self, file: str) -> bool:
-        """Return whether this attempt or an earlier one marked the file."""
-        return self._files.exists(self.path / f"{file}{_NOTE}")
-
-    def finish(self) -> None:
-        """Rename the folder to its target, durably. Raises OSError if the target exists."""
-        for name in self._files.listdir(self.path):
-            if name.endswith(_NOTE):
-                self._files.unlink(self.path / name)
-        self._files.sync_folder(self.path)
-        self._files.rename(self.path, self._target)
-        self._files.sync_folder(self._target.parent)
-
-
 def _weights(source: Snapshot, spec: ModelSpec) -> list[str]:
     """Return the model's parameters and buffers. Raises CheckpointError that lists mismatches."""
     parameters, buffers = expected_shapes(spec)
@@ -379,19 +214,6 @@ def _weights(source: Snapshot, spec: ModelSpec) -> list[str]:
             f"{', '.join(names[:20])}. The configuration in its manifest is of another model."
         )
     return list(wanted)
-
-
-def pieces(
-    unit: ExportTensor, tensor: torch.Tensor, written: Callable[[int], None]
-) -> Iterator[memoryview]:
-    """Yield the bytes of `unit`, from the parameter `tensor`, and report their numbers to
-    `written`."""
-    found = tensor if unit.row is None else tensor[unit.row]
-    if unit.transposed:
-        found = found.transpose(-2, -1).contiguous()
-    for piece in cast_pieces(unit.key, found, unit.dtype):
-        yield piece
-        written(len(piece))
 
 
 def _batches(

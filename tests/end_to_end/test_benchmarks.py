@@ -17,7 +17,7 @@ _NUM_ROWS = {
     "step": 4,
     "parallel": 6,
     "redistribute": 53,
-    "convert": 14,
+    "convert": 15,
     "rank_recovery": 2,
     "buddies": 2,
     "lost_machine": 2,

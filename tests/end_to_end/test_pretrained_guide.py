@@ -1,5 +1,6 @@
 """The guide to pretrained weights: its commands, unchanged, with a small model."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.docs_commands import ROOT, Page, blocks, copy_tree
 from tests.hugging_face import add_tokenizer, make_folder, tensors_of
 from tests.launch import SMALL, run
+from tests.pool import WorkerPool
 from torchtitan_lite.config import load_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.final_export import export_last_save
@@ -54,17 +56,21 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_transformers_reads_the_last_export(ranks: int, tmp_path: Path) -> None:
+def test_transformers_reads_the_last_export(
+    ranks: int, tmp_path: Path, pools: Callable[[int], WorkerPool]
+) -> None:
     arguments = [
         *SMALL,
         "--checkpoint.enable=true",
         "--checkpoint.last_save_in_hf=true",
         "--checkpoint.export_dtype=bfloat16",
+        "--checkpoint.export_file_gb=0.001",
         f"--job.dump_folder={tmp_path}/run",
         "--training.steps=2",
     ]
     run(ranks, arguments, tmp_path / "log")
     exported = tmp_path / "run" / "hf" / "step-2"
+    assert len(list(exported.glob("*.safetensors"))) > 2
     model: Any = AutoModelForCausalLM.from_pretrained(exported)
     assert model.dtype == torch.bfloat16
     # The tokenizer was trained on the corpus.
@@ -77,4 +83,4 @@ def test_transformers_reads_the_last_export(ranks: int, tmp_path: Path) -> None:
     assert (model.config.bos_token_id, model.config.eos_token_id) == (ours.bos_id, ours.eos_id)
     # If several replicas finish together, the second finds the export done.
     config = load_config(tmp_path / "run" / "config.toml")
-    export_last_save(config, str(tmp_path / "run" / "checkpoint"), exported)
+    pools(1).run(export_last_save, config, str(tmp_path / "run" / "checkpoint"), exported)

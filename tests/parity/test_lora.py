@@ -371,10 +371,8 @@ def test_peft_loads_exported_adapters(
 def run_and_export(folder: Path, settings: dict[str, Any]) -> None:
     """Train, and export as `train` does."""
     run_job(folder, settings)
-    if torch.distributed.get_rank() == 0:
-        config = odd_config(folder, settings)
-        tokenizer = Path(settings["model.hf_assets_path"])
-        export_last_save(config, str(folder / "checkpoint"), tokenizer)
+    tokenizer = Path(settings["model.hf_assets_path"])
+    export_last_save(odd_config(folder, settings), str(folder / "checkpoint"), tokenizer)
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -112,6 +112,29 @@ def test_a_survivor_that_does_not_leave_its_training_is_replaced(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_in_the_last_export_is_replaced(
+    rank: int, runs: list[SparedRun], tmp_path: Path
+) -> None:
+    arguments = (
+        *("--training.steps=4", "--checkpoint.last_save_in_hf=true"),
+        "--checkpoint.export_file_gb=0.0005",
+    )
+    exports = []
+    for name, faults in (("undisturbed", {}), ("run", {"killed_in_export": str(rank)})):
+        run = SparedRun(tmp_path / name, 2, 1, *arguments, **faults)
+        runs.append(run)
+        assert run.process.wait(180) == 0, run.log.read_text()[-4000:]
+        (folder,) = (tmp_path / name / "hf").iterdir()
+        exports.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert folder.name == "step-4" and len(exports[0]) > 6
+    assert exports[0] == exports[1]
+    # The steps are not trained again.
+    assert [line["step"] for line in launch.steps_of(tmp_path / "run")] == [1, 2, 3, 4]
+    assert f"rank {rank}" in run.log.read_text()
+
+
+@pytest.mark.matrix
 def test_an_error_of_the_program_ends_the_run(runs: list[SparedRun], tmp_path: Path) -> None:
     run = SparedRun(tmp_path / "run", 2, 1, "--training.steps=100", slow="0.1", raises="1:6")
     runs.append(run)

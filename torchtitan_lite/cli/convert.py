@@ -29,6 +29,7 @@ from torchtitan_lite.checkpoint import (
 from torchtitan_lite.checkpoint.hugging_face import (
     BLOCK_BYTES,
     AdapterExport,
+    FolderExport,
     HuggingFaceExport,
     HuggingFaceImport,
     HuggingFaceSnapshot,
@@ -116,9 +117,7 @@ def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
     return 0
 
 
-def _export(
-    source: StoredSnapshot, config: Config, options: argparse.Namespace
-) -> HuggingFaceExport | AdapterExport:
+def _export(source: StoredSnapshot, config: Config, options: argparse.Namespace) -> FolderExport:
     """Prepare the export of all weights, of adapters alone, or of both merged."""
     has_adapters = bool(adapted_layers(source))
     asked = " and ".join(

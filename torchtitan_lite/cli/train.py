@@ -101,24 +101,23 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
 
         device = detect_device(config.job.device)
         stop = StopRequest() if recovery is None else StopRequest(lambda: recovery.is_leaving)
+        interruptible = recovery.interruptible if recovery else nullcontext
         with (
             start_mesh(config.parallelism, config.comm, device, config.job.dump_folder) as mesh,
             recovery.report_failure() if recovery else nullcontext(),
-            build(config, mesh, stop) as built,
-            stop_on_signals(stop),
         ):
-            if recovery is None or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                print_start(built, config)
-            interruptible = recovery.interruptible() if recovery else nullcontext()
-            with report_at_exit(built), interruptible:
-                finished = train_job(_reporting(built.job, recovery, stop))
-            if not finished:
-                report_early_stop()
-            print_end(built, config, argv, finished=finished)
-        if finished and config.checkpoint.last_save_in_hf and mesh.is_leader:
-            # After the other ranks have exited, because they would wait too long.
-            folder = built.data.tokenizer_files.folder
-            export_last_save(config, built.job.checkpoints.root, folder)
+            with build(config, mesh, stop) as built, stop_on_signals(stop):
+                if recovery is None or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                    print_start(built, config)
+                with report_at_exit(built), interruptible():
+                    finished = train_job(_reporting(built.job, recovery, stop))
+                if not finished:
+                    report_early_stop()
+                print_end(built, config, argv, finished=finished)
+            if finished and config.checkpoint.last_save_in_hf:
+                root, folder = built.job.checkpoints.root, built.data.tokenizer_files.folder
+                with interruptible():
+                    export_last_save(config, root, folder)
     except UserError as error:
         logger.error("%s", error)
         return error.exit_status

@@ -46,6 +46,7 @@ _MAY_DIFFER = {
         "load_step",
         "initial_load_path",
         "export_dtype",
+        "export_file_gb",
         "async_mode",
     ),
     "fault_tolerance": (

@@ -64,6 +64,9 @@ class CheckpointConfig(Section):
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Data type of the weights in a last save with `last_save_model_only`, and of
     `last_save_in_hf`."""
+    export_file_gb: Annotated[float, above(0)] = 5.0
+    """Maximum size of a safetensors file of `last_save_in_hf` (GB); a larger tensor has its own
+    file. The ranks write different files, so that at most as many ranks write as there are."""
     exclude_from_loading: list[
         Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"]
     ] = []
