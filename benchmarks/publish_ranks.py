@@ -161,9 +161,9 @@ class _Trainer(_Rank):
             else {}
         )
         self._publisher = Publisher(
-            # A version more than by default: turns are faster than steps of training, and a version
+            # More versions than by default: turns are faster than steps of training, and a version
             # is not overwritten for 0.3 s after a server has sent it.
-            PublishConfig(enable=True, address="127.0.0.1", keep_versions=3),
+            PublishConfig(enable=True, address="127.0.0.1", keep_versions=8),
             self._tensors,
             mesh,
             run_id=run_id,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         adapted_layers,
         recorded_base,
     )
-    from torchtitan_lite.checkpoint.collective import run_on_all_ranks
+    from torchtitan_lite.checkpoint.collective import first_message, run_on_all_ranks
     from torchtitan_lite.checkpoint.copier import Copier
     from torchtitan_lite.checkpoint.frozen_weights import load_base, open_merged
     from torchtitan_lite.checkpoint.history import (
@@ -73,6 +73,7 @@ __all__ = [
     "SupersededError",
     "adapted_layers",
     "copy_back",
+    "first_message",
     "history_name",
     "layouts_json",
     "layouts_of",
@@ -98,7 +99,7 @@ __all__ = [
 
 _MODULES = {
     "adapters": ("FrozenBase", "MergedSnapshot", "adapted_layers", "recorded_base"),
-    "collective": ("run_on_all_ranks",),
+    "collective": ("first_message", "run_on_all_ranks"),
     "copier": ("Copier",),
     "save_plan": ("SavePlan", "layouts_json", "plan_save"),
     "frozen_weights": ("load_base", "open_merged"),

@@ -9,6 +9,8 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,8 +34,8 @@ def export_on_all_ranks(prepare: Callable[[], FolderExport]) -> None:
     """
     try:
         with ExitStack() as folder:
-            export, problem = run_long_on_all_ranks(lambda tick: _open(prepare, folder))
-            own = _assign(export, problem)
+            here = run_long_on_all_ranks(lambda tick: _open(prepare, folder))
+            export, own = here.export, _assign(here)
             run_long_on_all_ranks(lambda tick: _write(export, own, tick))
             run_long_on_all_ranks(lambda tick: _complete(export))
     except (CheckpointError, OSError) as error:
@@ -56,42 +58,48 @@ def assign_files(files: Sequence[ExportFile], ranks: Sequence[int]) -> dict[int,
     return shares
 
 
-def _open(
-    prepare: Callable[[], FolderExport], folder: ExitStack
-) -> tuple[FolderExport | None, str]:
-    """Prepare the export, and on rank 0 open its folder until `folder` closes. On other ranks,
-    return None and the reason if that is impossible."""
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """What a rank knows when the folder is open."""
+
+    export: FolderExport | None
+    problem: str = ""
+    """Why there is no export on this rank."""
+    opened: Sequence[Any] = ()
+    """On rank 0: the names of the folder, of the attempt, and of the files to write."""
+
+
+def _open(prepare: Callable[[], FolderExport], folder: ExitStack) -> _Prepared:
+    """Prepare the export, and on rank 0 open its folder until `folder` closes."""
     if dist.get_rank() == 0:
         export = prepare()
         check_disk_space(export.folder.target, export.num_bytes_left)
         folder.enter_context(export.folder.open())
-        return export, ""
+        left = [shard.file for shard in export.shards_left]
+        names = (export.folder.path.name, export.folder.attempt)
+        return _Prepared(export=export, opened=(*names, left))
     try:
-        return prepare(), ""
+        return _Prepared(export=prepare())
     except (UserError, OSError) as error:
-        return None, str(error)
+        return _Prepared(export=None, problem=str(error))
 
 
-def _assign(export: FolderExport | None, problem: str) -> list[ExportFile]:
+def _assign(here: _Prepared) -> list[ExportFile]:
     """Return the files that this rank writes. Collective."""
-    opened = ["", ""]
-    is_leader = dist.get_rank() == 0
-    if is_leader and export is not None:
-        opened = [export.folder.path.name, export.folder.attempt]
-    name, attempt = json.loads(broadcast_bytes(json.dumps(opened).encode()))
+    name, attempt, left = json.loads(broadcast_bytes(json.dumps(here.opened).encode()))
+    export, problem, is_leader = here.export, here.problem, dist.get_rank() == 0
     if export is not None and not is_leader:
         problem = _join(export, name, attempt)
     # Ranks of different machines first, if there are fewer files than ranks.
-    reports = all_gather_bytes(json.dumps([problem, _local_rank()]).encode())
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    reports = all_gather_bytes(json.dumps([problem, local_rank]).encode())
     problems, local_ranks = zip(*map(json.loads, reports), strict=True)
     if is_leader:
         _warn(problems)
     able = sorted((local_ranks[rank], rank) for rank, text in enumerate(problems) if not text)
-    left = [shard.file for shard in export.shards_left] if export is not None and is_leader else []
-    names = json.loads(broadcast_bytes(json.dumps(left).encode()))
     if export is None or problem:
         return []
-    shards = [shard for shard in export.shards if shard.file in names]
+    shards = [shard for shard in export.shards if shard.file in left]
     return assign_files(shards, [rank for _, rank in able])[dist.get_rank()]
 
 
@@ -104,10 +112,6 @@ def _join(export: FolderExport, name: str, attempt: str) -> str:
     except (UserError, OSError) as error:
         return str(error)
     return ""
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
 
 
 def _warn(problems: Sequence[str]) -> None:

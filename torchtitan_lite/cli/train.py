@@ -292,8 +292,10 @@ def _train_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     if first is None:
         return 0
     rank, status = first
-    if status.is_signal or not received:
-        logger.error("Rank %d failed, %s; see above.", rank, status)
+    if status.is_signal:
+        logger.error("Rank %d was %s.", rank, status)
+    elif not received:
+        logger.error("Rank %d failed with %s; see above.", rank, status)
     return status.code if status.code > 0 else 1
 
 

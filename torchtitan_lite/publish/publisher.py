@@ -23,12 +23,12 @@ from torch import nn
 from torchtitan_lite.checkpoint import (
     Copier,
     SavePlan,
+    first_message,
     layouts_json,
     local_tensors,
     plan_save,
     run_on_all_ranks,
 )
-from torchtitan_lite.checkpoint.collective import first_message
 from torchtitan_lite.checkpoint.shared_memory import (
     PUBLISHED,
     RankLock,

@@ -87,8 +87,8 @@ def test_invalid_descriptions_are_rejected(
     ("tensors", "problem"),
     [
         ({"layers.0.w": torch.zeros(2, 4)}, "layers.0.w is torch.float32 [2, 4], and was torch"),
-        (_layers(2), "layers.1.w is torch.float32 [2, 3], and was absent"),
-        ({"v": torch.zeros(2)} | _layers(1), "v is torch.float32 [2], and was absent"),
+        (_layers(3), "layers.2.w is torch.float32 [2, 3], and was absent"),
+        (_layers(1), "layers.1.w is absent, and was torch.float32 [2, 3]"),
         ({"x": torch.zeros(2, 3)}, "layers.0.w is absent, and was torch.float32 [2, 3]"),
         ({"layers.0.w": torch.zeros(2, 3).double()}, "layers.0.w is torch.float64 [2, 3], and"),
     ],
@@ -96,7 +96,7 @@ def test_invalid_descriptions_are_rejected(
 def test_a_run_that_restarts_with_another_model_is_rejected(
     tensors: dict[str, torch.Tensor], problem: str, publish: Publish, tmp_path: Path
 ) -> None:
-    first = publish(_layers(1))
+    first = publish(_layers(2))
     with Subscriber(str(tmp_path)) as subscriber:
         target = torch.zeros(2, 3)
         subscription = subscriber.subscribe([Target("layers.0.w", target)])
@@ -108,7 +108,7 @@ def test_a_run_that_restarts_with_another_model_is_rejected(
             subscription.update(timeout_s=10)
         # The same model is found again.
         second.close()
-        third = publish(_layers(1))
-        assert third.publish(2, {"layers.0.w": torch.full((2, 3), 7.0)})
+        third = publish(_layers(2))
+        assert third.publish(2, _layers(2) | {"layers.0.w": torch.full((2, 3), 7.0)})
         assert subscription.update(timeout_s=60) is not None
         assert target.eq(7).all()

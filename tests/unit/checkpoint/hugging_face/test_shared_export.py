@@ -145,7 +145,7 @@ def fail_on(rank: int, error: Exception, checkpoint: Path, target: Path) -> tupl
     def raise_it() -> None:
         raise error
 
-    files = WatchedFiles(1, raise_it) if dist.get_rank() == rank else Files()
+    files = WatchedFiles(0, raise_it) if dist.get_rank() == rank else Files()
     try:
         export_on_all_ranks(lambda: new_export(checkpoint, target, files))
     except Exception as caught:
