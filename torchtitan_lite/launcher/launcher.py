@@ -4,7 +4,6 @@ It runs on one thread: processes must be forked from the main thread, and one it
 less than a millisecond.
 """
 
-import select
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from torchtitan_lite.launcher.leave_notices import LeaveNotifier
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.logs import last_lines
 from torchtitan_lite.launcher.plan import LaunchPlan
-from torchtitan_lite.launcher.processes import Subreaper, become_subreaper
+from torchtitan_lite.launcher.processes import Subreaper, become_subreaper, exited
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
 from torchtitan_lite.launcher.resize import ResizePolicy, Resizer, SlotsFile
 from torchtitan_lite.launcher.restart_policy import GiveUp, RestartPolicy
@@ -150,11 +149,8 @@ class Launcher:
             )
 
     def _wait(self) -> None:
-        poll = select.poll()
-        for source in (self._lighthouse, *self._replicas):
-            for descriptor in source.descriptors:
-                poll.register(descriptor, select.POLLIN)
-        poll.poll(_POLL_S * 1000)
+        sources = (self._lighthouse, *self._replicas)
+        exited((one for source in sources for one in source.descriptors), _POLL_S)
 
     def _poll(self) -> None:
         now_s = time.monotonic()

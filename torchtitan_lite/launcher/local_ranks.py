@@ -3,7 +3,6 @@ imports no torch, whose import would delay each restart of a replica.
 """
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -14,11 +13,13 @@ from dataclasses import dataclass
 from torchtitan_lite.launcher.processes import (
     ExitStatus,
     exit_status_of,
+    exited,
+    first_failed,
     kill_process_group,
     signal_process,
     spawn,
 )
-from torchtitan_lite.launcher.supervised import LAUNCHER_PID, STORE_LISTENER
+from torchtitan_lite.launcher.supervised import LAUNCHER_PID, STORE_LISTENER, rank_environment
 
 _ADDRESS = "127.0.0.1"
 _POLL_S = 0.1
@@ -57,17 +58,16 @@ def run_ranks(
             num_forwarded += 1
             for rank in running:
                 signal_process(rank.process.pid, forwarded_signal(number))
-        failed = []
-        for rank in _wait(running):
+        statuses = []
+        ended = exited((rank.descriptor for rank in running), _POLL_S)
+        for rank in [one for one in running if one.descriptor in ended]:
             running.remove(rank)
             os.close(rank.descriptor)
             # Not waited for yet: the launcher reads its exit status, too.
             status = exit_status_of(rank.process.pid)
-            if status is not None and not status.is_clean:
-                failed.append((rank.number, status))
-        if failed and first is None:
-            # One that exited with an error, rather than one that was killed because of it.
-            first = min(failed, key=lambda one: (one[1].is_signal, one[0]))
+            if status is not None:
+                statuses.append((rank.number, status))
+        if first is None and (first := first_failed(statuses)) is not None:
             kill_at_s = time.monotonic() + _LEAVE_S
             for rank in running:
                 signal_process(rank.process.pid, signal.SIGTERM)
@@ -91,36 +91,25 @@ def _start(command: Sequence[str], num_ranks: int, environment: Mapping[str, str
     """Start the ranks. Rank 0 inherits the listening socket of the store by which they find each
     other, so that no other process can take its port."""
     with socket.create_server((_ADDRESS, 0)) as listener:
-        shared = {
-            **environment,
-            "GROUP_RANK": "0",
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": _ADDRESS,
-            "MASTER_PORT": str(listener.getsockname()[1]),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
         started = []
         for number in range(num_ranks):
-            own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+            own = rank_environment(
+                rank=number,
+                local_rank=number,
+                machine=0,
+                num_ranks=num_ranks,
+                num_local_ranks=num_ranks,
+                store=(_ADDRESS, listener.getsockname()[1]),
+                attempt=0,
+            )
             if number == 0:
                 own[STORE_LISTENER] = str(listener.fileno())
             process = spawn(
                 command,
-                {**shared, **own},
+                {**environment, **own},
                 stdout=1,
                 stderr=2,
                 inherited=[listener.fileno()] if number == 0 else [],
             )
             started.append(_Rank(number, process, os.pidfd_open(process.pid)))
     return started
-
-
-def _wait(running: Sequence[_Rank]) -> list[_Rank]:
-    """Wait for exits, a short time at most, and return the ranks that have exited."""
-    poll = select.poll()
-    for rank in running:
-        poll.register(rank.descriptor, select.POLLIN)
-    readable = {descriptor for descriptor, _ in poll.poll(_POLL_S * 1000)}
-    return [rank for rank in running if rank.descriptor in readable]

@@ -7,9 +7,10 @@ id or process group.
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -126,6 +127,23 @@ class ExitStatus:
                 return f"killed by {signal.Signals(-self.code).name}"
             return f"killed by signal {-self.code}"
         return f"exit status {self.code}"
+
+
+def first_failed(statuses: Iterable[tuple[int, ExitStatus]]) -> tuple[int, ExitStatus] | None:
+    """Of ranks that have exited together, return the failed one to report, with its exit status;
+    None if none has failed. A rank that exited with an error has the cause in its log, while one
+    that was killed may have been killed because of it."""
+    failed = (one for one in statuses if not one[1].is_clean)
+    return min(failed, key=lambda one: (one[1].is_signal, one[0]), default=None)
+
+
+def exited(descriptors: Iterable[int], timeout_s: float = 0) -> set[int]:
+    """Wait until at least one of the processes behind these pidfds has exited or the time is up,
+    and return the pidfds of those that have exited."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
 
 
 def exit_status_of(pid: int) -> ExitStatus | None:

@@ -36,6 +36,32 @@ FLIGHT_SIGNAL = signal.SIGUSR2
 """Makes a rank write its flight record; a thread waits for it. See `replica.hang_handling`."""
 
 
+def rank_environment(
+    *,
+    rank: int,
+    local_rank: int,
+    machine: int,
+    num_ranks: int,
+    num_local_ranks: int,
+    store: tuple[str, int],
+    attempt: int,
+) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for a rank. `store` is the address of a
+    store that exists already, in which each attempt has a prefix of its own."""
+    host, port = store
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(machine),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_local_ranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }
+
+
 def announce(stage: str) -> None:
     """Report the stage of a starting rank for the launcher's table. Does nothing without a
     launcher."""

@@ -7,7 +7,6 @@ others must be killed as soon as one has failed.
 """
 
 import os
-import select
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from torchtitan_lite.launcher.processes import (
     children_of,
     environment_of,
     exit_status_of,
+    exited,
+    first_failed,
     kill_process_group,
     signal_process,
     spawn,
@@ -123,7 +124,9 @@ class WorkerGroup:
         if not is_complete and self._parent.returncode is None:
             self._find_ranks()
         self._poll_parent()
-        ended = [rank for rank in self._ranks.values() if _has_exited(rank.descriptor)]
+        living = [rank for rank in self._ranks.values() if rank.descriptor >= 0]
+        descriptors = exited(rank.descriptor for rank in living)
+        ended = [rank for rank in living if rank.descriptor in descriptors]
         seen = [(rank, exit_status_of(rank.pid)) for rank in ended]
         for rank in ended:
             os.close(rank.descriptor)
@@ -138,12 +141,9 @@ class WorkerGroup:
             if status is not None and rank.number is not None
         ]
         self._num_clean += sum(status.is_clean for _, status in statuses)
-        bad = [(number, status) for number, status in statuses if not status.is_clean]
-        if bad and self._first_failure is None:
-            # Prefer a rank that exited with an error, whose log has the cause, to one that was
-            # killed.
-            number, status = min(bad, key=lambda one: (one[1].is_signal, one[0]))
-            self._first_failure = (number, status, rank_log(self.folder, number))
+        failed = first_failed(statuses)
+        if failed is not None and self._first_failure is None:
+            self._first_failure = (*failed, rank_log(self.folder, failed[0]))
         self._find_end()
 
     def take_lost_ranks(self) -> list[tuple[int, str]]:
@@ -229,7 +229,7 @@ class WorkerGroup:
         return self.folder / f"{self._parent_name}.log"
 
     def _poll_parent(self) -> None:
-        if not _has_exited(self._descriptor):
+        if self._descriptor < 0 or not exited([self._descriptor]):
             return
         code = self._parent.wait()
         os.close(self._descriptor)
@@ -268,11 +268,3 @@ class WorkerGroup:
         except ProcessLookupError:
             return
         self._ranks[pid] = _RankProcess(number, pid, descriptor)
-
-
-def _has_exited(descriptor: int) -> bool:
-    if descriptor < 0:
-        return False
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from torchtitan_lite.launcher.local_ranks import forwarded_signal
 from torchtitan_lite.launcher.logs import mask_numbers
 from torchtitan_lite.launcher.restart_policy import Failure
-from torchtitan_lite.launcher.supervised import ATTEMPT, ATTEMPT_STARTED
+from torchtitan_lite.launcher.supervised import ATTEMPT, ATTEMPT_STARTED, rank_environment
 from torchtitan_lite.log import logger
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
 
@@ -327,20 +327,21 @@ class ProcessAgent(SimpleElasticAgent):
                 process.poll()
 
     def _environment(self, worker: Worker, worker_group: WorkerGroup) -> Mapping[str, str]:
-        """Return the environment variables that torchrun sets for a rank."""
+        """Return the environment variables of a rank in this attempt."""
         attempt = self._attempt()
         earlier = int(os.environ.get(ATTEMPT, "0"))
+        assert worker_group.group_rank is not None
+        assert worker_group.master_addr is not None and worker_group.master_port is not None
         return {
-            "RANK": str(worker.global_rank),
-            "LOCAL_RANK": str(worker.local_rank),
-            "GROUP_RANK": str(worker_group.group_rank),
-            "WORLD_SIZE": str(worker.world_size),
-            "LOCAL_WORLD_SIZE": str(worker_group.spec.local_world_size),
-            "MASTER_ADDR": str(worker_group.master_addr),
-            "MASTER_PORT": str(worker_group.master_port),
-            # A prefix in the store for each attempt.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            **rank_environment(
+                rank=worker.global_rank,
+                local_rank=worker.local_rank,
+                machine=worker_group.group_rank,
+                num_ranks=worker.world_size,
+                num_local_ranks=worker_group.spec.local_world_size,
+                store=(worker_group.master_addr, worker_group.master_port),
+                attempt=attempt,
+            ),
             # The launcher may have started another agent before.
             ATTEMPT: str(earlier + attempt),
             **({ATTEMPT_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
