@@ -144,6 +144,31 @@ EXPERT_MESHES = {
     for name, (size, row) in EXPERT_MESHES.items()
 }
 
+EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts", "training.global_batch_size": 8}
+REFERENCE = {"training.local_batch_size": 8}
+"""Overrides of one process, with which the meshes are compared."""
+
+
+def chosen(overrides: dict[str, Any]) -> dict[str, Any]:
+    """The overrides of a mesh for model and global batch, which one process needs as well."""
+    keys = ("model.flavor", "training.global_batch_size")
+    return {key: overrides[key] for key in keys if key in overrides}
+
+
+def family_case(family: str, mesh: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """The processes and overrides of a mesh of MESHES (llama3) or EXPERT_MESHES (qwen3), and those
+    overrides that one process needs as well."""
+    is_dense = family == "llama3"
+    world_size, overrides = (MESHES if is_dense else EXPERT_MESHES)[mesh]
+    model = {"model.flavor": "odd"} if is_dense else EXPERTS
+    return world_size, overrides, {**model, **chosen(overrides)}
+
+
+def long(*rows: Any) -> list[Any]:
+    """Rows that `make test-all` adds: values, or tuples of them."""
+    tuples = (row if isinstance(row, tuple) else (row,) for row in rows)
+    return [pytest.param(*row, marks=pytest.mark.matrix) for row in tuples]
+
 
 # With SGD in `make test`: each pair of techniques has a row, with as few processes as possible.
 _SHORT = {

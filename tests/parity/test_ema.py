@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.job import Outcome, run_job
-from tests.parity.meshes import EXPERT_MESHES, MESHES
+from tests.parity.meshes import EXPERT_MESHES, EXPERTS, MESHES, long
 from tests.parity.test_inference import RUN, record
-from tests.parity.test_parity import EXPERTS, long
 from tests.pool import WorkerPool
 from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.cli import main

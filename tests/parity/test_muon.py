@@ -14,8 +14,16 @@ import pytest
 
 from tests import tolerances
 from tests.job import Outcome, run_job
-from tests.parity.meshes import EXPERT_MESHES, MESHES, assert_same
-from tests.parity.test_parity import EXPERTS, REFERENCE, chosen, long
+from tests.parity.meshes import (
+    EXPERT_MESHES,
+    EXPERTS,
+    MESHES,
+    REFERENCE,
+    assert_same,
+    chosen,
+    family_case,
+    long,
+)
 from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -76,10 +84,7 @@ def test_same_training_with_the_iteration_of_torch(
     family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     """Float64 weights and the iteration in bfloat16, with all other options changed."""
-    if family == "llama3":
-        (world_size, overrides), shared = MESHES[mesh], {"model.flavor": "odd"}
-    else:
-        (world_size, overrides), shared = EXPERT_MESHES[mesh], EXPERTS
+    world_size, overrides, shared = family_case(family, mesh)
     options = {
         "optimizer.name": "Muon",
         "optimizer.adamw_lr": 3e-3,
@@ -89,7 +94,7 @@ def test_same_training_with_the_iteration_of_torch(
         "optimizer.muon_adjust_lr": "match_rms_adamw",
         "optimizer.weight_decay": 0.5,
     }
-    shared = {**shared, **chosen(overrides), **options}
+    shared = {**shared, **options}
     expected = reference(**shared)
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
@@ -107,12 +112,9 @@ def test_same_training_with_the_iteration_of_torch(
 def test_same_loss_and_norm_in_float32(
     family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    if family == "llama3":
-        (world_size, overrides), shared = MESHES[mesh], {"model.flavor": "odd"}
-    else:
-        (world_size, overrides), shared = EXPERT_MESHES[mesh], EXPERTS
+    world_size, overrides, shared = family_case(family, mesh)
     float32 = {"training.dtype": "float32", "optimizer.muon_dtype": "float32"}
-    shared = {**shared, **chosen(overrides), "optimizer.name": "Muon", **float32}
+    shared = {**shared, "optimizer.name": "Muon", **float32}
     expected = reference(**shared)
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS)

@@ -19,23 +19,22 @@ from tests.job import Outcome, run_job
 from tests.parity.meshes import (
     EP,
     EXPERT_MESHES,
+    EXPERTS,
     FSDP,
     MESHES,
     OP_CHECKPOINT,
     PP,
+    REFERENCE,
     assert_same,
+    chosen,
+    family_case,
+    long,
     rows,
 )
 from tests.pool import WorkerPool
 from torchtitan_lite.parallel import fsdp, pipeline
 
 Pools = Callable[[int], WorkerPool]
-
-
-def long(*rows: Any) -> list[Any]:
-    """Rows that `make test-all` adds: values, or tuples of them."""
-    tuples = (row if isinstance(row, tuple) else (row,) for row in rows)
-    return [pytest.param(*row, marks=pytest.mark.matrix) for row in tuples]
 
 
 TIED = [("tp-2", "SGD"), ("pp-2-fsdp-2", "SGD")]
@@ -50,15 +49,7 @@ TIED_LONG = [
     ("pp-2", "AdamW"),
     ("pp-2-tp-2", "AdamW"),
 ]
-REFERENCE = {"training.local_batch_size": 8}
 Z_LOSS = {"training.z_loss_weight": 0.05}
-EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts", "training.global_batch_size": 8}
-
-
-def chosen(overrides: dict[str, Any]) -> dict[str, Any]:
-    """The overrides of a mesh for model and global batch, which one process needs as well."""
-    keys = ("model.flavor", "training.global_batch_size")
-    return {key: overrides[key] for key in keys if key in overrides}
 
 
 @pytest.fixture(scope="module")
@@ -262,11 +253,8 @@ def test_training_is_independent_of_string_hashes(
 def test_same_loss_and_norm_in_float32(
     family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    if family == "llama3":
-        (world_size, overrides), shared = MESHES[mesh], {"model.flavor": "odd"}
-    else:
-        (world_size, overrides), shared = EXPERT_MESHES[mesh], EXPERTS
-    shared = {**shared, **chosen(overrides), "training.dtype": "float32"}
+    world_size, overrides, shared = family_case(family, mesh)
+    shared = {**shared, "training.dtype": "float32"}
     expected = reference(**shared)
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS)
@@ -293,11 +281,8 @@ def test_same_loss_in_bfloat16_compute(
     family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     """As on a GPU: float32 parameters, bfloat16 forward and backward."""
-    if family == "llama3":
-        (world_size, overrides), shared = MESHES[mesh], {"model.flavor": "odd"}
-    else:
-        (world_size, overrides), shared = EXPERT_MESHES[mesh], EXPERTS
-    float32 = {**shared, **chosen(overrides), "training.dtype": "float32"}
+    world_size, overrides, shared = family_case(family, mesh)
+    float32 = {**shared, "training.dtype": "float32"}
     shared = {**float32, "training.mixed_precision_param": "bfloat16"}
     expected = reference(**shared)
     assert expected.losses != reference(**float32).losses
