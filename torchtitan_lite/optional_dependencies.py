@@ -10,7 +10,6 @@ EXTRAS = {
     "plotly": "report",
     "prometheus_client": "prometheus",
     "s3fs": "s3",
-    "scipy": "planner",
     "torchao": "float8",
     "torchft": "ft",
     "wandb": "wandb",

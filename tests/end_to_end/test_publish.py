@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import launch
 from tests.forks import run_command
+from tests.publishing import publishing_run
 from torchtitan_lite.publish import Subscriber, Target, hugging_face_targets
 from torchtitan_lite.publish.hugging_face import hugging_face_config
-from torchtitan_lite.publish.sources import PUBLISHED_FILE
 
 _FAMILIES = {
     "llama3": (),
@@ -29,34 +27,6 @@ _FAMILIES = {
 }
 
 
-@contextmanager
-def _run(folder: Path, *more: str, steps: int = 100_000, ranks: int = 2) -> Iterator[None]:
-    """Train and publish until the end of the block."""
-    folder.mkdir(exist_ok=True)
-    log = folder / "log"
-    arguments = [
-        *launch.SMALL,
-        f"--job.dump_folder={folder}",
-        f"--training.steps={steps}",
-        "--training.dtype=float32",
-        "--publish.enable=true",
-        "--checkpoint.enable=true",
-        "--checkpoint.interval=1",
-        "--checkpoint.keep_latest_k=0",
-        "--checkpoint.async_mode=disabled",
-        *more,
-    ]
-    process = launch.start(ranks, arguments, log)
-    try:
-        launch.wait_until(
-            lambda: (folder / PUBLISHED_FILE).exists() or process.poll() is not None, 120
-        )
-        assert process.poll() is None, log.read_text()[-4000:]
-        yield
-    finally:
-        launch.end(process)
-
-
 @pytest.mark.parametrize(
     "family",
     [
@@ -66,7 +36,7 @@ def _run(folder: Path, *more: str, steps: int = 100_000, ranks: int = 2) -> Iter
 )
 def test_a_transformers_model_receives_what_was_trained(family: str, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "hf"
-    with _run(run, *_FAMILIES[family]):
+    with publishing_run(run, *_FAMILIES[family]):
         subscriber = Subscriber(str(run))
         (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(subscriber)))
         config = AutoConfig.from_pretrained(tmp_path)
@@ -87,7 +57,7 @@ def test_a_transformers_model_receives_what_was_trained(family: str, tmp_path: P
 
 def test_versions_continue_after_a_restart_of_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with _run(run):
+    with publishing_run(run):
         subscriber = Subscriber(str(run))
         subscription = subscriber.subscribe(
             Target(name, torch.empty(spec.shape, dtype=spec.dtype))
@@ -96,7 +66,7 @@ def test_versions_continue_after_a_restart_of_the_run(tmp_path: Path) -> None:
         assert subscription.update(timeout_s=60) is not None
     held = subscription.version or 0
     # On another number of ranks.
-    with _run(run, ranks=1):
+    with publishing_run(run, ranks=1):
         update = subscription.update(timeout_s=90)
         assert update is not None and update.version > held
         assert update.num_bytes_unchanged == 0
@@ -104,7 +74,7 @@ def test_versions_continue_after_a_restart_of_the_run(tmp_path: Path) -> None:
 
 def test_the_command_writes_folders_that_transformers_loads(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    with _run(run, "--publish.every_steps=2", "--publish.dtype=bfloat16"):
+    with publishing_run(run, "--publish.every_steps=2", "--publish.dtype=bfloat16"):
         output = run_command("subscribe", str(run), "--out", str(out), "--versions", "3")
     assert output.count("MiB changed") == 3
     written = sorted(out.iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
@@ -131,7 +101,7 @@ def test_the_client_imports_little() -> None:
 def test_text_is_generated_by_each_version(tmp_path: Path) -> None:
     run = tmp_path / "run"
     prompt = ("--prompt", "def ", "--temperature", "0", "--max-new-tokens", "8")
-    with _run(run):
+    with publishing_run(run):
         step = run / "checkpoint" / "step-1"
         launch.wait_until((step / "manifest.json").exists, 60)
         output = run_command(

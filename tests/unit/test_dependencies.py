@@ -92,6 +92,7 @@ def test_an_extra_is_imported_where_it_is_used():
         "lighthouse/client.py",
         "lighthouse/messages.py",
         "lighthouse/server.py",
+        "publish/vllm_engine.py",
         "rendezvous/link.py",
         "rendezvous/server.py",
         "replica/coordinator.py",

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -64,6 +64,8 @@ class PinnedPart(Protocol):
 class RankSource(Protocol):
     """The published versions of one rank."""
 
+    is_remote: ClassVar[bool]
+    """Whether versions and blocks are requested from a server, which may die."""
     description: RegionDescription
 
     def versions(self) -> list[int]:
@@ -103,6 +105,8 @@ class _SharedPart:
 
 class SharedMemorySource:
     """The versions of a rank of this machine."""
+
+    is_remote: ClassVar[bool] = False
 
     def __init__(self, path: Path) -> None:
         """Raises DamagedSnapshot and OSError."""
@@ -186,6 +190,8 @@ class _ServedPart:
 
 class ServerSource:
     """The versions of a rank that serves them."""
+
+    is_remote: ClassVar[bool] = True
 
     def __init__(self, endpoint: PeerEndpoint, description: RegionDescription) -> None:
         self._endpoint, self.description = endpoint, description
@@ -280,11 +286,11 @@ class Publication:
     @property
     def poll_s(self) -> float:
         """Seconds between two looks for a newer version."""
-        return 0.05 if isinstance(self.ranks[0], ServerSource) else 0.005
+        return 0.05 if self.ranks[0].is_remote else 0.005
 
     def newest(self) -> int | None:
         """Return the newest version that every rank has, as far as known; None if there is none."""
-        if isinstance(self.ranks[0], ServerSource):
+        if self.ranks[0].is_remote:
             # What its first rank has; a rank that has it not yet does not let it be pinned.
             return max(self.ranks[0].versions(), default=None)
         common = set(self.ranks[0].versions())

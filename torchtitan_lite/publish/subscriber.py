@@ -21,7 +21,6 @@ from torchtitan_lite.errors import LayoutError, PublishError
 from torchtitan_lite.publish.sources import (
     PinnedPart,
     Publication,
-    ServerSource,
     VersionGone,
     open_publication,
 )
@@ -200,7 +199,7 @@ class Subscription:
             reads=reads,
             staged=[
                 parts[read.rank].block(read.name, read.source)
-                if isinstance(publication.ranks[read.rank], ServerSource)
+                if publication.ranks[read.rank].is_remote
                 else None
                 for read in reads
             ],

