@@ -10,8 +10,7 @@ Every process with one thread, gloo:
   source's own tensor. In the rows of new memory, both variants allocate memory.
 - The same against `DTensor.redistribute` of each tensor, by each of its planners, where it supports
   the layouts; and bytes against the lower bound and against DTensor.
-- Time to plan, and how well the calibrated cost model predicts the time of an exchange
-  (`redistribute_planning`); there, `floor` is the goal's absolute value.
+- Time to plan (`redistribute_planning`); there, `floor` is the goal's absolute value.
 
 Results are compared with the expected shards bit by bit. The exit status is 1 if any differs; a
 missed goal is only reported in its row.
@@ -28,9 +27,7 @@ import torch
 from benchmarks.harness import Comparison, Result, formatted, main
 from benchmarks.processes import run_ranks
 from benchmarks.redistribute_planning import (
-    CostModelCase,
     PlannerCase,
-    measure_cost_model,
     measure_planner,
 )
 from benchmarks.redistribute_variants import PLANNERS, measure_rank
@@ -103,7 +100,6 @@ class Plan:
 
     exchanges: Sequence[ExchangeCases]
     planner: PlannerCase
-    cost_models: Sequence[CostModelCase]
 
 
 FULL = Plan(
@@ -112,9 +108,6 @@ FULL = Plan(
         ExchangeCases(num_processes=8, rounds=7, small=False),
     ],
     planner=PlannerCase(pairs=200, rounds=7),
-    cost_models=[
-        CostModelCase(num_processes=number, turns=9, held_out=60, small=False) for number in (4, 8)
-    ],
 )
 QUICK = Plan(
     exchanges=[
@@ -126,15 +119,12 @@ QUICK = Plan(
         )
     ],
     planner=PlannerCase(pairs=20, rounds=3, small=True),
-    cost_models=[CostModelCase(num_processes=4, turns=5, held_out=15, small=True)],
 )
 
 
 def measure(of: Plan, folder: Path) -> Iterator[Result]:
     """Measure all cases of a plan, with files in `folder`."""
     yield from measure_planner(of.planner)
-    for case in of.cost_models:
-        yield from measure_cost_model(case, folder / f"costs_{case.num_processes}")
     for run in of.exchanges:
         yield from _measure_exchanges(run, folder / f"of_{run.num_processes}")
 

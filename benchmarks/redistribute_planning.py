@@ -1,10 +1,8 @@
-"""The time of planning, and the accuracy of the cost model.
+"""The time of planning.
 
 Planning is timed in this process, without ranks or tensors. Cold means that every cache of the
 package is empty and layouts have computed nothing. A plan is timed with the transfers of one rank,
 as a rank needs it.
-
-The cost model is calibrated by ranks, and predicts exchanges that it was not fitted to.
 
 There is no peer: `floor` is the goal's absolute value, and the ratio may be at most 1.
 """
@@ -15,35 +13,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from benchmarks.harness import Comparison, Result
-from benchmarks.processes import run_ranks
 from benchmarks.state_dicts import STATES, fsdp, fsdp_tp
-from scripts.calibration import (
-    SHAPES,
-    calibrate,
-    fraction_misordered,
-    fraction_within,
-    held_out_steps,
-    predicted_s,
-    time_steps,
-)
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, ExchangeOptions
+from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs
 
 _SEED = 0
 _CACHED_CALLS = 1000
 _RANK = 3
-_MAX_BEYOND = 0.1
-_MAX_MISORDERED = 0.05
 
 Pair = tuple[Layout, Layout, tuple[int, ...]]
 
@@ -191,48 +174,3 @@ def _cached_seconds(rounds: int) -> float:
 def _plan_and_transfers(pair: Pair, rank: object, costs: Costs = CPU) -> None:
     src, dst, shape = pair
     plan(src, dst, shape, torch.float32, costs=costs).transfers(rank)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostModelCase:
-    """A calibration on a number of processes, and random exchanges to judge it by."""
-
-    num_processes: int
-    turns: int
-    held_out: int
-    small: bool
-    """Calibrate with two sizes only."""
-
-
-def measure_cost_model(case: CostModelCase, folder: Path) -> Iterator[Result]:
-    """Calibrate and judge on all ranks."""
-    measured = run_ranks(judge_cost_model, asdict(case), case.num_processes, folder)[0]
-    comparison = Comparison(f"cost model, {case.num_processes} proc")
-    comparison.note(measured["costs"])
-    for line in measured["samples"]:
-        comparison.note(line)
-    for metric, name, bound in (
-        (f"predictions off by more than 2x, of {case.held_out}", "beyond", _MAX_BEYOND),
-        ("pairs measured 1.5x apart, in the wrong order", "misordered", _MAX_MISORDERED),
-    ):
-        yield comparison.ratio(metric, "share", measured[name], floor=bound, goal=1.0)
-
-
-def judge_cost_model(num_processes: int, turns: int, held_out: int, small: bool) -> dict[str, Any]:
-    """Calibrate, predict, and return the shares of errors."""
-    gc.disable()
-    dist.init_process_group("gloo")
-    device = torch.device("cpu")
-    _, costs = calibrate(turns, device, SHAPES[1::2] if small else SHAPES)
-    samples = time_steps(held_out_steps(num_processes, held_out), turns, device, ExchangeOptions())
-    dist.destroy_process_group()
-    return {
-        "costs": str(costs),
-        "beyond": 1 - fraction_within(samples, costs),
-        "misordered": fraction_misordered(samples, costs),
-        "samples": [
-            f"{sample.seconds * 1e3:.3g} ms, predicted "
-            f"{predicted_s(sample.step, costs) * 1e3:.3g}: {sample.name}"
-            for sample in samples
-        ],
-    }

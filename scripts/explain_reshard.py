@@ -24,7 +24,7 @@ from scripts.reshard_explanation import (
 from scripts.reshard_svg import as_svg
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.redistribute import Plan, plan
-from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Costs, Transport, default_costs
+from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Transport, default_costs
 
 
 def main(argv: list[str]) -> int:
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
             parse_layout(options.dst, "--dst"),
             parse_shape(options.shape),
             parse_dtype(options.dtype),
-            costs=_costs(options),
+            costs=default_costs(options.device).with_ranks_per_node(options.ranks_per_node),
         )
         # All output is computed before any is written.
         drawing = as_svg(exchange_plan) if svg is not None else None
@@ -56,12 +56,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _costs(options: argparse.Namespace) -> Costs:
-    """Return the cost model for the predictions."""
-    costs = Costs.load(options.costs) if options.costs else default_costs(options.device)
-    return costs.with_ranks_per_node(options.ranks_per_node) if options.ranks_per_node else costs
-
-
 def _as_text(
     exchange_plan: Plan, dtensor: DTensorPrediction | None, transport: Transport | None
 ) -> str:
@@ -78,7 +72,6 @@ def _as_json(exchange_plan: Plan, dtensor: DTensorPrediction | None) -> str:
         "shape": exchange_plan.shape,
         "dtype": str(exchange_plan.dtype).removeprefix("torch."),
         "rounds": [] if exchange_plan.is_noop else exchange_plan.rounds,
-        "predicted_s": exchange_plan.predicted_s,
         "moved_bytes": exchange_plan.moved_bytes,
         "lower_bound_bytes": lower_bound_bytes(exchange_plan),
         "temporary_bytes": temporary_bytes(exchange_plan, BUCKET_BYTES),
@@ -128,10 +121,10 @@ def _parser() -> argparse.ArgumentParser:
         "--torch", action="store_true", help="show what DTensor.redistribute would do instead"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the default cost model"
-    )
-    parser.add_argument(
-        "--costs", type=Path, metavar="FILE", help="cost model from scripts.calibrate"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="device, whose links decide whether nodes forward data",
     )
     parser.add_argument(
         "--ranks-per-node", type=int, default=0, metavar="N", help="0: all are on one node"

@@ -1,4 +1,4 @@
-"""A plan as text: its rounds, the bytes of each holder, the lower bound, memory and time.
+"""A plan as text: its rounds, the bytes of each holder, the lower bound and memory.
 
 Invariant: `lower_bound_bytes` is computed from the layouts alone, so it can verify a plan.
 """
@@ -48,7 +48,6 @@ def explain(
         _bytes_moved(plan),
         _memory(plan, bucket_bytes),
         [f"Path: {_path(plan, transport)}"],
-        [f"Predicted time: {plan.predicted_s * 1e3:.3g} ms"],
     ]
     return "\n".join(line for section in sections for line in section)
 

@@ -23,7 +23,6 @@ NOT_RUN = {
     r"(?s)(torchrun|torchtitan-lite) .*outputs/pretrained": "needs pretrained weights; "
     "tests/end_to_end/test_pretrained_guide.py runs the guide",
     r"torchtitan-lite train --nproc 8 ": "needs a file of torchtitan and 8 processes",
-    r"torchrun .*-m scripts\.calibrate ": "see tests/end_to_end/test_calibrate.py",
     r"torchrun \.\.\.": "stands for the options of a cluster",
     r"torchtitan-lite launch .* 1:4 ": "8 ranks; see tests/resilience/test_launch.py",
     r"python -m tests\.chaos ": "takes many minutes; tests/resilience/test_chaos.py injects fewer",

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tests.pool import WorkerPool
+from tests.redistribution.processes import moved
 from tests.redistribution.reference import elements_of
-from torchtitan_lite.redistribute import Layout, redistribute
+from torchtitan_lite.redistribute import Layout
 from torchtitan_lite.torch_compat import flatten_axes, strided_shard
 
 Pools = Callable[[int], WorkerPool]
@@ -49,7 +50,7 @@ def _compare(
         local, mesh, src, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
     )
     expected = _shard(target, shape)
-    ours = redistribute(tensor, target, strided="stride").to_local()
+    ours = moved(tensor, target, strided="stride").to_local()
     assert torch.equal(ours, expected)
     theirs = tensor.redistribute(placements=dst).to_local()
     right = torch.tensor(int(torch.equal(theirs, expected)))

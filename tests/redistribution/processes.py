@@ -18,9 +18,9 @@ from torchtitan_lite.redistribute import (
     ExchangeOptions,
     HolderMesh,
     Layout,
-    redistribute,
     redistribute_state_dict,
 )
+from torchtitan_lite.redistribute.cost import DEFAULT_OPTIONS
 from torchtitan_lite.redistribute.placements import StridedReading
 from torchtitan_lite.torch_compat import is_strided_shard
 
@@ -56,6 +56,26 @@ def source(move: Move, seed: int) -> DTensor:
     return move.src.to_dtensor(local, device_mesh(move.src.mesh), move.shape)
 
 
+def moved(
+    tensor: DTensor,
+    dst: Layout,
+    *,
+    mesh: DeviceMesh | None = None,
+    strided: StridedReading | None = None,
+    out: DTensor | None = None,
+    options: ExchangeOptions = DEFAULT_OPTIONS,
+) -> DTensor:
+    """One tensor in another layout; `mesh` is that of the result if it is another one."""
+    return redistribute_state_dict(
+        {"tensor": tensor},
+        {"tensor": dst},
+        meshes=[] if mesh is None else [mesh],
+        strided=strided,
+        out=None if out is None else {"tensor": out},
+        options=options,
+    )["tensor"]
+
+
 def assert_arrived(move: Move, seed: int, result: DTensor) -> None:
     """Assert that the result is right, to the bit. Collective."""
     rank, mesh = dist.get_rank(), device_mesh(move.dst.mesh)
@@ -84,7 +104,7 @@ def one_by_one(moves: Sequence[Move], options: Sequence[ExchangeOptions]) -> Non
     for seed, move in enumerate(moves):
         for some in options:
             tensor = source(move, seed)
-            result = redistribute(
+            result = moved(
                 tensor,
                 move.dst,
                 mesh=device_mesh(move.dst.mesh),

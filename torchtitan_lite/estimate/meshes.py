@@ -14,7 +14,7 @@ from torchtitan_lite.config.mesh_constraints import mesh_problems
 from torchtitan_lite.data import batch_sizes
 from torchtitan_lite.device import LOGITS_PER_CHUNK, Accelerator
 from torchtitan_lite.estimate.memory import ByKind, Kind
-from torchtitan_lite.estimate.work import collective_seconds, costs_of
+from torchtitan_lite.estimate.work import collective_seconds
 from torchtitan_lite.mesh import ParallelDims
 from torchtitan_lite.spec import ModelSpec
 
@@ -113,7 +113,6 @@ class MeshModel:
         self._spec = spec
         self._sizes = sizes
         self._accelerator = accelerator
-        self._costs = costs_of(accelerator)
         self._bytes_factors: dict[Kind, float] = {}
         self._compute_s_per_flop = 1 / accelerator.peak_flops
         self._update_factor = self._communication_factor = 1.0
@@ -370,7 +369,7 @@ class MeshModel:
         if size == 1 or num_bytes == 0:
             return 0.0
         near = min(size, max(1, self._accelerator.per_node // stride))
-        each = collective_seconds(operation, num_bytes / count, size, near, self._costs)
+        each = collective_seconds(operation, num_bytes / count, size, near, self._accelerator)
         return each * count
 
 

@@ -33,7 +33,6 @@ from torchtitan_lite.estimate.work import (
     Traffic,
     Work,
     collective_seconds,
-    costs_of,
 )
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh, start_mesh
@@ -255,7 +254,7 @@ class _Recorder:
         self._units = _units(parts, spec)
         self._is_pipeline = mesh.degrees.pp > 1
         self._axes = AxisNames(mesh)
-        self._accelerator, self._costs = accelerator, costs_of(accelerator)
+        self._accelerator = accelerator
         self._other_factor = FUSED_TRAFFIC if is_compiled else 1.0
         self._log = StorageLog()
         self._routing = BalancedRouting()
@@ -306,7 +305,7 @@ class _Recorder:
         self._compute[1] += flops / (MATMUL_EFFICIENCY * self._accelerator.peak_flops)
         node = dist.get_rank() // self._accelerator.per_node
         near = sum(rank // self._accelerator.per_node == node for rank in ranks)
-        seconds = collective_seconds("all_to_all", num_bytes, len(ranks), near, self._costs)
+        seconds = collective_seconds("all_to_all", num_bytes, len(ranks), near, self._accelerator)
         key = ("owners", "all_to_all", True)
         traffic = Traffic(count=2, num_bytes=num_bytes, seconds=seconds)
         self._traffic[key] = self._traffic.get(key, Traffic()) + traffic
@@ -453,7 +452,7 @@ class _Recorder:
         traffic = Traffic(
             count=1,
             num_bytes=num_bytes,
-            seconds=collective_seconds(name, num_bytes, size, near, self._costs),
+            seconds=collective_seconds(name, num_bytes, size, near, self._accelerator),
         )
         self._traffic[key] = self._traffic.get(key, Traffic()) + traffic
 

@@ -1,14 +1,13 @@
 """Work of a rank in a step: floating-point operations, memory traffic and communication, with the
 time that each takes on a device.
 
-Layer: above device and redistribute; `debug.communication`.
+Layer: above device; `debug.communication`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtitan_lite.device import Accelerator
-from torchtitan_lite.redistribute.cost import CUDA, Costs, Link
 
 MATMUL_EFFICIENCY = 0.7
 """Part of the peak FLOP/s that matrix products and attention reach."""
@@ -16,6 +15,10 @@ TRAFFIC_EFFICIENCY = 0.8
 """Part of the memory bandwidth that other operations reach."""
 FUSED_TRAFFIC = 0.35
 """Part of the memory traffic of other operations that is left in compiled blocks."""
+_COLLECTIVE_S = 2e-5
+"""Time to start and to complete a collective."""
+_NEAR_LATENCY_S, _FAR_LATENCY_S = 2e-6, 1e-5
+"""Time per message within a node and between nodes. From data sheets, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,32 +100,23 @@ class Work:
         return max(self.compute_s, hidden) + self.communication_s(overlapped=False)
 
 
-def costs_of(accelerator: Accelerator) -> Costs:
-    """Return the costs of collectives between GPUs of this kind."""
-    latency = CUDA.collective_within.latency_s
-    return replace(
-        CUDA,
-        collective_within=Link(latency_s=latency, bytes_per_s=accelerator.link_bytes_per_s),
-        between=replace(CUDA.between, bytes_per_s=accelerator.network_bytes_per_s),
-        ranks_per_node=accelerator.per_node,
-    )
-
-
 def collective_seconds(
-    operation: str, num_bytes: float, size: int, near: int, costs: Costs
+    operation: str, num_bytes: float, size: int, near: int, accelerator: Accelerator
 ) -> float:
-    """Predict the time of a collective of `size` ranks, `near` of which are on this rank's node, by
-    the cost model of `redistribute`: a ring, whose links between nodes limit it. Rings of many
-    ranks are trees in practice, so their latency counts once per doubling."""
+    """Predict the time of a collective of `size` ranks, `near` of which are on this rank's node:
+    a ring, whose links between nodes limit it. Rings of many ranks are trees in practice, so their
+    latency counts once per doubling."""
     if size == 1 or num_bytes == 0:
         return 0.0
-    link = costs.collective_within if near == size else costs.between
-    # The GPUs of a node share its links to others.
-    bandwidth = link.bytes_per_s if near == size else link.bytes_per_s * near
+    if near == size:
+        latency_s, bandwidth = _NEAR_LATENCY_S, accelerator.link_bytes_per_s
+    else:
+        # The GPUs of a node share its links to others.
+        latency_s, bandwidth = _FAR_LATENCY_S, accelerator.network_bytes_per_s * near
     turns = {"all_reduce": 2.0, "broadcast": 1.0, "send": 1.0, "recv": 1.0}.get(operation, 1.0)
     share = 1.0 if operation in ("send", "recv") else (size - 1) / size
     if operation == "all_to_all" and near != size:
         # Each rank sends on its own, and what stays on the node does not use the network.
-        bandwidth, share = link.bytes_per_s, (size - near) / size
-    latency = link.latency_s * max(1, (size - 1).bit_length())
-    return costs.collective_s + turns * (latency + share * num_bytes / bandwidth)
+        bandwidth, share = accelerator.network_bytes_per_s, (size - near) / size
+    latency_s *= max(1, (size - 1).bit_length())
+    return _COLLECTIVE_S + turns * (latency_s + share * num_bytes / bandwidth)

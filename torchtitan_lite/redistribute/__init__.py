@@ -1,9 +1,9 @@
 """Layouts of distributed tensors, and one planner that moves state between any two of them.
 
 A `Layout` maps holders (ranks, files, snapshots) to the boxes of a tensor that they hold, `plan`
-computes the exchange from one layout to another, and `redistribute` and `redistribute_state_dict`
-execute it. Reading order: placements, partition, layout; intersections, transfers, exchange, cost,
-plan; program, the two transports, execute; then dtensor and read_plan, the entry points.
+computes the exchange from one layout to another, and `redistribute_state_dict` executes it. Reading
+order: placements, partition, layout; intersections, transfers, exchange, cost, plan; program, the
+two transports, execute; then dtensor and read_plan, the entry points.
 
 Layer: above mesh and spec.
 """
@@ -11,7 +11,6 @@ Layer: above mesh and spec.
 from torchtitan_lite.redistribute.cost import ExchangeOptions
 from torchtitan_lite.redistribute.dtensor import (
     align_gradient,
-    redistribute,
     redistribute_state_dict,
 )
 from torchtitan_lite.redistribute.intersections import choose_owners
@@ -40,6 +39,5 @@ __all__ = [
     "local_box",
     "match_layouts",
     "plan",
-    "redistribute",
     "redistribute_state_dict",
 ]

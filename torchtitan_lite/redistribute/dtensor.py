@@ -1,12 +1,10 @@
-"""Redistribution of DTensors: one with autograd, or all tensors of a state dict at once."""
+"""Redistribution of the DTensors of a state dict, all at once."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -14,49 +12,9 @@ from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.cost import DEFAULT_OPTIONS, Costs, ExchangeOptions
 from torchtitan_lite.redistribute.execute import check_out, execute_exchange
 from torchtitan_lite.redistribute.layout import Layout, TensorSpec
-from torchtitan_lite.redistribute.placements import LINEAR_OPS, HolderMesh, StridedReading
-from torchtitan_lite.redistribute.plan import Plan, average_factor, plan
+from torchtitan_lite.redistribute.placements import HolderMesh, StridedReading
+from torchtitan_lite.redistribute.plan import Plan, plan
 from torchtitan_lite.torch_compat import DTensorSpec, spec_of
-
-
-def redistribute(
-    tensor: DTensor,
-    dst: Layout,
-    *,
-    mesh: DeviceMesh | None = None,
-    strided: StridedReading | None = None,
-    out: DTensor | None = None,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-    options: ExchangeOptions = DEFAULT_OPTIONS,
-) -> DTensor:
-    """Return `tensor` in the layout `dst`. Every rank of both meshes must call it; others may.
-
-    A tensor in that layout is returned itself, and an unchanged shard shares its memory. `mesh` is
-    the DeviceMesh of `dst` if it is not the tensor's own; a rank outside of it gets a DTensor
-    without elements. `strided` selects the interpretation of strided shards, see
-    `Layout.from_dtensor`. `out` has the layout `dst` and receives the result. The tensor moves and
-    results in `forward_dtype`, its gradient moves in `backward_dtype` (by default the tensor's
-    dtype) and results in the tensor's dtype; both as in `DTensor.redistribute`. Gradients flow back
-    the opposite way, once, and of averages and sums only: every rank of both meshes must run
-    backward. Raises LayoutError if there is no plan, `mesh` is missing, or the tensor's shard has
-    another shape than in its layout, and RedistributionError if another rank does not take part.
-    """
-    shape = tuple(tensor.shape)
-    src, dst = Layout.from_dtensor(tensor, strided=strided), dst.with_num_dims(len(shape))
-    dtype = forward_dtype or tensor.dtype
-    kind = _Kind(shape, dtype, tensor.device)
-    if out is not None:
-        check_out(spec_of(out), dst, kind.shape, kind.dtype)
-        with torch.no_grad():
-            _moved(tensor.to_local(), kind, src, dst, options, out.to_local())
-        return out
-    target = _mesh_of(tensor, dst, mesh)
-    if src == dst and dtype == tensor.dtype and backward_dtype in (None, dtype):
-        return tensor
-    result = _Redistribute.apply(tensor, kind, src, dst, target, backward_dtype, options)
-    assert isinstance(result, DTensor)
-    return result
 
 
 @torch.no_grad()
@@ -125,91 +83,6 @@ def align_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     if gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
     return parameter.grad
-
-
-class _Kind(NamedTuple):
-    """Layout, shape, dtype and device of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Redistribute(torch.autograd.Function):
-    """Autograd from DTensor to DTensor, as in torch: the gradient has a layout of its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: DTensor,
-        kind: _Kind,
-        src: Layout,
-        dst: Layout,
-        mesh: DeviceMesh,
-        backward_dtype: torch.dtype | None,
-        options: ExchangeOptions,
-    ) -> DTensor:
-        """See `redistribute`."""
-        local = tensor.to_local()
-        ctx.kind, ctx.src, ctx.dst, ctx.options = kind, src, dst, options
-        ctx.mesh, ctx.dtype, ctx.backward_dtype = tensor.device_mesh, tensor.dtype, backward_dtype
-        return dst.to_dtensor(_moved(local, kind, src, dst, options), mesh, kind.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: DTensor
-    ) -> tuple[DTensor | None, ...]:
-        """Return the layout of the gradient: the gradient of every contribution to a sum is the
-        entire gradient, and conversely each holder's gradient is one contribution."""
-        src, dst = ctx.src, ctx.dst
-        for layout in (src, dst):
-            if layout.reduce_op not in (None, "sum"):
-                raise LayoutError(
-                    f"{layout} is joined by {layout.reduce_op}, which has no gradient here. "
-                    "Redistribute sums or averages."
-                )
-        (grad,) = grads
-        whole, wanted = (layout.with_replicas(LINEAR_OPS) for layout in (dst, src))
-        if grad.placements != whole.dtensor_placements:
-            whole = Layout.from_dtensor(grad, strided="order")
-        kind = ctx.kind._replace(dtype=ctx.backward_dtype or ctx.dtype)
-        moved = _moved(grad.to_local(), kind, whole, wanted, ctx.options)
-        factor = average_factor(src, dst)
-        result = (moved if factor == 1 else moved * factor).to(ctx.dtype)
-        return wanted.to_dtensor(result, ctx.mesh, ctx.kind.shape), *[None] * 6
-
-
-def _moved(
-    local: torch.Tensor,
-    kind: _Kind,
-    src: Layout,
-    dst: Layout,
-    options: ExchangeOptions,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return this rank's shard of `dst`, in the dtype of `kind`."""
-    local = local.to(kind.dtype)
-    found = plan(
-        src,
-        dst,
-        kind.shape,
-        kind.dtype,
-        costs=options.costs_on(kind.device),
-    )
-    return execute_exchange([found], [local], [out], kind.device, options)[0]
-
-
-def _mesh_of(tensor: DTensor, dst: Layout, mesh: DeviceMesh | None) -> DeviceMesh:
-    found = tensor.device_mesh if mesh is None else mesh
-    if HolderMesh.from_device_mesh(found) != dst.mesh:
-        raise LayoutError(
-            f"The result lies on {dst.mesh}, and "
-            + ("the tensor's mesh is " if mesh is None else "the given mesh is ")
-            + f"{HolderMesh.from_device_mesh(found)}. Give the DeviceMesh of the destination as "
-            "mesh."
-        )
-    return found
 
 
 def _device(tensors: Sequence[DTensor], meshes: Sequence[DeviceMesh]) -> torch.device:

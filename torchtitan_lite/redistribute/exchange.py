@@ -25,19 +25,19 @@ import numpy as np
 
 from torchtitan_lite.redistribute.intersections import HolderIndex, Intersection, Intersections
 from torchtitan_lite.redistribute.layout import Layout
-from torchtitan_lite.redistribute.partition import Segments, shard_sizes
+from torchtitan_lite.redistribute.partition import shard_sizes
 from torchtitan_lite.redistribute.placements import Holder, Nodes
 from torchtitan_lite.redistribute.transfers import (
+    Delivery,
     Multicast,
     NodeReceivers,
     RoundKind,
     RoundTransfers,
     Transfer,
-    block_size,
-    deliveries_by_node,
     deliveries_from,
     deliveries_to,
-    row_size,
+    node_deliveries_from,
+    node_deliveries_to,
     stripes,
 )
 
@@ -84,6 +84,7 @@ class Exchange:
         self.shape, self.nodes = shape, nodes
         self._intersections = intersections
         self._reductions = ReductionGroups(intersections)
+        self._owners = ReductionOwners(intersections)
         self._holders_by_node: dict[tuple[bool, int, int], dict[Hashable, list[Holder]]] = {}
 
     @cached_property
@@ -181,8 +182,7 @@ class Exchange:
                 if group.is_reduced:
                     self._reduce(holder, common, group, parts)
                 elif self._has(holder, common.one, group.members[0]):
-                    size = block_size(common.block)
-                    parts[0].copies.append(Transfer(holder, common.block, 0, size))
+                    parts[0].copies.append(Transfer(holder, common.block, 0, common.size))
                 else:
                     self._move(holder, common, group, parts)
 
@@ -210,7 +210,7 @@ class Exchange:
         if self.nodes is not None:
             sources = self._by_node(False, common.one, group.members[0])
         receivers = common.other, group.target
-        self._deliver(multicast, holder, common.block, parts, sources, receivers)
+        self._deliver(multicast, holder, common, parts, sources, receivers)
 
     def _by_node(self, is_dst: bool, part: int, contribution: int) -> dict[Hashable, list[Holder]]:
         """Return the replicas of one contribution to one shard, by node."""
@@ -226,7 +226,7 @@ class Exchange:
         self,
         multicast: Multicast,
         holder: Holder,
-        block: tuple[Segments, ...],
+        common: Intersection,
         parts: tuple[RoundTransfers, ...],
         sources: Mapping[Hashable, Sequence[Holder]],
         shard: tuple[int, int],
@@ -234,20 +234,21 @@ class Exchange:
         """Return a holder's transfers of a multicast: in the first round, and in the second if
         there are relays. `sources` are by node, if there are nodes; `shard` is that of the
         receivers, and the contribution to it."""
-        row = row_size(block)
+        is_source, row, block = holder in multicast.sources, common.row, common.block
+        rounds: tuple[list[Delivery], ...]
         if self.nodes is None:
-            if holder in multicast.sources:
-                sent, received = deliveries_from(multicast, holder, row), []
-            else:
-                sent, received = [], deliveries_to(multicast, holder, row)
-            deliveries = [(parts[0], sent + received)]
+            deliveries = deliveries_from if is_source else deliveries_to
+            rounds = (deliveries(multicast, holder, row),)
         else:
             where = NodeReceivers(
                 self.nodes.of, sources, self._by_node(True, *shard), self._largest_destination
             )
-            rounds = deliveries_by_node(multicast, holder, row, where, self.nodes.relay)
-            deliveries = list(zip(parts, rounds, strict=False))
-        for part, some in deliveries:
+            if is_source:
+                relay = self.nodes.relay
+                rounds = (node_deliveries_from(multicast, holder, row, where, relay),)
+            else:
+                rounds = node_deliveries_to(multicast, holder, row, where, self.nodes.relay)
+        for part, some in zip(parts, rounds, strict=False):
             for source, receiver, start, stop in some:
                 if source == holder:
                     part.sends.append(Transfer(receiver, block, start, stop))
@@ -270,7 +271,7 @@ class Exchange:
         group: ReductionGroup,
         part: RoundTransfers,
     ) -> None:
-        for number, owner in enumerate(reduction_owners(self._intersections, common, group)):
+        for number, owner in enumerate(self._owners.from_source(common, group)):
             if owner.contribution == own:
                 continue
             if sender_of(self.src, common.one, own, number) == holder:
@@ -285,20 +286,23 @@ class Exchange:
     ) -> None:
         """Return the transfers of a replica of the group's target: it reduces what it owns and
         spreads it, and receives the rest."""
-        reduce, spread, block = parts[0], parts[1:], common.block
-        receivers = self.dst.holders(common.other, group.target)
-        for number, owner in enumerate(reduction_owners(self._intersections, common, group)):
-            piece = Transfer(owner.holder, block, owner.start, owner.stop)
-            if owner.holder != holder and self.nodes is None:
+        reduce, spread = parts[0], parts[1:]
+        shard = common.other, group.target
+        receivers = self.dst.holders(*shard)
+        nodes, node, is_alone = self.nodes, None, True
+        if nodes is not None:
+            node = nodes.of(holder)
+            is_alone = not nodes.relay or len(self._by_node(True, *shard)[node]) == 1
+        for number, owner in enumerate(self._owners.at_destination(common, group)):
+            piece = Transfer(owner.holder, common.block, owner.start, owner.stop)
+            its_node = None if nodes is None else nodes.of(owner.holder)
+            if owner.holder != holder and (is_alone or its_node == node):
                 spread[0].receives.append(piece)
                 continue
             if spread:
                 multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, number)
-                sources = {}
-                if self.nodes is not None:
-                    sources = {self.nodes.of(owner.holder): multicast.sources}
-                shard = common.other, group.target
-                self._deliver(multicast, holder, block, spread, sources, shard)
+                sources = {its_node: multicast.sources}
+                self._deliver(multicast, holder, common, spread, sources, shard)
             if owner.holder != holder:
                 continue
             begins = reduce.fills if owner.contribution is None else reduce.copies
@@ -402,31 +406,69 @@ class ReductionGroups:
         return overlaps
 
 
-def reduction_owners(
-    parts: Intersections, common: Intersection, group: ReductionGroup
-) -> list[ReductionOwner]:
-    """Return the holders that reduce a group for one rectangle: replicas of its target that hold a
-    member if there are any, each with an equal share."""
-    src, dst = parts.src, parts.dst
-    positions = dst.positions[common.other, group.target]
-    contributions: list[int | None] = [None] * len(positions)
-    held = positions[parts.across[positions] == common.one]
-    if len(held):
-        own = src.contribution_of[parts.src_positions[held]]
-        if len(group.members) < src.num_contributions:
-            is_member = np.isin(own, group.members)
-            held, own = held[is_member], own[is_member]
-        if len(held):
-            positions, contributions = held, own.tolist()
-    holders = dst.layout.mesh.holders
-    bounds = stripes(0, block_size(common.block), len(positions), row_size(common.block))
-    return [
-        ReductionOwner(holders[position], contribution, start, stop)
-        for position, contribution, (start, stop) in zip(
-            positions.tolist(), contributions, bounds, strict=True
-        )
-        if start < stop
-    ]
+class ReductionOwners:
+    """The holders that reduce a group for one rectangle: replicas of its target that hold a member
+    if there are any, each with an equal share.
+
+    Which replicas of a target hold a contribution to a shard of the source is looked up at once for
+    all rectangles of a holder: `at_destination` for a holder of the target, `from_source` for one
+    of the source. Both return the same owners.
+    """
+
+    def __init__(self, parts: Intersections) -> None:
+        self._parts = parts
+        self._holding: dict[tuple[bool, int, int], dict[int, list[tuple[Holder, int]]]] = {}
+
+    def at_destination(self, common: Intersection, group: ReductionGroup) -> list[ReductionOwner]:
+        """Return the owners for a rectangle, in the order of their shares."""
+        return self._owners(common, group, self._at(False, common.other, group.target, common.one))
+
+    def from_source(self, common: Intersection, group: ReductionGroup) -> list[ReductionOwner]:
+        """Return the owners for a rectangle, in the order of their shares."""
+        return self._owners(common, group, self._at(True, common.one, group.target, common.other))
+
+    def _owners(
+        self,
+        common: Intersection,
+        group: ReductionGroup,
+        holding: Sequence[tuple[Holder, int]],
+    ) -> list[ReductionOwner]:
+        chosen: Sequence[tuple[Holder, int | None]] = holding
+        if len(group.members) < self._parts.src.num_contributions:
+            chosen = [one for one in holding if one[1] in group.members]
+        if not chosen:
+            chosen = [(one, None) for one in self._parts.dst.holders(common.other, group.target)]
+        bounds = stripes(0, common.size, len(chosen), common.row)
+        return [
+            ReductionOwner(holder, contribution, start, stop)
+            for (holder, contribution), (start, stop) in zip(chosen, bounds, strict=True)
+            if start < stop
+        ]
+
+    def _at(self, of_src: bool, part: int, target: int, other: int) -> Sequence[tuple[Holder, int]]:
+        """Return the replicas of a target that also hold a contribution to the source's shard, and
+        which one; `part` is the shard of the source or of the destination, `other` the other
+        one."""
+        key = of_src, part, target
+        if key not in self._holding:
+            src, dst, across = self._parts.src, self._parts.dst, self._parts.across
+            if of_src:
+                positions = dst.positions[:, target].ravel()
+                positions = positions[across[positions] == part]
+                others = dst.part_of[positions]
+            else:
+                positions = dst.positions[part, target]
+                positions = positions[across[positions] >= 0]
+                others = across[positions]
+            held = src.contribution_of[self._parts.src_positions[positions]]
+            found: dict[int, list[tuple[Holder, int]]] = {}
+            holders = dst.layout.mesh.holders
+            for position, at, contribution in zip(
+                positions.tolist(), others.tolist(), held.tolist(), strict=True
+            ):
+                found.setdefault(at, []).append((holders[position], contribution))
+            self._holding[key] = found
+        return self._holding[key].get(other, ())
 
 
 def sender_of(src: HolderIndex, part: int, contribution: int, owner: int) -> Holder:
@@ -439,10 +481,10 @@ def unreduced_multicast(
     parts: Intersections, common: Intersection, group: ReductionGroup
 ) -> Multicast:
     """Return the delivery of a group of one member: from its replicas to those of its target."""
-    one, other, block = common
     (member,) = group.members
-    sources, receivers = parts.src.holders(one, member), parts.dst.holders(other, group.target)
-    return Multicast(sources, receivers, 0, block_size(block), one + other + member)
+    sources = parts.src.holders(common.one, member)
+    receivers = parts.dst.holders(common.other, group.target)
+    return Multicast(sources, receivers, 0, common.size, common.one + common.other + member)
 
 
 @lru_cache(maxsize=4096)

@@ -44,6 +44,7 @@ class HolderIndex:
         self.num_contributions = math.prod(mesh.shape[axis] for axis in partial)
         self.num_replicas = math.prod(mesh.shape[axis] for axis in same)
         self._order = (*cutting, *partial, *same)
+        self._replicas: dict[tuple[int, int], list[Holder]] = {}
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -75,9 +76,12 @@ class HolderIndex:
         ]
 
     def holders(self, part: int, contribution: int = 0) -> list[Holder]:
-        """Return the replicas of one contribution to one shard."""
-        holders = self.layout.mesh.holders
-        return [holders[position] for position in self.positions[part, contribution].tolist()]
+        """Return the replicas of one contribution to one shard; not to be changed."""
+        key = part, contribution
+        if key not in self._replicas:
+            holders = self.layout.mesh.holders
+            self._replicas[key] = [holders[one] for one in self.positions[key].tolist()]
+        return self._replicas[key]
 
     def position(self, holder: Holder) -> int | None:
         """Return a holder's position in the mesh; None if absent."""
@@ -93,6 +97,10 @@ class Intersection(NamedTuple):
     """Shard of the destination."""
     block: tuple[Segments, ...]
     """Intersections per dim of the tensor."""
+    size: int
+    """Number of elements."""
+    row: int
+    """Elements of a row: all dims but the first longer than one."""
 
 
 class Intersections:
@@ -130,16 +138,22 @@ class Intersections:
     def _of(self, index: HolderIndex, position: int, is_src: bool) -> Iterator[Intersection]:
         mine = int(index.part_of[position])
         strides = (self.dst if is_src else self.src).strides
-        rows: list[list[tuple[int, Segments]]] = []
+        rows: list[list[tuple[int, Segments, int]]] = []
         for dim, (part, dim_parts) in enumerate(
             zip(index.per_dim(mine), self._by_dim, strict=True)
         ):
             row = dim_parts.of_src(part) if is_src else dim_parts.of_dst(part)
-            rows.append([(other * strides[dim], segments) for other, segments in row.items()])
+            rows.append(
+                [
+                    (other * strides[dim], segments, sum(length for _, _, length in segments))
+                    for other, segments in row.items()
+                ]
+            )
         for combination in itertools.product(*rows):
-            other = sum(number for number, _ in combination)
-            block = tuple(segments for _, segments in combination)
-            yield Intersection(mine, other, block) if is_src else Intersection(other, mine, block)
+            numbers, block, lengths = zip(*combination, strict=True) if combination else ((),) * 3
+            other = sum(numbers)
+            one, other = (mine, other) if is_src else (other, mine)
+            yield Intersection(one, other, block, *_size_and_row(lengths))
 
     @cached_property
     def src_positions(self) -> np.ndarray:
@@ -153,6 +167,13 @@ class Intersections:
         if self.dst.layout.mesh.holders == self.src.layout.mesh.holders:
             return self.src.part_of
         return np.where(self.src_positions < 0, -1, self.src.part_of[self.src_positions])
+
+
+@lru_cache(maxsize=4096)
+def _size_and_row(lengths: tuple[int, ...]) -> tuple[int, int]:
+    """Return the elements of a rectangle, and of its rows."""
+    first = next((dim for dim, length in enumerate(lengths[:-1]) if length != 1), len(lengths) - 1)
+    return math.prod(lengths), math.prod(lengths[max(first, 0) + 1 :])
 
 
 def choose_owners(

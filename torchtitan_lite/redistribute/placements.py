@@ -142,10 +142,8 @@ class Nodes:
         return first, first if one == other else of(other)
 
 
-LINEAR_OPS = ("sum", "avg")
-"""Reductions whose contributions have independent gradients."""
-
-_OPS = (*LINEAR_OPS, "product", "min", "max")
+_SUMS = ("sum", "avg")
+_OPS = (*_SUMS, "product", "min", "max")
 _SAME_OP = {"prod": "product"}
 
 
@@ -157,7 +155,7 @@ def is_shard(placement: Placement) -> TypeGuard[Shard]:
 def reduce_op_of(placement: Partial) -> str:
     """Return the reduction of contributions, "sum" also for averages."""
     op = str(placement.reduce_op)
-    return "sum" if op in LINEAR_OPS else _SAME_OP.get(op, op)
+    return "sum" if op in _SUMS else _SAME_OP.get(op, op)
 
 
 def normalize(placement: Placement, axis_size: int) -> Placement:

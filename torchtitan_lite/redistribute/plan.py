@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Partial
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.cost import CPU, Costs, exchange_seconds
+from torchtitan_lite.redistribute.cost import CPU, Costs
 from torchtitan_lite.redistribute.exchange import Exchange
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.placements import Holder
@@ -31,7 +31,6 @@ class Plan:
     exchange: Exchange
     factor: float
     """Factor of the result if averages are involved; else 1."""
-    costs: Costs
 
     @property
     def rounds(self) -> tuple[RoundKind, ...]:
@@ -93,13 +92,6 @@ class Plan:
         return 0 if self.is_noop else self.exchange.total_elements * self.dtype.itemsize
 
     @cached_property
-    def predicted_s(self) -> float:
-        """Predict the time, by `costs`."""
-        if self.is_noop:
-            return 0.0
-        return exchange_seconds(self.exchange, self.costs, self.dtype.itemsize)
-
-    @cached_property
     def _transfers(self) -> dict[Holder, tuple[RoundTransfers, ...]]:
         return {}
 
@@ -133,9 +125,9 @@ def plan(
     if equal != dst and src.reduce_op is None:
         copies = Exchange(src, equal, shape)
         if copies.total_elements == 0:
-            return Plan(src, dst, shape, dtype, copies, 1.0, costs)
+            return Plan(src, dst, shape, dtype, copies, 1.0)
     best = _on_nodes(Exchange(src, dst, shape), costs, dtype.itemsize)
-    return Plan(src, dst, shape, dtype, best, average_factor(src, dst), costs)
+    return Plan(src, dst, shape, dtype, best, _average_factor(src, dst))
 
 
 def _on_nodes(exchange: Exchange, costs: Costs, itemsize: int) -> Exchange:
@@ -178,7 +170,7 @@ def _relays_pay(
     return saved_bytes / costs.between.bytes_per_s > forwarding_s
 
 
-def average_factor(src: Layout, dst: Layout) -> float:
+def _average_factor(src: Layout, dst: Layout) -> float:
     """Return the factor of sums that come from averages or become averages."""
     return _averaged(dst) / _averaged(src)
 

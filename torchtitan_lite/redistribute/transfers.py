@@ -9,7 +9,6 @@ per piece.
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from math import prod
 from typing import Literal, NamedTuple
 
 from torchtitan_lite.redistribute.partition import Segments
@@ -45,25 +44,6 @@ class RoundTransfers(NamedTuple):
     """Local copies from this holder's source to its destination."""
     fills: list[Transfer]
     """Elements only received in a "reduce" round: initialized with the identity."""
-
-
-def block_size(block: tuple[Segments, ...]) -> int:
-    """Number of elements of the rectangle."""
-    size = 1
-    for segments in block:
-        size *= segments[0][2] if len(segments) == 1 else sum(s[2] for s in segments)
-    return size
-
-
-def row_size(block: tuple[Segments, ...]) -> int:
-    """Elements of a row: all dims but the first longer than one."""
-    lengths = [
-        segments[0][2] if len(segments) == 1 else sum(s[2] for s in segments) for segments in block
-    ]
-    first = 0
-    while first < len(lengths) - 1 and lengths[first] == 1:
-        first += 1
-    return prod(lengths[first + 1 :])
 
 
 _SMALLEST = 256
@@ -158,39 +138,43 @@ def deliveries_from(multicast: Multicast, source: Holder, row: int) -> list[Deli
     ]
 
 
-def deliveries_by_node(
-    multicast: Multicast, holder: Holder, row: int, nodes: NodeReceivers, relay: bool
+def node_deliveries_to(
+    multicast: Multicast, receiver: Holder, row: int, nodes: NodeReceivers, relay: bool
 ) -> tuple[list[Delivery], list[Delivery]]:
-    """Return the deliveries from and to one holder, those of a first and of a second round, if
-    holders are on nodes: data that a node has comes from its own holders. With `relay`, other data
-    is sent to a node once, and forwarded to its other receivers in the second round."""
+    """Return the deliveries of a first and of a second round from and to a receiver that is not a
+    source, if holders are on nodes: data that a node has comes from its own holders. With `relay`,
+    other data is sent to a node once, and forwarded to its other receivers in the second round."""
+    here, has_source = _on_node(multicast, nodes, nodes.node(receiver))
+    if has_source or not relay or len(here.receivers) == 1:
+        return deliveries_to(here, receiver, row), []
     first: list[Delivery] = []
     second: list[Delivery] = []
-    place = nodes.node(holder)
-    if place in nodes.receivers:
+    for source, carrier, start, stop in _carried(here, row, nodes.shard_elements):
+        if carrier != receiver:
+            second.append(Delivery(carrier, receiver, start, stop))
+            continue
+        first.append(Delivery(source, receiver, start, stop))
+        others = (other for other in here.receivers if other != receiver)
+        second += [Delivery(receiver, other, start, stop) for other in others]
+    return first, second
+
+
+def node_deliveries_from(
+    multicast: Multicast, source: Holder, row: int, nodes: NodeReceivers, relay: bool
+) -> list[Delivery]:
+    """Return the deliveries from a source in the first round; see `node_deliveries_to`."""
+    found: list[Delivery] = []
+    own = nodes.node(source)
+    for place in nodes.receivers:
         here, has_source = _on_node(multicast, nodes, place)
-        if holder in here.receivers and holder not in here.sources:
-            if has_source or not relay or len(here.receivers) == 1:
-                first += deliveries_to(here, holder, row)
-            else:
-                for source, carrier, start, stop in _carried(here, row, nodes.shard_elements):
-                    if carrier == holder:
-                        first.append(Delivery(source, holder, start, stop))
-                        others = (other for other in here.receivers if other != holder)
-                        second += [Delivery(holder, other, start, stop) for other in others]
-                    else:
-                        second.append(Delivery(carrier, holder, start, stop))
-    if holder not in nodes.sources.get(place, ()):
-        return first, second
-    for other in nodes.receivers:
-        here, has_source = _on_node(multicast, nodes, other)
-        if has_source and other != place:
+        if has_source and place != own:
             continue
         if has_source or not relay or len(here.receivers) == 1:
-            first += deliveries_from(here, holder, row)
-            continue
-        first += [d for d in _carried(here, row, nodes.shard_elements) if d.source == holder]
-    return first, second
+            found += deliveries_from(here, source, row)
+        else:
+            carried = _carried(here, row, nodes.shard_elements)
+            found += [delivery for delivery in carried if delivery.source == source]
+    return found
 
 
 def _on_node(multicast: Multicast, nodes: NodeReceivers, place: Hashable) -> tuple[Multicast, bool]:

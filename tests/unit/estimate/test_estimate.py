@@ -14,7 +14,7 @@ from torchtitan_lite.device import ACCELERATORS
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.estimate import as_values, estimate, memory_picture, text
 from torchtitan_lite.estimate.memory import KINDS, Kind
-from torchtitan_lite.estimate.work import Work, collective_seconds, costs_of
+from torchtitan_lite.estimate.work import Work, collective_seconds
 from torchtitan_lite.mesh import ParallelDims
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 
@@ -185,14 +185,14 @@ def test_work_is_linear() -> None:
 
 
 def test_a_collective_between_nodes_takes_longer() -> None:
-    costs = costs_of(ACCELERATORS["h200"])
-    near = collective_seconds("all_gather", 1e9, 8, 8, costs)
-    far = collective_seconds("all_gather", 1e9, 8, 1, costs)
-    assert collective_seconds("all_gather", 1e9, 1, 1, costs) == 0
+    h200 = ACCELERATORS["h200"]
+    near = collective_seconds("all_gather", 1e9, 8, 8, h200)
+    far = collective_seconds("all_gather", 1e9, 8, 1, h200)
+    assert collective_seconds("all_gather", 1e9, 1, 1, h200) == 0
     # 7/8 of the bytes at the bandwidth of the link.
     assert near == pytest.approx(7 / 8 * 1e9 / 450e9, rel=0.05)
     assert far > 5 * near
-    assert collective_seconds("all_reduce", 1e9, 8, 8, costs) == pytest.approx(2 * near, rel=0.05)
+    assert collective_seconds("all_reduce", 1e9, 8, 8, h200) == pytest.approx(2 * near, rel=0.05)
 
 
 def test_the_command_names_the_devices() -> None:

@@ -11,9 +11,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tests.redistribution.reference import replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
-from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, Link, exchange_seconds
-from torchtitan_lite.redistribute.exchange import Exchange
-from torchtitan_lite.redistribute.placements import Nodes
+from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, Link
 
 _PLACEMENTS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
 
@@ -68,16 +66,13 @@ def test_elements_on_a_node_come_from_it() -> None:
 
 @pytest.mark.parametrize("costs", [CPU, CUDA])
 @pytest.mark.parametrize("shape", [(32, 32), (4096, 4096)])
-def test_relays_are_used_if_predicted_to_be_faster(costs: Costs, shape: tuple[int, ...]) -> None:
+def test_relays_are_used_where_they_save_more_than_a_round(
+    costs: Costs, shape: tuple[int, ...]
+) -> None:
     costs, mesh = costs.with_ranks_per_node(4), HolderMesh.ranks(8)
     src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()])
     actual = plan(src, dst, shape, torch.float32, costs=costs)
-    seconds = {
-        relay: exchange_seconds(Exchange(src, dst, shape, Nodes(4, relay)), costs, 4)
-        for relay in (False, True)
-    }
     assert actual.rounds == (("move", "spread") if shape[0] == 4096 else ("move",))
-    assert actual.predicted_s == min(seconds.values())
 
 
 def test_many_small_shards_are_forwarded_whole_and_evenly() -> None:
