@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md from benchmarks/results/, or check it and the figures of the docs.
+"""Write docs/benchmarks.md and the figures of the docs from benchmarks/results/, or check them.
 
 python -m scripts.benchmark_page [--check]
 
@@ -7,7 +7,8 @@ A figure in README.md or docs/ names its origin in a comment right behind it, su
     0.23 s<!-- figure: recovery / ours, builtin lighthouse / survivor's stall, p95 of 7 / ours -->
 
 with file, case, metric, and `ours`, `peer`, `floor` or `ratio` (ours divided by peer or floor).
-`--check` compares the number in front of each comment with the file, to the digits shown.
+The number in front of each comment is that of the file, to the digits shown; read the sentences
+around a figure that has changed.
 """
 
 import argparse
@@ -120,6 +121,12 @@ def main() -> int:
     text = page(results)
     if not options.check:
         PAGE.write_text(text, encoding="utf-8")
+        for path in _pages():
+            before = path.read_text(encoding="utf-8")
+            after = with_figures(before, results)
+            if after != before:
+                path.write_text(after, encoding="utf-8")
+                print(f"{path.relative_to(ROOT)}: figures changed, read the text around them.")
     problems = list(wrong_figures(results))
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         problems.append("docs/benchmarks.md is not up to date: run `make docs`.")
@@ -175,9 +182,27 @@ def page(results: dict[str, Result]) -> str:
 
 def wrong_figures(results: dict[str, Result]) -> Iterator[str]:
     """Yield one line for each figure in the docs that differs from its file."""
-    for path in [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
+    for path in _pages():
         text = path.read_text(encoding="utf-8")
         yield from (f"{path.relative_to(ROOT)}: {problem}" for problem in wrong_in(text, results))
+
+
+def _pages() -> list[Path]:
+    return [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def with_figures(text: str, results: dict[str, Result]) -> str:
+    """Return `text` with the figures of the files, to the digits that it shows."""
+
+    def corrected(match: re.Match[str]) -> str:
+        value = _value(" ".join(match["origin"].split()), results)
+        if value is None:
+            return match[0]
+        number = match["number"]
+        digits, separator = len(number.partition(".")[2]), "," if "," in number else ""
+        return f"{value:{separator}.{digits}f}" + match[0].removeprefix(number)
+
+    return _FIGURE.sub(corrected, text)
 
 
 def wrong_in(text: str, results: dict[str, Result]) -> Iterator[str]:

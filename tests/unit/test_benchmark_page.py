@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark_page import PAGE, RESULTS, page, read_results, wrong_figures, wrong_in
+from scripts.benchmark_page import (
+    PAGE,
+    RESULTS,
+    page,
+    read_results,
+    with_figures,
+    wrong_figures,
+    wrong_in,
+)
 
 _MARK = "<!-- figure: one / a case, 2 proc / time / {} -->"
 
@@ -65,3 +73,13 @@ def test_long_files_are_summarized(tmp_path: Path) -> None:
 def read_results_of(folder: Path, rows: list[dict[str, Any]]) -> Any:
     write(folder, rows, None)
     return read_results(folder)
+
+
+def test_figures_are_written_to_the_digits_shown(tmp_path: Path) -> None:
+    write(tmp_path, [row(ours=1234.567)], None)
+    results = read_results(tmp_path)
+    before = f"**0.1 s**{_MARK.format('ours')}, 7{_MARK.format('peer')}, some{_MARK.format('ours')}"
+    before += f", 1,000{_MARK.format('ours')}, 3<!-- figure: one / no / such / ours -->"
+    after = with_figures(before, results)
+    assert after.startswith("**1234.6 s**<!--") and ", 1<!--" in after and ", 1,235<!--" in after
+    assert ", some<!--" in after and after.endswith(", 3<!-- figure: one / no / such / ours -->")

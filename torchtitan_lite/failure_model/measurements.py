@@ -13,31 +13,31 @@ MEASUREMENTS: dict[str, tuple[float, str]] = {
         "rank_recovery.json, 1 of 4 ranks killed, FSDP-4, until training again, median of 3, ours",
     ),
     "replica_stall_s": (
-        0.18,
+        0.201,
         "recovery.json, ours, builtin lighthouse, survivor's stall, median of 5, ours",
     ),
     "replica_restart_s": (
-        5.3,
+        4.69,
         "recovery.json, ours, builtin lighthouse, restart to first committed step, median, ours",
     ),
     "donor_stall_s": (
-        0.179,
+        0.167,
         "recovery.json, ours, builtin lighthouse, donor's stall, median, ours",
     ),
     "torchft_stall_s": (
-        0.992,
+        0.987,
         "recovery.json, ours, builtin lighthouse, survivor's stall, median of 5, peer",
     ),
     "torchft_restart_s": (
-        2.95,
+        3.4,
         "recovery.json, ours, builtin lighthouse, restart to first committed step, median, peer",
     ),
     "torchft_donor_stall_s": (
-        0.0165,
+        0.00757,
         "recovery.json, ours, builtin lighthouse, donor's stall, median, peer",
     ),
     "heal_mib_per_s": (
-        685.0,
+        1100.0,
         "recovery.json, heal of 144 MiB, rate by 4 connections, ours",
     ),
     "load_mib_per_s": (
