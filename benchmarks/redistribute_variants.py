@@ -4,6 +4,10 @@ The floor is one bare `all_to_all_single` of exactly the bytes that each pair of
 out of and into flat buffers, plus a copy of the whole result: the cost of moving a state by the
 backend's collective if nothing has to be found, packed, or put in its place.
 
+What goes through a collective must be packed and put in its place, though. The packed floor does
+that with flat memory: in buckets as large as ours, it copies the bytes of a bucket into a buffer,
+exchanges them, and copies them out of one; what is not exchanged is copied once.
+
 The variants alternate in one process. A turn is timed from a barrier to the end of this rank's part
 (the slowest rank counts); another barrier follows, and only then the returned value is dropped.
 """
@@ -99,9 +103,7 @@ class Variants:
             name: TensorSpec(src, case.shapes[name], torch.float32)
             for name, (src, _) in self._layouts.items()
         }
-        self.calls: dict[str, Variant] = dict(
-            zip(("floor", "floor fresh"), self._floors(), strict=True)
-        )
+        self.calls: dict[str, Variant] = {**self._floors(), **self._packed_floors()}
         self._out = self._ours(ExchangeOptions(), None)
         for name, options in WARM_OPTIONS.items():
             self.calls[name] = partial(self._ours, options, self._out)
@@ -142,7 +144,7 @@ class Variants:
             options=options,
         )
 
-    def _floors(self) -> tuple[Variant, Variant]:
+    def _floors(self) -> dict[str, Variant]:
         """With memory that is reused in each turn, and with new memory in each."""
         sent, received = self._exchanged_bytes()
         source = torch.zeros(sum(sent), dtype=torch.uint8)
@@ -165,7 +167,45 @@ class Variants:
             )
 
         reused = [torch.zeros_like(result) for result in results]
-        return partial(floor, torch.zeros(sum(received), dtype=torch.uint8), reused), fresh
+        into = torch.zeros(sum(received), dtype=torch.uint8)
+        return {"floor": partial(floor, into, reused), "floor fresh": fresh}
+
+    def _packed_floors(self) -> dict[str, Variant]:
+        """By bucket size, with reused memory; and with new memory for the result."""
+        sent, received = self._exchanged_bytes()
+        source = torch.zeros(sum(sent), dtype=torch.uint8)
+        result_bytes = sum(
+            prod(dst.local_shape(self._case.shapes[name], self._rank)) * torch.float32.itemsize
+            for name, (_, dst) in self._layouts.items()
+            if self._case.dst[1].position(self._rank) is not None
+        )
+        kept = torch.zeros(result_bytes - sum(received), dtype=torch.uint8)
+        most = torch.tensor(sum(sent) + sum(received))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+
+        def floor(bucket_bytes: int, result: torch.Tensor) -> torch.Tensor:
+            count = max(1, -(-int(most) // bucket_bytes))
+            first_in = first_out = 0
+            for bucket in range(count):
+                outs, ins = (
+                    [n * (bucket + 1) // count - n * bucket // count for n in counts]
+                    for counts in (sent, received)
+                )
+                packed = source[first_out : first_out + sum(outs)].clone()
+                arrived = torch.empty(sum(ins), dtype=torch.uint8)
+                dist.all_to_all_single(arrived, packed, ins, outs)
+                result[first_in : first_in + sum(ins)] = arrived
+                first_in, first_out = first_in + sum(ins), first_out + sum(outs)
+            result[first_in:] = kept
+            return result
+
+        reused = torch.zeros(result_bytes, dtype=torch.uint8)
+        return {
+            **{f"floor packed {size}": partial(floor, size * MB, reused) for size in (4, 25)},
+            "floor packed fresh": lambda: floor(
+                25 * MB, torch.empty(result_bytes, dtype=torch.uint8)
+            ),
+        }
 
     def _exchanged_bytes(self) -> tuple[list[int], list[int]]:
         """Bytes that this rank sends to each, and receives from each."""

@@ -104,6 +104,7 @@ def replay(plan: Plan, rng: np.random.Generator) -> int:
 
     Returns the number of elements that were transferred between holders.
     """
+    _check_bound(plan)
     contributions = _contributions(plan, rng)
     holdings = _holdings(plan)
     moved = sum(
@@ -116,6 +117,15 @@ def replay(plan: Plan, rng: np.random.Generator) -> int:
         assert len(np.unique(final)) == len(final), f"{holder} receives a result twice"
     _check(plan, holdings, contributions)
     return moved
+
+
+def _check_bound(plan: Plan) -> None:
+    """No holder sends and receives more in a round than the bound that sizes the buckets."""
+    for holder in (*plan.src.mesh.holders, *plan.dst.mesh.holders):
+        for kind, part in zip(plan.rounds, plan.transfers(holder), strict=True):
+            pieces = (*part.sends, *part.receives)
+            load = sum(piece.stop - piece.start for piece in pieces)
+            assert load <= plan.exchange.max_moved(kind), (holder, kind)
 
 
 def averaged(layout: Layout) -> int:

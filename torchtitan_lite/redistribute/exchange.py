@@ -28,6 +28,7 @@ from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.partition import shard_sizes
 from torchtitan_lite.redistribute.placements import Holder, Nodes
 from torchtitan_lite.redistribute.transfers import (
+    SMALLEST,
     Delivery,
     Multicast,
     NodeReceivers,
@@ -137,14 +138,20 @@ class Exchange:
     def max_moved(self, kind: RoundKind) -> int:
         """Return a bound on the elements that one holder sends and receives in a round, equal for
         all holders."""
-        taken = self.max_local_numel("spread")
+        taken, given = self.max_local_numel("spread"), self.max_local_numel("move")
         copies, sources = self.dst.num_replicas, self.src.num_replicas
         if kind == "spread":
             return taken * copies + taken
-        turns = copies if self.nodes is not None else -(-copies // sources)
+        received = taken * self._reductions.largest_group
         if kind == "reduce" and self.dst.num_contributions == 1:
-            turns = 1
-        return self.max_local_numel("move") * turns + taken * self._reductions.largest_group
+            return given + received
+        if self.nodes is not None:
+            return given * copies + received
+        # Sources share what they send, as far as the invariant of `transfers` states.
+        shared = given * copies
+        uneven = shared // 20 + self._intersections.max_of_source * SMALLEST * sources**2
+        shared = -(-(shared + uneven) // sources)
+        return min(given * -(-copies // sources), shared) + received
 
     def transfers(self, holder: Holder) -> tuple[RoundTransfers, ...]:
         """Return the transfers of `holder` in each round."""
@@ -175,12 +182,13 @@ class Exchange:
 
     def _receive(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
         contribution = int(self.dst.contribution_of[position])
+        results: dict[tuple[int, int], _Results] = {}
         for common in self._intersections.of_destination(position):
             for group in self._reductions.groups(common.one, common.other):
                 if group.target != contribution:
                     continue
                 if group.is_reduced:
-                    self._reduce(holder, common, group, parts)
+                    self._reduce(holder, common, group, parts, results)
                 elif self._has(holder, common.one, group.members[0]):
                     parts[0].copies.append(Transfer(holder, common.block, 0, common.size))
                 else:
@@ -271,10 +279,12 @@ class Exchange:
         group: ReductionGroup,
         part: RoundTransfers,
     ) -> None:
-        for number, owner in enumerate(self._owners.from_source(common, group)):
-            if owner.contribution == own:
-                continue
-            if sender_of(self.src, common.one, own, number) == holder:
+        owners = self._owners.owners(common, group, self._owners.from_source(common, group))
+        replicas = self.src.holders(common.one, own)
+        # See `sender_of`.
+        first = (replicas.index(holder) - own) % len(replicas)
+        for owner in owners[first :: len(replicas)]:
+            if owner.contribution != own:
                 part.sends.append(Transfer(owner.holder, common.block, owner.start, owner.stop))
 
     def _reduce(
@@ -283,34 +293,77 @@ class Exchange:
         common: Intersection,
         group: ReductionGroup,
         parts: tuple[RoundTransfers, ...],
+        results: dict[tuple[int, int], "_Results"],
     ) -> None:
         """Return the transfers of a replica of the group's target: it reduces what it owns and
-        spreads it, and receives the rest."""
-        reduce, spread = parts[0], parts[1:]
+        spreads it, and receives the rest. `results` has what was computed for other rectangles of
+        the same shard."""
+        holding = self._owners.at_destination(common, group)
+        # Owners of rectangles of which no replica has a contribution differ by size only.
+        found = None if holding else results.get((common.size, common.row))
+        if found is None:
+            owners = self._owners.owners(common, group, holding)
+            found = self._results(holder, common, group, owners, parts[1:])
+            if not holding:
+                results[common.size, common.row] = found
+        for part, result in zip(parts[1:], found.rounds, strict=True):
+            part.sends.extend(_in_block(result.sends, common))
+            part.receives.extend(_in_block(result.receives, common))
+        if found.own is None:
+            return
+        number, owner = found.own
+        piece = Transfer(holder, common.block, owner.start, owner.stop)
+        begins = parts[0].fills if owner.contribution is None else parts[0].copies
+        begins.append(piece)
+        for member in group.members:
+            if member != owner.contribution:
+                source = sender_of(self.src, common.one, member, number)
+                parts[0].receives.append(piece._replace(peer=source))
+
+    def _results(
+        self,
+        holder: Holder,
+        common: Intersection,
+        group: ReductionGroup,
+        owners: Sequence[ReductionOwner],
+        rounds: Sequence[RoundTransfers],
+    ) -> "_Results":
+        """Return what a holder owns, and its transfers of results in the rounds after the
+        reduction."""
+        found = _Results(None, tuple(RoundTransfers([], [], [], []) for _ in rounds))
         shard = common.other, group.target
         receivers = self.dst.holders(*shard)
-        nodes, node, is_alone = self.nodes, None, True
-        if nodes is not None:
-            node = nodes.of(holder)
-            is_alone = not nodes.relay or len(self._by_node(True, *shard)[node]) == 1
-        for number, owner in enumerate(self._owners.at_destination(common, group)):
-            piece = Transfer(owner.holder, common.block, owner.start, owner.stop)
-            its_node = None if nodes is None else nodes.of(owner.holder)
-            if owner.holder != holder and (is_alone or its_node == node):
-                spread[0].receives.append(piece)
+        for number, owner in enumerate(owners):
+            if owner.holder == holder:
+                found = found._replace(own=(number, owner))
+            if not rounds:
                 continue
-            if spread:
-                multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, number)
-                sources = {its_node: multicast.sources}
-                self._deliver(multicast, holder, common, spread, sources, shard)
-            if owner.holder != holder:
+            if self.nodes is None and owner.holder != holder:
+                piece = Transfer(owner.holder, common.block, owner.start, owner.stop)
+                found.rounds[0].receives.append(piece)
                 continue
-            begins = reduce.fills if owner.contribution is None else reduce.copies
-            begins.append(piece)
-            for member in group.members:
-                if member != owner.contribution:
-                    source = sender_of(self.src, common.one, member, number)
-                    reduce.receives.append(piece._replace(peer=source))
+            multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, number)
+            sources = {}
+            if self.nodes is not None:
+                sources = {self.nodes.of(owner.holder): multicast.sources}
+            self._deliver(multicast, holder, common, found.rounds, sources, shard)
+        return found
+
+
+class _Results(NamedTuple):
+    """The part of a holder in the spread of the results of one rectangle."""
+
+    own: tuple[int, ReductionOwner] | None
+    """What it reduces, with its number among the owners."""
+    rounds: tuple[RoundTransfers, ...]
+    """Transfers in the rounds after the reduction."""
+
+
+def _in_block(pieces: Sequence[Transfer], common: Intersection) -> list[Transfer]:
+    """Return the same transfers of another rectangle of the same size."""
+    # There may be tens of thousands; the constructor of a named tuple takes twice as long.
+    block, new = common.block, tuple.__new__
+    return [new(Transfer, (peer, block, start, stop)) for peer, _, start, stop in pieces]
 
 
 def _largest(index: HolderIndex, shape: tuple[int, ...]) -> int:
@@ -419,23 +472,28 @@ class ReductionOwners:
         self._parts = parts
         self._holding: dict[tuple[bool, int, int], dict[int, list[tuple[Holder, int]]]] = {}
 
-    def at_destination(self, common: Intersection, group: ReductionGroup) -> list[ReductionOwner]:
-        """Return the owners for a rectangle, in the order of their shares."""
-        return self._owners(common, group, self._at(False, common.other, group.target, common.one))
+    def at_destination(
+        self, common: Intersection, group: ReductionGroup
+    ) -> Sequence[tuple[Holder, int]]:
+        """Return the replicas of the target that hold a member of the group, and which one, for a
+        holder of the target."""
+        return self._members(group, self._at(False, common.other, group.target, common.one))
 
-    def from_source(self, common: Intersection, group: ReductionGroup) -> list[ReductionOwner]:
-        """Return the owners for a rectangle, in the order of their shares."""
-        return self._owners(common, group, self._at(True, common.one, group.target, common.other))
+    def from_source(
+        self, common: Intersection, group: ReductionGroup
+    ) -> Sequence[tuple[Holder, int]]:
+        """Return the same for a holder of the source."""
+        return self._members(group, self._at(True, common.one, group.target, common.other))
 
-    def _owners(
+    def owners(
         self,
         common: Intersection,
         group: ReductionGroup,
         holding: Sequence[tuple[Holder, int]],
     ) -> list[ReductionOwner]:
+        """Return the owners for a rectangle, in the order of their shares, given the replicas that
+        hold a member."""
         chosen: Sequence[tuple[Holder, int | None]] = holding
-        if len(group.members) < self._parts.src.num_contributions:
-            chosen = [one for one in holding if one[1] in group.members]
         if not chosen:
             chosen = [(one, None) for one in self._parts.dst.holders(common.other, group.target)]
         bounds = stripes(0, common.size, len(chosen), common.row)
@@ -444,6 +502,13 @@ class ReductionOwners:
             for (holder, contribution), (start, stop) in zip(chosen, bounds, strict=True)
             if start < stop
         ]
+
+    def _members(
+        self, group: ReductionGroup, holding: Sequence[tuple[Holder, int]]
+    ) -> Sequence[tuple[Holder, int]]:
+        if len(group.members) == self._parts.src.num_contributions:
+            return holding
+        return [one for one in holding if one[1] in group.members]
 
     def _at(self, of_src: bool, part: int, target: int, other: int) -> Sequence[tuple[Holder, int]]:
         """Return the replicas of a target that also hold a contribution to the source's shard, and

@@ -125,6 +125,11 @@ class Intersections:
             )
         return common
 
+    @cached_property
+    def max_of_source(self) -> int:
+        """The most shards of the destination that a shard of the source intersects, or more."""
+        return math.prod(dim_parts.max_of_src for dim_parts in self._by_dim)
+
     def of_source(self, position: int) -> Iterator[Intersection]:
         """Return the intersections of the shard at a position of the source with each shard of the
         destination."""

@@ -11,7 +11,7 @@ elements are stored in the order of the dim.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -103,6 +103,12 @@ class DimIntersections:
     def of_dst(self, part: int) -> dict[int, Segments]:
         """Return the intersections of the second partition's shard `part`, by other shard."""
         return self._row(False, part)
+
+    @cached_property
+    def max_of_src(self) -> int:
+        """The most shards of the second partition that a shard of the first intersects."""
+        pairs = np.unique(np.stack([self.one, self.other]), axis=1)
+        return int(np.bincount(pairs[0]).max(initial=0))
 
     def common(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return the elements that shards `one[i]` and `other[i]` share, int64."""

@@ -87,6 +87,13 @@ class HolderMesh:
     def _positions(self) -> dict[Holder, int]:
         return {holder: position for position, holder in enumerate(self.holders)}
 
+    @cached_property
+    def ranks_array(self) -> np.ndarray | None:
+        """The holders as int64; None if some are not ranks."""
+        if not all(isinstance(holder, int) for holder in self.holders):
+            return None
+        return np.array(self.holders, np.int64)
+
     def position(self, holder: Holder) -> int | None:
         """Return a holder's index in `holders`; None if it is not among them."""
         return self._positions.get(holder)
@@ -132,7 +139,9 @@ class Nodes:
         return holder // self.ranks_per_node if isinstance(holder, int) else holder
 
     def numbers(self, one: HolderMesh, other: HolderMesh) -> tuple[np.ndarray, np.ndarray]:
-        """Return the node of each holder of two meshes as integers from 0, int64."""
+        """Return the node of each holder of two meshes as nonnegative integers, int64."""
+        if one.ranks_array is not None and other.ranks_array is not None:
+            return one.ranks_array // self.ranks_per_node, other.ranks_array // self.ranks_per_node
         known: dict[Hashable, int] = {}
 
         def of(mesh: HolderMesh) -> np.ndarray:

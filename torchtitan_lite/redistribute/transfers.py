@@ -3,7 +3,7 @@
 Every holder computes its own part of an exchange alone, so a sender and its receiver must reach the
 same result: both call the functions here, whose results do not depend on the caller.
 
-Invariant: the amounts that sources send differ by at most one in twenty, or by `_SMALLEST` elements
+Invariant: the amounts that sources send differ by at most one in twenty, or by `SMALLEST` elements
 per piece.
 """
 
@@ -46,7 +46,7 @@ class RoundTransfers(NamedTuple):
     """Elements only received in a "reduce" round: initialized with the identity."""
 
 
-_SMALLEST = 256
+SMALLEST = 256
 """Minimum elements of a transfer that is split among sources: messages cost more than balance."""
 
 _TURNS = 4
@@ -213,7 +213,7 @@ def _needers(multicast: Multicast) -> list[Holder]:
 
 def _is_divided(multicast: Multicast) -> bool:
     """Whether the remainder after the last full turn is split among the sources."""
-    return multicast.stop - multicast.start >= _SMALLEST * len(multicast.sources)
+    return multicast.stop - multicast.start >= SMALLEST * len(multicast.sources)
 
 
 def _to(
