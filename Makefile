@@ -81,7 +81,7 @@ bench: setup ## Run every benchmark and write benchmarks/results/.
 	$(BIN)/python -m benchmarks.convert --json benchmarks/results/convert.json
 	$(BIN)/python -m benchmarks.failures --json benchmarks/results/failures.json
 
-docs: setup ## Write the generated pages of docs/ again.
+docs: setup ## Write the generated pages of docs/ and the figures of all pages again.
 	$(BIN)/python -m scripts.config_reference
 	$(BIN)/python -m scripts.benchmark_page
 	$(BIN)/python -m scripts.failure_page

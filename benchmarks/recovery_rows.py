@@ -99,13 +99,14 @@ def rows_of(
         lost, repeated = lost + counts[0], repeated + counts[1]
     yield comparison.value(
         f"samples lost or repeated, losses compared to {TOLERANCE:g}",
-        f"steps that differ (peer: batches, {lost} lost)",
+        "steps that differ (peer: batches)",
         found.wrong,
         peer=lost + repeated,
         goal=0,
         valid=found.compared > _NUM_LOSSES,
     )
     yield comparison.value("steps compared", "steps", found.compared)
+    yield comparison.value("batches that the peer lost", "batches", lost)
     donors = [median(one.each(lambda each: each.donor_stall_s)) for one in (ours, peer)]
     yield comparison.value("donor's stall, median", "s", donors[0], peer=donors[1])
     for name in ("total", "boot", "import", "quorum", "transfer", "step"):

@@ -4,13 +4,14 @@ python -m benchmarks.redistribute [--quick] [--json PATH]
 
 Every process with one thread, gloo:
 
-- Wall time of a whole state dict, of the slowest rank from a barrier on, against a bare
-  `all_to_all_single` of the same bytes plus a copy of the result (`redistribute_variants`). Ours
-  fills the results of an earlier call, so what is in place already is not copied: it is the
-  source's own tensor. In the rows of new memory, both variants allocate memory.
+- Wall time of a whole state dict, of the slowest rank from a barrier on: through shared memory
+  against a bare `all_to_all_single` of the same bytes plus a copy of the result, through
+  collectives against the same bytes in packed buckets (see `redistribute_variants`). Ours fills
+  the results of an earlier call, so what is in place already is not copied: it is the source's own
+  tensor. In the rows of new memory, both variants allocate memory.
 - The same against `DTensor.redistribute` of each tensor, by each of its planners, where it supports
   the layouts; and bytes against the lower bound and against DTensor.
-- Time to plan (`redistribute_planning`); there, `floor` is the goal's absolute value.
+- Time to plan (`redistribute_planning`).
 
 Results are compared with the expected shards bit by bit. The exit status is 1 if any differs; a
 missed goal is only reported in its row.

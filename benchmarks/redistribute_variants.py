@@ -179,7 +179,7 @@ class Variants:
             for name, (_, dst) in self._layouts.items()
             if self._case.dst[1].position(self._rank) is not None
         )
-        kept = torch.zeros(result_bytes - sum(received), dtype=torch.uint8)
+        kept = torch.zeros(max(0, result_bytes - sum(received)), dtype=torch.uint8)
         most = torch.tensor(sum(sent) + sum(received))
         dist.all_reduce(most, dist.ReduceOp.MAX)
 
@@ -196,15 +196,15 @@ class Variants:
                 dist.all_to_all_single(arrived, packed, ins, outs)
                 result[first_in : first_in + sum(ins)] = arrived
                 first_in, first_out = first_in + sum(ins), first_out + sum(outs)
-            result[first_in:] = kept
+            result[first_in : first_in + len(kept)] = kept
             return result
 
-        reused = torch.zeros(result_bytes, dtype=torch.uint8)
+        # A reduction receives more than its result.
+        size = max(result_bytes, sum(received))
+        reused = torch.zeros(size, dtype=torch.uint8)
         return {
             **{f"floor packed {size}": partial(floor, size * MB, reused) for size in (4, 25)},
-            "floor packed fresh": lambda: floor(
-                25 * MB, torch.empty(result_bytes, dtype=torch.uint8)
-            ),
+            "floor packed fresh": lambda: floor(25 * MB, torch.empty(size, dtype=torch.uint8)),
         }
 
     def _exchanged_bytes(self) -> tuple[list[int], list[int]]:

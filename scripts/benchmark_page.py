@@ -114,7 +114,9 @@ class Result:
 
 def main() -> int:
     """Run the command. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Write docs/benchmarks.md from the results.")
+    parser = argparse.ArgumentParser(
+        description="Write docs/benchmarks.md and the figures of all pages from the results."
+    )
     parser.add_argument("--check", action="store_true", help="only check page and figures")
     options = parser.parse_args()
     results = read_results(RESULTS)

@@ -279,7 +279,7 @@ class _Receiver(_Worker):
         for first in range(0, content.used_bytes, self._chunk_bytes):
             check()
             view = data[first : min(first + self._chunk_bytes, content.used_bytes)]
-            connection.fetch(start + first, [view])
+            connection.fetch_range(start + first, [view])
             on_progress()
             self._rate.spend(len(view), check)
 

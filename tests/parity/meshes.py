@@ -150,14 +150,14 @@ REFERENCE = {"training.local_batch_size": 8}
 
 
 def chosen(overrides: dict[str, Any]) -> dict[str, Any]:
-    """The overrides of a mesh for model and global batch, which one process needs as well."""
+    """Return the overrides of a mesh for model and global batch, which one process needs too."""
     keys = ("model.flavor", "training.global_batch_size")
     return {key: overrides[key] for key in keys if key in overrides}
 
 
 def family_case(family: str, mesh: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """The processes and overrides of a mesh of MESHES (llama3) or EXPERT_MESHES (qwen3), and those
-    overrides that one process needs as well."""
+    """Return the processes and overrides of a mesh of MESHES (llama3) or EXPERT_MESHES (qwen3), and
+    the overrides that one process needs too."""
     is_dense = family == "llama3"
     world_size, overrides = (MESHES if is_dense else EXPERT_MESHES)[mesh]
     model = {"model.flavor": "odd"} if is_dense else EXPERTS

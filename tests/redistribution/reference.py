@@ -104,7 +104,7 @@ def replay(plan: Plan, rng: np.random.Generator) -> int:
 
     Returns the number of elements that were transferred between holders.
     """
-    _check_bound(plan)
+    check_bound(plan)
     contributions = _contributions(plan, rng)
     holdings = _holdings(plan)
     moved = sum(
@@ -119,7 +119,7 @@ def replay(plan: Plan, rng: np.random.Generator) -> int:
     return moved
 
 
-def _check_bound(plan: Plan) -> None:
+def check_bound(plan: Plan) -> None:
     """No holder sends and receives more in a round than the bound that sizes the buckets."""
     for holder in (*plan.src.mesh.holders, *plan.dst.mesh.holders):
         for kind, part in zip(plan.rounds, plan.transfers(holder), strict=True):

@@ -16,7 +16,7 @@ from torchtitan_lite.launcher.leave_notices import LeaveNotifier
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.logs import last_lines
 from torchtitan_lite.launcher.plan import LaunchPlan
-from torchtitan_lite.launcher.processes import Subreaper, become_subreaper, exited
+from torchtitan_lite.launcher.processes import Subreaper, become_subreaper, wait_readable
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
 from torchtitan_lite.launcher.resize import ResizePolicy, Resizer, SlotsFile
 from torchtitan_lite.launcher.restart_policy import GiveUp, RestartPolicy
@@ -150,7 +150,7 @@ class Launcher:
 
     def _wait(self) -> None:
         sources = (self._lighthouse, *self._replicas)
-        exited((one for source in sources for one in source.descriptors), _POLL_S)
+        wait_readable((one for source in sources for one in source.descriptors), _POLL_S)
 
     def _poll(self) -> None:
         now_s = time.monotonic()

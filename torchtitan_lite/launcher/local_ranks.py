@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from torchtitan_lite.launcher.processes import (
     ExitStatus,
     exit_status_of,
-    exited,
     first_failed,
     kill_process_group,
     signal_process,
     spawn,
+    wait_readable,
 )
 from torchtitan_lite.launcher.supervised import LAUNCHER_PID, STORE_LISTENER, rank_environment
 
@@ -59,7 +59,7 @@ def run_ranks(
             for rank in running:
                 signal_process(rank.process.pid, forwarded_signal(number))
         statuses = []
-        ended = exited((rank.descriptor for rank in running), _POLL_S)
+        ended = wait_readable((rank.descriptor for rank in running), _POLL_S)
         for rank in [one for one in running if one.descriptor in ended]:
             running.remove(rank)
             os.close(rank.descriptor)

@@ -137,9 +137,9 @@ def first_failed(statuses: Iterable[tuple[int, ExitStatus]]) -> tuple[int, ExitS
     return min(failed, key=lambda one: (one[1].is_signal, one[0]), default=None)
 
 
-def exited(descriptors: Iterable[int], timeout_s: float = 0) -> set[int]:
-    """Wait until at least one of the processes behind these pidfds has exited or the time is up,
-    and return the pidfds of those that have exited."""
+def wait_readable(descriptors: Iterable[int], timeout_s: float = 0) -> set[int]:
+    """Wait until a descriptor is readable or the time is up, and return those that are. A pidfd is
+    readable once its process has exited."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

@@ -20,12 +20,12 @@ from torchtitan_lite.launcher.processes import (
     children_of,
     environment_of,
     exit_status_of,
-    exited,
     first_failed,
     kill_process_group,
     signal_process,
     spawn,
     state_of,
+    wait_readable,
 )
 from torchtitan_lite.launcher.restart_policy import Failure, failure_of
 from torchtitan_lite.launcher.supervised import LAUNCHER_PID, RANK_LOGS, rank_log
@@ -125,7 +125,7 @@ class WorkerGroup:
             self._find_ranks()
         self._poll_parent()
         living = [rank for rank in self._ranks.values() if rank.descriptor >= 0]
-        descriptors = exited(rank.descriptor for rank in living)
+        descriptors = wait_readable(rank.descriptor for rank in living)
         ended = [rank for rank in living if rank.descriptor in descriptors]
         seen = [(rank, exit_status_of(rank.pid)) for rank in ended]
         for rank in ended:
@@ -229,7 +229,7 @@ class WorkerGroup:
         return self.folder / f"{self._parent_name}.log"
 
     def _poll_parent(self) -> None:
-        if self._descriptor < 0 or not exited([self._descriptor]):
+        if self._descriptor < 0 or not wait_readable([self._descriptor]):
             return
         code = self._parent.wait()
         os.close(self._descriptor)

@@ -21,11 +21,11 @@ def hugging_face_to_json(model: HuggingFaceModel) -> dict[str, Any]:
 
 
 def empty_state_dict(subscriber: Subscriber) -> dict[str, torch.Tensor]:
-    """Return tensors for all weights under their names in transformers, as they are published.
-    Raises PublishError if transformers does not have the model."""
+    """Return tensors in host memory for all weights under their names in transformers, as they are
+    published. Raises PublishError if transformers does not have the model."""
     rules = _key_rules(subscriber)
     return {
-        one.key: torch.zeros(one.shape, dtype=one.dtype)
+        one.key: torch.zeros(one.shape, dtype=one.dtype, device="cpu")
         for group in export_tensors(rules, subscriber.tensors, None)
         for one in group
     }

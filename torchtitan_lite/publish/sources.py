@@ -27,6 +27,7 @@ from torchtitan_lite.checkpoint.shared_memory import (
 from torchtitan_lite.errors import DamagedSnapshot, PublishError, RpcError
 from torchtitan_lite.publish.pins import SlotLock
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
+from torchtitan_lite.rpc.state_server import MAX_RANGES, ByteRows
 
 PURPOSE = "publish"
 """Purpose of the sessions."""
@@ -37,6 +38,10 @@ PUBLISHED_FILE = "published.json"
 STATUS_VERSION, INDEX_VERSION = 1 << 59, (1 << 59) + 1
 """Under which ranks serve their status and their index. Versions are steps, from 0."""
 _REQUEST_BYTES = 8 << 20
+
+
+Block = tuple[str, tuple[slice, ...]]
+"""A block of a local tensor, by its name."""
 
 
 class VersionGone(PublishError):
@@ -51,9 +56,9 @@ class PinnedPart(Protocol):
         """Checksums of the local tensors, by name."""
         ...
 
-    def block(self, name: str, block: tuple[slice, ...]) -> torch.Tensor:
-        """Return a block of a local tensor, which may share the publisher's memory. Raises
-        VersionGone."""
+    def blocks(self, wanted: Sequence[Block]) -> list[torch.Tensor]:
+        """Return blocks of local tensors, which may share the publisher's memory; what comes from a
+        server, which may die, is received completely. Raises VersionGone."""
         ...
 
     def release(self) -> None:
@@ -65,7 +70,7 @@ class RankSource(Protocol):
     """The published versions of one rank."""
 
     is_remote: ClassVar[bool]
-    """Whether versions and blocks are requested from a server, which may die."""
+    """Whether versions are requested from a server."""
     description: RegionDescription
 
     def versions(self) -> list[int]:
@@ -94,10 +99,13 @@ class _SharedPart:
         self._data, self._held, self._lock = region.data(slot), held, lock
         self.digests: Mapping[str, str] = region.values(slot)["digests"]
 
-    def block(self, name: str, block: tuple[slice, ...]) -> torch.Tensor:
-        held = self._held[name]
-        raw = self._data[held.offset : held.offset + held.bytes]
-        return tensor_from_bytes(raw, DTYPES[held.dtype], held.local_shape)[block]
+    def blocks(self, wanted: Sequence[Block]) -> list[torch.Tensor]:
+        found = []
+        for name, block in wanted:
+            held = self._held[name]
+            raw = self._data[held.offset : held.offset + held.bytes]
+            found.append(tensor_from_bytes(raw, DTYPES[held.dtype], held.local_shape)[block])
+        return found
 
     def release(self) -> None:
         self._lock.release()
@@ -160,32 +168,43 @@ class _ServedPart:
     """A pinned part at a server."""
 
     def __init__(
-        self, connection: StateConnection, description: RegionDescription, header: bytes
+        self, connection: StateConnection, version: int, description: RegionDescription
     ) -> None:
-        self._connection = connection
+        """Raises RpcError."""
+        self._connection, self._version = connection, version
+        connection.select(version)
+        header = connection.fetch_header()
         self._held = {held.name: held for held in description.tensors}
         self._data_start = 8 + len(header)
         self.digests: Mapping[str, str] = read_json(header)["digests"]
 
-    def block(self, name: str, block: tuple[slice, ...]) -> torch.Tensor:
-        held = self._held[name]
-        dtype = DTYPES[held.dtype]
-        target = torch.empty([one.stop - one.start for one in block], dtype=dtype)
-        if target.numel() == 0:
-            return target
-        raw = tensor_bytes(target)
+    def blocks(self, wanted: Sequence[Block]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        rows: list[ByteRows] = []
+        targets: list[memoryview] = []
+        for name, block in wanted:
+            held = self._held[name]
+            dtype = DTYPES[held.dtype]
+            found.append(torch.empty([one.stop - one.start for one in block], dtype=dtype))
+            if found[-1].numel() == 0:
+                continue
+            into, target = tensor_bytes(found[-1]), 0
+            for part in block_rows(held.local_shape, block, dtype.itemsize):
+                for one in _in_requests(part):
+                    start = self._data_start + held.offset + one.start
+                    rows.append(one._replace(start=start))
+                    targets.append(into[target : target + one.num_bytes])
+                    target += one.num_bytes
+        self._connection.select(self._version)
         try:
-            for rows in block_rows(held.local_shape, block, dtype.itemsize):
-                for part in rows.requests():
-                    start = self._data_start + held.offset + part.start
-                    into = raw[part.target : part.target + part.length * part.count]
-                    self._connection.fetch(start, [into], (part.count, part.stride))
+            for first, stop in _requests(rows):
+                self._connection.fetch(rows[first:stop], targets[first:stop])
         except RpcError as error:
             raise VersionGone(str(error)) from None
-        return target
+        return found
 
     def release(self) -> None:
-        self._connection.close()
+        """The server keeps a version for a short time after each request."""
 
 
 class ServerSource:
@@ -194,8 +213,9 @@ class ServerSource:
     is_remote: ClassVar[bool] = True
 
     def __init__(self, endpoint: PeerEndpoint, description: RegionDescription) -> None:
-        self._endpoint, self.description = endpoint, description
+        self.description = description
         self._status = StateConnection(endpoint, STATUS_VERSION)
+        self._data = StateConnection(endpoint, STATUS_VERSION)
         self._session = description.session
 
     def versions(self) -> list[int]:
@@ -209,43 +229,18 @@ class ServerSource:
 
     def close(self) -> None:
         self._status.close()
+        self._data.close()
 
     def pin(self, version: int) -> _ServedPart:
-        connection = StateConnection(self._endpoint, version)
         try:
-            return _ServedPart(connection, self.description, connection.fetch_header())
+            return _ServedPart(self._data, version, self.description)
         except RpcError as error:
-            connection.close()
             raise VersionGone(str(error)) from None
 
 
-@dataclass(frozen=True)
-class BlockRows:
-    """Rows of equal length in a contiguous tensor, in bytes."""
-
-    start: int
-    length: int
-    count: int
-    stride: int
-    target: int
-    """First byte in the contiguous block."""
-
-    def requests(self) -> Iterator["BlockRows"]:
-        """Split the rows into requests of at most 8 MiB."""
-        count = max(1, _REQUEST_BYTES // max(1, self.length))
-        for first in range(0, self.count, count):
-            for at in range(0, self.length, _REQUEST_BYTES):
-                yield BlockRows(
-                    self.start + first * self.stride + at,
-                    min(_REQUEST_BYTES, self.length - at),
-                    min(count, self.count - first),
-                    self.stride,
-                    self.target + first * self.length + at,
-                )
-
-
-def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> list[BlockRows]:
-    """Return the rows of a block of a contiguous tensor of `shape`, as few as possible."""
+def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> list[ByteRows]:
+    """Return the rows of a block of a contiguous tensor of `shape`, as few as possible, in the
+    order of the block."""
     sizes = [one.stop - one.start for one in block]
     strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     # A row spans the dims from `inner` on: all but the first of them are whole.
@@ -255,16 +250,35 @@ def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> l
     length = prod(sizes[inner:]) * itemsize
     first = sum(one.start * stride for one, stride in zip(block, strides, strict=True))
     if inner == 0:
-        return [BlockRows(first, length, 1, length, 0)]
-    count, stride = sizes[inner - 1], strides[inner - 1]
-    found, target = [], 0
+        return [ByteRows(first, length)]
     outer = [0]
     for dim in range(inner - 1):
         outer = [base + index * strides[dim] for base in outer for index in range(sizes[dim])]
-    for base in outer:
-        found.append(BlockRows(first + base, length, count, stride, target))
-        target += length * count
-    return found
+    count, stride = sizes[inner - 1], strides[inner - 1]
+    return [ByteRows(first + base, length, count, stride) for base in outer]
+
+
+def _in_requests(rows: ByteRows) -> Iterator[ByteRows]:
+    """Split rows into those of requests of at most 8 MiB."""
+    count = max(1, _REQUEST_BYTES // max(1, rows.length))
+    for first in range(0, rows.count, count):
+        start = rows.start + first * rows.stride
+        for at in range(0, rows.length, _REQUEST_BYTES):
+            length = min(_REQUEST_BYTES, rows.length - at)
+            yield ByteRows(start + at, length, min(count, rows.count - first), rows.stride)
+
+
+def _requests(rows: Sequence[ByteRows]) -> Iterator[tuple[int, int]]:
+    """Yield [first, stop) of the rows of each request: at most 8 MiB together, and MAX_RANGES."""
+    first = num_bytes = 0
+    for number, one in enumerate(rows):
+        is_full = num_bytes + one.num_bytes > _REQUEST_BYTES or number - first >= MAX_RANGES
+        if number > first and is_full:
+            yield first, number
+            first, num_bytes = number, 0
+        num_bytes += one.num_bytes
+    if first < len(rows):
+        yield first, len(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

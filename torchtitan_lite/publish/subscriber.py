@@ -192,17 +192,16 @@ class Subscription:
         }
         changed = {key for key, digest in digests.items() if self._digests.get(key) != digest}
         reads = [read for read in self._reads if (read.rank, read.name) in changed]
+        reads.sort(key=lambda read: read.rank)
         total = sum(read.num_bytes for read in self._reads)
+        # `reads` are in the order of the ranks.
+        blocks: list[torch.Tensor] = []
+        for rank, part in parts.items():
+            blocks += part.blocks([(one.name, one.source) for one in reads if one.rank == rank])
         return _Pinned(
-            parts=parts,
             digests=digests,
             reads=reads,
-            staged=[
-                parts[read.rank].block(read.name, read.source)
-                if publication.ranks[read.rank].is_remote
-                else None
-                for read in reads
-            ],
+            blocks=blocks,
             num_bytes_unchanged=total - sum(read.num_bytes for read in reads),
         )
 
@@ -211,19 +210,16 @@ class Subscription:
 class _Pinned:
     """A pinned version, as far as it differs from the one that the targets hold."""
 
-    parts: Mapping[int, PinnedPart]
     digests: dict[tuple[int, str], str]
     reads: Sequence[_Read]
-    staged: Sequence[torch.Tensor | None]
-    """Received blocks; None for one in shared memory."""
+    blocks: Sequence[torch.Tensor]
+    """Block of each read: received, or in the publisher's shared memory."""
     num_bytes_unchanged: int
 
 
 def _copy(pinned: _Pinned) -> int:
     """Copy the blocks into the targets."""
-    for read, block in zip(pinned.reads, pinned.staged, strict=True):
-        if block is None:
-            block = pinned.parts[read.rank].block(read.name, read.source)
+    for read, block in zip(pinned.reads, pinned.blocks, strict=True):
         read.into.copy_(block)
     return 0
 

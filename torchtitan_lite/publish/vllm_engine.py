@@ -1,11 +1,12 @@
 """Weight transfer engine for vLLM: its workers subscribe to a run that publishes its weights.
 
-vLLM 0.29 and later find `register` as a plugin, and then have the backend `torchtitan_lite`. Each
-worker receives the weights under their names in transformers, and loads its part of them as from a
-checkpoint. Interface: vllm.distributed.weight_transfer.base.WeightTransferEngine.
+vLLM finds it as a plugin (`torchtitan_lite.vllm_plugin`). Each worker receives the weights under
+their names in transformers, and loads its part of them as from a checkpoint. Interface:
+vllm.distributed.weight_transfer.base.WeightTransferEngine of vLLM 0.32.
 
 Invariant: the model changes only after a version has been received completely; an error before
-leaves it as it was. Layer: above hugging_face.
+leaves it as it was. After an error of vLLM's loader, the next update loads all weights again.
+Layer: above hugging_face.
 """
 
 # pyright: reportMissingImports=false
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -30,7 +31,6 @@ from torchtitan_lite.publish.hugging_face import empty_state_dict, hugging_face_
 from torchtitan_lite.publish.subscriber import Subscriber, Subscription
 from torchtitan_lite.rpc.authentication import TOKEN
 
-BACKEND = "torchtitan_lite"
 # vLLM configures the output of its own loggers only.
 _logger = logging.getLogger("vllm.torchtitan_lite")
 
@@ -56,8 +56,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class PublishedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives the newest version when vLLM asks for an update, on all workers the same one. Each
-    worker holds all weights in host memory, as they are published."""
+    """Receives the newest version when vLLM asks for an update, the same one on all workers of
+    vLLM's world, which must update together. Each worker holds all weights in host memory, as they
+    are published."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -65,11 +66,8 @@ class PublishedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     _subscription: Subscription | None = None
     _weights: dict[str, torch.Tensor]
-
-    @property
-    def version(self) -> int | None:
-        """The version in use; None before the first update."""
-        return None if self._subscription is None else self._subscription.version
+    version: int | None = None
+    """The version in use; None before the first update."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the run. Raises PublishError."""
@@ -102,24 +100,29 @@ class PublishedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._subscription is None:
             raise PublishError("Call init_weight_transfer_engine before update_weights.")
         update = self._subscription.update(timeout_s=update_info.timeout_s, agree=_smallest)
-        if update is None:
+        if update is not None:
+            _logger.info(
+                "Weights of version %d: received %.1f MiB in %.3f s.",
+                update.version,
+                update.num_bytes / 2**20,
+                update.seconds,
+            )
+        elif self._subscription.version == self.version:
             _logger.info("No version of the weights is newer than %s.", self.version)
             return
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(self._weights.items())
-        finalize_layerwise_reload(self.model, self.model_config)
-        _logger.info(
-            "Weights of version %d: received %.1f MiB in %.3f s.",
-            update.version,
-            update.num_bytes / 2**20,
-            update.seconds,
-        )
+        try:
+            self.model.load_weights(self._weights.items())
+        finally:
+            # Without it, the next update would count what this one has loaded.
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.version = self._subscription.version
 
     def shutdown(self) -> None:
         """Close the connection, and free the weights in host memory."""
         if self._subscription is not None:
             self._subscription.subscriber.close()
-        self._subscription, self._weights = None, {}
+        self._subscription, self._weights, self.version = None, {}, None
 
 
 def _smallest(value: int) -> int:
@@ -127,11 +130,6 @@ def _smallest(value: int) -> int:
     group = get_world_group()
     if group.world_size == 1:
         return value
-    found = torch.tensor(value)
+    found = torch.tensor(value, device="cpu")
     dist.all_reduce(found, dist.ReduceOp.MIN, group=group.cpu_group)
     return int(found)
-
-
-def register() -> None:
-    """Register the backend in this process; vLLM calls it in each of its processes."""
-    WeightTransferEngineFactory.register_engine(BACKEND, PublishedWeightsEngine)

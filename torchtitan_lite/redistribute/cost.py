@@ -1,5 +1,5 @@
 """Costs of messages on a machine, which decide whether nodes forward data, and the options of an
-exchange. The figures are typical ones.
+exchange. The defaults are typical values.
 """
 
 import os

@@ -151,6 +151,9 @@ class Exchange:
         shared = given * copies
         uneven = shared // 20 + self._intersections.max_of_source * SMALLEST * sources**2
         shared = -(-(shared + uneven) // sources)
+        if kind == "reduce":
+            # Contributions to a reduction are sent by replicas in turn; see `sender_of`.
+            shared = max(given, shared)
         return min(given * -(-copies // sources), shared) + received
 
     def transfers(self, holder: Holder) -> tuple[RoundTransfers, ...]:
@@ -182,7 +185,7 @@ class Exchange:
 
     def _receive(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
         contribution = int(self.dst.contribution_of[position])
-        results: dict[tuple[int, int], _Results] = {}
+        results: dict[tuple[int, int], _SpreadTransfers] = {}
         for common in self._intersections.of_destination(position):
             for group in self._reductions.groups(common.one, common.other):
                 if group.target != contribution:
@@ -293,11 +296,11 @@ class Exchange:
         common: Intersection,
         group: ReductionGroup,
         parts: tuple[RoundTransfers, ...],
-        results: dict[tuple[int, int], "_Results"],
+        results: dict[tuple[int, int], "_SpreadTransfers"],
     ) -> None:
         """Return the transfers of a replica of the group's target: it reduces what it owns and
-        spreads it, and receives the rest. `results` has what was computed for other rectangles of
-        the same shard."""
+        spreads it, and receives the rest. `results` caches the transfers of rectangles of the same
+        shard, by size and row."""
         holding = self._owners.at_destination(common, group)
         # Owners of rectangles of which no replica has a contribution differ by size only.
         found = None if holding else results.get((common.size, common.row))
@@ -327,10 +330,10 @@ class Exchange:
         group: ReductionGroup,
         owners: Sequence[ReductionOwner],
         rounds: Sequence[RoundTransfers],
-    ) -> "_Results":
+    ) -> "_SpreadTransfers":
         """Return what a holder owns, and its transfers of results in the rounds after the
         reduction."""
-        found = _Results(None, tuple(RoundTransfers([], [], [], []) for _ in rounds))
+        found = _SpreadTransfers(None, tuple(RoundTransfers([], [], [], []) for _ in rounds))
         shard = common.other, group.target
         receivers = self.dst.holders(*shard)
         for number, owner in enumerate(owners):
@@ -350,8 +353,8 @@ class Exchange:
         return found
 
 
-class _Results(NamedTuple):
-    """The part of a holder in the spread of the results of one rectangle."""
+class _SpreadTransfers(NamedTuple):
+    """Transfers of a holder that spread the result of one rectangle."""
 
     own: tuple[int, ReductionOwner] | None
     """What it reduces, with its number among the owners."""

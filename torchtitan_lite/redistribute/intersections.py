@@ -44,7 +44,7 @@ class HolderIndex:
         self.num_contributions = math.prod(mesh.shape[axis] for axis in partial)
         self.num_replicas = math.prod(mesh.shape[axis] for axis in same)
         self._order = (*cutting, *partial, *same)
-        self._replicas: dict[tuple[int, int], list[Holder]] = {}
+        self._replicas: dict[tuple[int, int], tuple[Holder, ...]] = {}
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -75,12 +75,12 @@ class HolderIndex:
             part // stride % count for stride, count in zip(self.strides, self.counts, strict=True)
         ]
 
-    def holders(self, part: int, contribution: int = 0) -> list[Holder]:
-        """Return the replicas of one contribution to one shard; not to be changed."""
+    def holders(self, part: int, contribution: int = 0) -> Sequence[Holder]:
+        """Return the replicas of one contribution to one shard."""
         key = part, contribution
         if key not in self._replicas:
             holders = self.layout.mesh.holders
-            self._replicas[key] = [holders[one] for one in self.positions[key].tolist()]
+            self._replicas[key] = tuple(holders[one] for one in self.positions[key].tolist())
         return self._replicas[key]
 
     def position(self, holder: Holder) -> int | None:
@@ -127,7 +127,7 @@ class Intersections:
 
     @cached_property
     def max_of_source(self) -> int:
-        """The most shards of the destination that a shard of the source intersects, or more."""
+        """Upper bound on the shards of the destination that a shard of the source intersects."""
         return math.prod(dim_parts.max_of_src for dim_parts in self._by_dim)
 
     def of_source(self, position: int) -> Iterator[Intersection]:

@@ -3,8 +3,8 @@
 Every holder computes its own part of an exchange alone, so a sender and its receiver must reach the
 same result: both call the functions here, whose results do not depend on the caller.
 
-Invariant: the amounts that sources send differ by at most one in twenty, or by `SMALLEST` elements
-per piece.
+Invariant: the amounts that sources of a multicast send differ by at most one in twenty, or by
+`SMALLEST` elements times the number of sources.
 """
 
 import itertools

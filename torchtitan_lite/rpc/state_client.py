@@ -20,6 +20,7 @@ from torchtitan_lite.rpc.state_server import (
     PROOF,
     SESSION_PATH,
     TICKET,
+    ByteRows,
 )
 
 _CHUNK_BYTES = 8 << 20
@@ -47,6 +48,14 @@ class _NotReady(RpcError):
         super().__init__(message)
         self.prepared = prepared
         """How far its preparation is; -1 if the peer does not report it."""
+
+
+class _SessionRejected(RpcError):
+    """Session that the peer does not accept, or no longer."""
+
+
+class _ConnectionLost(RpcError):
+    """Connection that the peer has closed."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ def fetch_all(endpoint: PeerEndpoint, version: int, chunks: Sequence[Chunk]) -> 
         try:
             # `next` on an iterator is atomic under the GIL.
             for chunk in left:
-                connection.fetch(chunk.start, chunk.targets)
+                connection.fetch_range(chunk.start, chunk.targets)
         finally:
             connection.close()
 
@@ -94,16 +103,21 @@ def fetch_all(endpoint: PeerEndpoint, version: int, chunks: Sequence[Chunk]) -> 
 
 
 class StateConnection:
-    """Connection to one peer, for one state."""
+    """Connection to one peer, for one state at a time."""
 
     def __init__(self, endpoint: PeerEndpoint, version: int) -> None:
         parts = urlsplit(endpoint.url)
         assert parts.hostname is not None
-        self._endpoint, self._path = endpoint, f"/state/{version}"
+        self._endpoint = endpoint
+        self.select(version)
         self._http = http.client.HTTPConnection(
             parts.hostname, parts.port, timeout=endpoint.timeout_s
         )
         self._session = ClientSession(endpoint.secret, endpoint.purpose)
+
+    def select(self, version: int) -> None:
+        """Fetch from this state from now on."""
+        self._path = f"/state/{version}"
 
     def fetch_header(
         self,
@@ -120,7 +134,7 @@ class StateConnection:
         if not 0 < size <= _MAX_HEADER_BYTES:
             raise RpcError(f"{self._endpoint.url} sent an invalid header of {size} bytes.")
         content = bytearray(size)
-        self.fetch(8, [memoryview(content)])
+        self.fetch_range(8, [memoryview(content)])
         return bytes(content)
 
     def _fetch_when_ready(
@@ -135,7 +149,7 @@ class StateConnection:
         prepared = -1
         while True:
             try:
-                self.fetch(start, targets)
+                self.fetch_range(start, targets)
                 return
             except _NotReady as error:
                 tick()
@@ -147,22 +161,33 @@ class StateConnection:
                     raise
                 time.sleep(_POLL_S)
 
-    def fetch(
-        self,
-        start: int,
-        targets: Sequence[memoryview],
-        rows: tuple[int, int] = (1, 0),
-        *,
-        renewed: bool = False,
-    ) -> None:
-        """Fill `targets` with the bytes from `start` on: (count, stride) `rows` of equal length at
-        a distance of `stride` bytes. A rejected session is replaced once, unless it was `renewed`.
-        Raises RpcError."""
-        length = sum(map(len, targets))
-        num_rows, stride = rows
-        span = f"bytes={start}-{start + length // num_rows - 1}"
-        if num_rows > 1:
-            span += f";rows={num_rows},{stride}"
+    def fetch_range(self, start: int, targets: Sequence[memoryview]) -> None:
+        """Fill `targets` with the bytes from `start` on. Raises RpcError."""
+        self.fetch([ByteRows(start, sum(map(len, targets)))], targets)
+
+    def fetch(self, rows: Sequence[ByteRows], targets: Sequence[memoryview]) -> None:
+        """Fill `targets` with the bytes of `rows`, at most MAX_RANGES, in one request. A connection
+        that the peer has closed since the last request, and a session that it rejects, are replaced
+        once. Raises RpcError."""
+        span = f"bytes={','.join(map(str, rows))}"
+        length = sum(one.num_bytes for one in rows)
+        may_reconnect, may_renew = self._http.sock is not None, True
+        while True:
+            try:
+                self._fetch(span, length, targets)
+                return
+            except _SessionRejected:
+                if not may_renew:
+                    raise
+                # A session ends after an hour, or with the server that it was opened with.
+                may_renew = False
+                self._session = ClientSession(self._endpoint.secret, self._endpoint.purpose)
+            except _ConnectionLost:
+                if not may_reconnect:
+                    raise
+                may_reconnect = False
+
+    def _fetch(self, span: str, length: int, targets: Sequence[memoryview]) -> None:
         try:
             if not self._session.is_open:
                 self._open_session()
@@ -172,15 +197,7 @@ class StateConnection:
             answer = self._http.getresponse()
             if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
                 answer.read()
-                if answer.status == HTTPStatus.UNAUTHORIZED and not renewed:
-                    # A session ends after an hour, or with the server that it was opened with.
-                    self._session = ClientSession(self._endpoint.secret, self._endpoint.purpose)
-                    self.fetch(start, targets, rows, renewed=True)
-                    return
-                message = _rejection_message(answer.status, self._endpoint.url)
-                if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                    raise _NotReady(message, _number(answer.headers.get(PREPARED)))
-                raise RpcError(message)
+                raise self._rejection(answer)
             digest = self._session.response_digest(proof)
             for target in targets:
                 for first in range(0, len(target), _PIECE_BYTES):
@@ -193,9 +210,25 @@ class StateConnection:
                         filled += count
                     digest.update(piece)
         except (OSError, http.client.HTTPException) as error:
-            raise RpcError(f"{self._endpoint.url} cannot be read: {error!r}") from error
+            self._http.close()
+            message = f"{self._endpoint.url} cannot be read: {error!r}"
+            lost = isinstance(error, ConnectionError)
+            raise (_ConnectionLost if lost else RpcError)(message) from error
+        except RpcError:
+            # What is left of the response would be read as the next one.
+            self._http.close()
+            raise
         if not hmac.compare_digest(digest.hexdigest(), answer.headers.get(MAC) or ""):
+            self._http.close()
             raise RpcError(f"The data from {self._endpoint.url} do not match their MAC.")
+
+    def _rejection(self, answer: http.client.HTTPResponse) -> RpcError:
+        message = _rejection_message(answer.status, self._endpoint.url)
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            return _SessionRejected(message)
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return _NotReady(message, _number(answer.headers.get(PREPARED)))
+        return RpcError(message)
 
     def _open_session(self) -> None:
         """Prove to the peer, and let it prove, that it has the secret. Raises RpcError."""

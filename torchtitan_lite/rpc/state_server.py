@@ -3,9 +3,10 @@ imports neither gRPC nor torch.
 
 GET /session opens a session (see `authentication`), by which both sides prove that they have the
 secret. A request is GET /state/VERSION with a Range and its proof; the response carries a MAC of
-its bytes, which is also their checksum. A range `bytes=FIRST-LAST;rows=COUNT,STRIDE` is COUNT
-ranges at a distance of STRIDE bytes, such as a block of columns. The server listens at one address
-only; connections that have not proved themselves are few and short.
+its bytes, which is also their checksum. `Range: bytes=` is followed by ranges FIRST-LAST, separated
+by commas; a range FIRST-LAST;rows=COUNT,STRIDE is COUNT ranges at a distance of STRIDE bytes, such
+as a block of columns. The server listens at one address only; connections that have not proved
+themselves are few and short.
 """
 
 import math
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchtitan_lite.rpc.authentication import (
     AuthenticationError,
@@ -37,16 +38,39 @@ MAC = "X-MAC"
 """Header of a response: the MAC of its body."""
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _PATH = re.compile(r"/state/(\d{1,18})", re.ASCII)
-_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})(?:;rows=(\d{1,9}),(\d{1,18}))?", re.ASCII)
+_PART = r"(\d{1,18})-(\d{1,18})(?:;rows=(\d{1,9}),(\d{1,18}))?"
+_RANGE = re.compile(rf"bytes={_PART}(?:,{_PART})*", re.ASCII)
+_PARTS = re.compile(_PART, re.ASCII)
 _IDLE_S = 30
 """Time after which an idle connection is closed."""
 _STRANGER_S = 5
 """The same, for a connection that has not proved itself."""
 _MAX_ROWS = 1 << 20
 _MAX_RESPONSE_BYTES = 64 << 20
-"""Of a request of several rows, which are joined in memory."""
+"""Of a request of several ranges, which are joined in memory."""
+MAX_RANGES = 512
+"""Of a request, whose header line is limited."""
 _MAX_STRANGERS = 32
 """Connections that have not proved themselves. A further one replaces the oldest."""
+
+
+class ByteRows(NamedTuple):
+    """Rows of equal length in the bytes of a state."""
+
+    start: int
+    length: int
+    """Bytes of a row."""
+    count: int = 1
+    stride: int = 0
+    """Bytes from the start of a row to that of the next."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.length * self.count
+
+    def __str__(self) -> str:
+        text = f"{self.start}-{self.start + self.length - 1}"
+        return text if self.count == 1 else f"{text};rows={self.count},{self.stride}"
 
 
 class ServedState(Protocol):
@@ -228,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         server.trust(self.connection)
         self.connection.settimeout(_IDLE_S)
-        path, span = _PATH.fullmatch(self.path), _RANGE.fullmatch(span_text)
+        path = _PATH.fullmatch(self.path)
         offered = server.offered
         version = -1 if path is None else int(path[1])
         if version < max(offered, default=0) and version not in offered:
@@ -242,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(HTTPStatus.SERVICE_UNAVAILABLE, headers)
             return
         state = offered[version]
-        rows = None if span is None else _rows(span, state.length)
+        rows = _rows(span_text, state.length)
         if rows is None:
             self._send_error(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
             return
@@ -299,13 +323,22 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing: there is one request per chunk."""
 
 
-def _rows(span: re.Match[str], length: int) -> list[range] | None:
-    """Return the ranges of bytes of a request; None if they exceed the state or the limit."""
-    first, stop = int(span[1]), int(span[2]) + 1
-    count, stride = (1, 0) if span[3] is None else (int(span[3]), int(span[4]))
-    last = stop + (count - 1) * stride
-    if not (first < stop and 0 < count <= _MAX_ROWS and last <= length):
+def _rows(text: str, length: int) -> list[range] | None:
+    """Return the ranges of bytes of a request; None if they exceed the state or a limit."""
+    if _RANGE.fullmatch(text) is None:
         return None
-    if (stop - first) * count > max(_MAX_RESPONSE_BYTES, stop - first):
-        return None
-    return [range(first + row * stride, stop + row * stride) for row in range(count)]
+    found: list[range] = []
+    num_bytes = num_rows = 0
+    for number, part in enumerate(_PARTS.finditer(text)):
+        first, stop = int(part[1]), int(part[2]) + 1
+        count, stride = (1, 0) if part[3] is None else (int(part[3]), int(part[4]))
+        last = stop + (count - 1) * stride
+        num_bytes, num_rows = num_bytes + (stop - first) * count, num_rows + count
+        if not (first < stop and count > 0 and last <= length):
+            return None
+        if number >= MAX_RANGES or num_rows > _MAX_ROWS:
+            return None
+        if num_rows > 1 and num_bytes > _MAX_RESPONSE_BYTES:
+            return None
+        found += [range(first + row * stride, stop + row * stride) for row in range(count)]
+    return found

@@ -1,7 +1,8 @@
 """vLLM generates with versions of the weights that a live run publishes.
 
-Arguments: a folder to work in, the repository, the folder of the run, the number of workers, a JSON
-file of prompts as token ids, and the path of the result.
+Arguments: a folder to work in, the paths that Python shall search, the folder of the run, the
+number of workers, a JSON file of prompts as token ids, the number of tokens for each, and the path
+of the result.
 """
 
 import json
@@ -10,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_, _folder, _repository, _run, _workers, _prompts, _out = sys.argv
-sys.path.insert(0, _repository)
-os.environ["PYTHONPATH"] = _repository
-# The version in use is asked for by a function.
+_, _folder, _paths, _run, _workers, _prompts, _num_tokens, _out = sys.argv
+sys.path[:0] = _paths.split(os.pathsep)
+os.environ["PYTHONPATH"] = _paths
+# `collective_rpc` of a function.
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 # Otherwise each worker needs a NUMA node of its own.
@@ -23,8 +24,6 @@ from vllm import LLM, SamplingParams  # noqa: E402
 
 from torchtitan_lite.publish import Subscriber  # noqa: E402
 from torchtitan_lite.publish.hugging_face import hugging_face_config  # noqa: E402
-
-NUM_TOKENS = 12
 
 
 def main() -> None:
@@ -65,7 +64,7 @@ def _version(worker: Any) -> int:
 def _generate(llm: LLM) -> list[dict[str, Any]]:
     prompts = json.loads(Path(_prompts).read_text())
     greedy = SamplingParams(
-        temperature=0.0, max_tokens=NUM_TOKENS, logprobs=1, detokenize=False, ignore_eos=True
+        temperature=0.0, max_tokens=int(_num_tokens), logprobs=1, detokenize=False, ignore_eos=True
     )
     found = []
     for output in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy):

@@ -6,11 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.redistribution.bound import fewest_elements
 from tests.redistribution.layouts import all_layouts
-from tests.redistribution.reference import replay
-from torchtitan_lite.redistribute import HolderMesh, plan
+from tests.redistribution.reference import check_bound, replay
+from torchtitan_lite.redistribute import HolderMesh, Layout, plan
 
 SHAPES = [(8, 12), (5, 7), (3, 0)]
 # By mesh: every n-th of all pairs and shapes. Primes, so that no layout is skipped.
@@ -39,3 +40,23 @@ def _check_pairs(mesh_shape: tuple[int, ...], every: int) -> None:
         moved = replay(made, rng)
         assert made.moved_bytes == moved * 4, (str(src), str(dst), shape)
         assert moved == fewest_elements(src, dst, shape), (str(src), str(dst), shape)
+
+
+# Large enough that sources share what they send.
+LARGE_SHAPES = [(1 << 20,), (1 << 10, 1 << 10)]
+
+
+@pytest.mark.parametrize("first", [0, 8], ids=["the same holders", "other holders"])
+@pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
+def test_the_bound_of_a_round_holds_for_large_tensors(shape: tuple[int, ...], first: int) -> None:
+    for src, dst in itertools.product(
+        all_layouts(HolderMesh.ranks(2, 2), len(shape)),
+        all_layouts(HolderMesh.ranks(2, 2, first=first), len(shape)),
+    ):
+        check_bound(plan(src, dst, shape, torch.float32))
+
+
+def test_the_bound_holds_where_one_replica_sends_a_whole_contribution() -> None:
+    src = Layout(HolderMesh.ranks(4, 4), [Replicate(), Partial()])
+    dst = Layout(HolderMesh.ranks(16, 2, first=16), [Shard(0), Partial()])
+    check_bound(plan(src, dst, (1 << 20,), torch.float32))

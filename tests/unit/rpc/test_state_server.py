@@ -1,0 +1,123 @@
+"""Ranges of bytes of a served state, and connections that end."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from torchtitan_lite.errors import RpcError
+from torchtitan_lite.rpc import state_server
+from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
+from torchtitan_lite.rpc.state_server import (
+    MAX_RANGES,
+    ByteRows,
+    FramedState,
+    StateServer,
+)
+
+DATA = bytes(range(256)) * 40
+HEADER = b"header"
+FIRST = 8 + len(HEADER)
+SECRET = "a secret of the run"
+
+
+@pytest.fixture
+def server() -> Iterator[StateServer]:
+    found = StateServer("127.0.0.1", SECRET, "test")
+    found.offer(3, FramedState(HEADER, DATA))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def connection(server: StateServer) -> Iterator[StateConnection]:
+    found = StateConnection(PeerEndpoint(server.url, SECRET, "test", 10.0), 3)
+    yield found
+    found.close()
+
+
+def fetched(connection: StateConnection, rows: list[ByteRows]) -> list[bytes]:
+    targets = [bytearray(one.num_bytes) for one in rows]
+    shifted = [one._replace(start=FIRST + one.start) for one in rows]
+    connection.fetch(shifted, [memoryview(target) for target in targets])
+    return [bytes(target) for target in targets]
+
+
+def expected(rows: ByteRows) -> bytes:
+    starts = (rows.start + row * rows.stride for row in range(rows.count))
+    return b"".join(DATA[start : start + rows.length] for start in starts)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [ByteRows(0, len(DATA))],
+        [ByteRows(7, 3, 20, 100)],
+        [ByteRows(0, 1), ByteRows(500, 10), ByteRows(5, 2, 3, 50), ByteRows(100, 1)],
+        # Rows may overlap, and ranges need no order.
+        [ByteRows(300, 20, 4, 10), ByteRows(0, 5)],
+        [ByteRows(n, 1) for n in range(MAX_RANGES)],
+    ],
+)
+def test_ranges_of_one_request(rows: list[ByteRows], connection: StateConnection) -> None:
+    assert connection.fetch_header() == HEADER
+    assert fetched(connection, rows) == [expected(one) for one in rows]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [ByteRows(0, len(DATA) + 1)],
+        [ByteRows(0, 1), ByteRows(len(DATA), 1)],
+        [ByteRows(0, 10, 2, len(DATA))],
+        [ByteRows(n, 1) for n in range(MAX_RANGES + 1)],
+    ],
+)
+def test_ranges_beyond_the_state_or_a_limit_are_rejected(
+    rows: list[ByteRows], connection: StateConnection
+) -> None:
+    with pytest.raises(RpcError, match="HTTP 416"):
+        fetched(connection, rows)
+    # The connection can still be used.
+    assert fetched(connection, [ByteRows(1, 2)]) == [DATA[1:3]]
+
+
+def test_many_large_ranges_are_rejected(
+    connection: StateConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_server, "_MAX_RESPONSE_BYTES", 1000)
+    assert len(fetched(connection, [ByteRows(0, 2000)])[0]) == 2000
+    for rows in ([ByteRows(0, 600), ByteRows(0, 401)], [ByteRows(0, 501, 2, 1)]):
+        with pytest.raises(RpcError, match="HTTP 416"):
+            fetched(connection, rows)
+
+
+@pytest.mark.parametrize("text", ["", "bytes=", "bytes=5", "bytes=0-1,", "bytes=0-1;rows=2", "0-1"])
+def test_malformed_ranges_are_rejected(text: str, connection: StateConnection) -> None:
+    with pytest.raises(RpcError, match="HTTP 416"):
+        connection._fetch(text, 1, [memoryview(bytearray(1))])
+
+
+def test_a_connection_that_the_server_closed_is_replaced(connection: StateConnection) -> None:
+    assert fetched(connection, [ByteRows(0, 1)]) == [DATA[:1]]
+    # As a server does after 30 s without a request.
+    assert connection._http.sock is not None
+    connection._http.sock.shutdown(socket.SHUT_RDWR)
+    assert fetched(connection, [ByteRows(5, 2)]) == [DATA[5:7]]
+
+
+def test_a_session_of_an_earlier_server_is_replaced(server: StateServer) -> None:
+    connection = StateConnection(PeerEndpoint(server.url, SECRET, "test", 10.0), 3)
+    assert fetched(connection, [ByteRows(0, 1)]) == [DATA[:1]]
+    address = server._server.server_address
+    server.close()
+    again = StateServer("127.0.0.1", SECRET, "test", listener=socket.create_server(address[:2]))
+    again.offer(3, FramedState(HEADER, DATA))
+    # The connections of a process end with it.
+    assert connection._http.sock is not None
+    connection._http.sock.shutdown(socket.SHUT_RDWR)
+    assert fetched(connection, [ByteRows(9, 1)]) == [DATA[9:10]]
+    again.close()
+    connection.close()
+    with pytest.raises(RpcError, match="cannot be read"):
+        fetched(connection, [ByteRows(0, 1)])
