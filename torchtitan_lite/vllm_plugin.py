@@ -3,6 +3,8 @@
 vLLM imports this module in each of its processes on a machine with this package.
 """
 
+# pyright: reportMissingImports=false
+
 from typing import Any
 
 BACKEND = "torchtitan_lite"
@@ -11,7 +13,6 @@ BACKEND = "torchtitan_lite"
 def register() -> None:
     """Register the weight transfer backend `torchtitan_lite`. vLLM may call it several times in a
     process."""
-    # pyright: reportMissingImports=false
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     factory: Any = WeightTransferEngineFactory

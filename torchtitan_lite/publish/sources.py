@@ -261,11 +261,11 @@ def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> l
 def _in_requests(rows: ByteRows) -> Iterator[ByteRows]:
     """Split rows into those of requests of at most 8 MiB."""
     count = max(1, _REQUEST_BYTES // max(1, rows.length))
-    for first in range(0, rows.count, count):
+    for first in range(0, rows.num_rows, count):
         start = rows.start + first * rows.stride
         for at in range(0, rows.length, _REQUEST_BYTES):
             length = min(_REQUEST_BYTES, rows.length - at)
-            yield ByteRows(start + at, length, min(count, rows.count - first), rows.stride)
+            yield ByteRows(start + at, length, min(count, rows.num_rows - first), rows.stride)
 
 
 def _requests(rows: Sequence[ByteRows]) -> Iterator[tuple[int, int]]:

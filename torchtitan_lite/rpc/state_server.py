@@ -60,17 +60,17 @@ class ByteRows(NamedTuple):
     start: int
     length: int
     """Bytes of a row."""
-    count: int = 1
+    num_rows: int = 1
     stride: int = 0
     """Bytes from the start of a row to that of the next."""
 
     @property
     def num_bytes(self) -> int:
-        return self.length * self.count
+        return self.length * self.num_rows
 
     def __str__(self) -> str:
         text = f"{self.start}-{self.start + self.length - 1}"
-        return text if self.count == 1 else f"{text};rows={self.count},{self.stride}"
+        return text if self.num_rows == 1 else f"{text};rows={self.num_rows},{self.stride}"
 
 
 class ServedState(Protocol):

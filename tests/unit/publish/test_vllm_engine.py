@@ -15,7 +15,8 @@ from torchtitan_lite import vllm_plugin
 from torchtitan_lite.errors import PublishError
 from torchtitan_lite.publish import Update
 
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class WeightTransferEngine(Generic[A, B]):

@@ -44,7 +44,7 @@ def fetched(connection: StateConnection, rows: list[ByteRows]) -> list[bytes]:
 
 
 def expected(rows: ByteRows) -> bytes:
-    starts = (rows.start + row * rows.stride for row in range(rows.count))
+    starts = (rows.start + row * rows.stride for row in range(rows.num_rows))
     return b"".join(DATA[start : start + rows.length] for start in starts)
 
 
