@@ -12,6 +12,7 @@ EXTRAS = {
     "s3fs": "s3",
     "torchao": "float8",
     "torchft": "ft",
+    "vllm": "vllm",
     "wandb": "wandb",
 }
 """By import name. The versions are in `[project.optional-dependencies]` of pyproject.toml."""
