@@ -27,7 +27,8 @@ from benchmarks.harness import Comparison, Result
 from benchmarks.state_dicts import STATES, fsdp, fsdp_tp
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
 from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs
-from torchtitan_lite.redistribute.transfers import Transfer
+from torchtitan_lite.redistribute.placements import Holder
+from torchtitan_lite.redistribute.transfers import RoundTransfers, Transfer
 
 _SEED = 0
 _CACHED_CALLS = 1000
@@ -143,7 +144,7 @@ def _random_pairs(mesh_shape: Sequence[int], costs: Costs, count: int) -> list[_
             shape, rank = _shape(choice), choice.choice(mesh.holders)
             _clear_caches()
             began_s = time.perf_counter()
-            parts = plan(src, dst, shape, torch.float32, costs=costs).transfers(rank)
+            parts = _plan_and_transfers((src, dst, shape), rank, costs)
             seconds.append(time.perf_counter() - began_s)
         listed = [[tuple(one) for one in pieces] for part in parts for pieces in part]
         listing_s = statistics.median(_listing_seconds(listed) for _ in range(_REPEATS))
@@ -221,6 +222,6 @@ def _cached_seconds(rounds: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def _plan_and_transfers(pair: Pair, rank: object, costs: Costs = CPU) -> None:
+def _plan_and_transfers(pair: Pair, rank: Holder, costs: Costs = CPU) -> tuple[RoundTransfers, ...]:
     src, dst, shape = pair
-    plan(src, dst, shape, torch.float32, costs=costs).transfers(rank)
+    return plan(src, dst, shape, torch.float32, costs=costs).transfers(rank)

@@ -2,13 +2,13 @@
 
 import atexit
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests import launch
-from torchtitan_lite.checkpoint.shared_memory import existing_run_folder
+from torchtitan_lite.checkpoint.shared_memory import free_run
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.publish.sources import PUBLISHED_FILE
 
 
@@ -46,8 +46,5 @@ def publishing_run(
 
 
 def _free(folder: Path) -> None:
-    with suppress(OSError):
-        run_id = json.loads((folder / PUBLISHED_FILE).read_text())["run_id"]
-        found = existing_run_folder(run_id)
-        if found is not None:
-            shutil.rmtree(found)
+    with suppress(OSError, CheckpointError):
+        free_run(json.loads((folder / PUBLISHED_FILE).read_text())["run_id"])

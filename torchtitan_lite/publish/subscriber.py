@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Self
 
@@ -178,7 +180,9 @@ class Subscription:
                     f"{', '.join(list(tensors)[:3])} and others."
                 )
             reads += _reads_of(target, spec, number)
-        self._reads, self._planned, self._digests = reads, publication, {}
+        # Each rank is asked for all its blocks at once.
+        self._reads = sorted(reads, key=attrgetter("rank"))
+        self._planned, self._digests = publication, {}
 
     def _pinned(self, publication: Publication, version: int, stack: ExitStack) -> "_Pinned":
         """Pin a version until `stack` closes, and receive what comes from servers, which may die.
@@ -192,12 +196,10 @@ class Subscription:
         }
         changed = {key for key, digest in digests.items() if self._digests.get(key) != digest}
         reads = [read for read in self._reads if (read.rank, read.name) in changed]
-        reads.sort(key=lambda read: read.rank)
         total = sum(read.num_bytes for read in self._reads)
-        # `reads` are in the order of the ranks.
         blocks: list[torch.Tensor] = []
-        for rank, part in parts.items():
-            blocks += part.blocks([(one.name, one.source) for one in reads if one.rank == rank])
+        for rank, some in groupby(reads, attrgetter("rank")):
+            blocks += parts[rank].blocks([(read.name, read.source) for read in some])
         return _Pinned(
             digests=digests,
             reads=reads,

@@ -283,10 +283,7 @@ class Exchange:
         part: RoundTransfers,
     ) -> None:
         owners = self._owners.owners(common, group, self._owners.from_source(common, group))
-        replicas = self.src.holders(common.one, own)
-        # See `sender_of`.
-        first = (replicas.index(holder) - own) % len(replicas)
-        for owner in owners[first :: len(replicas)]:
+        for owner in owners[owners_served_by(self.src, common.one, own, holder)]:
             if owner.contribution != own:
                 part.sends.append(Transfer(owner.holder, common.block, owner.start, owner.stop))
 
@@ -543,6 +540,13 @@ def sender_of(src: HolderIndex, part: int, contribution: int, owner: int) -> Hol
     """Return which replica of a contribution to a shard sends to the owner with this number."""
     replicas = src.holders(part, contribution)
     return replicas[(owner + contribution) % len(replicas)]
+
+
+def owners_served_by(src: HolderIndex, part: int, contribution: int, sender: Holder) -> slice:
+    """Return the numbers of the owners to which a replica sends; the inverse of `sender_of`."""
+    replicas = src.holders(part, contribution)
+    first = (replicas.index(sender) - contribution) % len(replicas)
+    return slice(first, None, len(replicas))
 
 
 def unreduced_multicast(
