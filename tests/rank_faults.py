@@ -5,7 +5,8 @@
 after step 5 and each later one. `computes=0:5`: rank 0 computes without end after step 5, until
 it is interrupted. `not_on=3`: worlds of 3 ranks raise an exception at their first step;
 `stuck_on=3`: they wait there without end. `killed_in_export=1`: in the first attempt, rank 1 is
-killed before it completes its second file of the last export.
+killed before it completes its second file of the last export. `late_end=2`: ranks end their
+training 2 s after its last save.
 """
 
 import os
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.hugging_face.partial_folder import PartialFolder
 from torchtitan_lite.hooks import HookContext
 from torchtitan_lite.registry import register_hook
@@ -24,7 +26,7 @@ from torchtitan_lite.trainer import Hook, StepReport
 _FAULTS = dict(fault.split("=") for fault in os.environ.get("RANK_FAULTS", "").split())
 
 
-_write = PartialFolder.writing
+_write, _save = PartialFolder.writing, CheckpointManager.final_save
 
 
 class InjectedError(Exception):
@@ -62,7 +64,15 @@ def _killed(self: PartialFolder, file: str) -> Iterator[Path]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _save_and_wait(self: CheckpointManager, *, finished: bool) -> str | None:
+    folder = _save(self, finished=finished)
+    time.sleep(float(_FAULTS["late_end"]))
+    return folder
+
+
 _files: list[str] = []
 register_hook(faults)
 if "killed_in_export" in _FAULTS:
     PartialFolder.writing = _killed
+if "late_end" in _FAULTS:
+    CheckpointManager.final_save = _save_and_wait

@@ -86,14 +86,14 @@ class Machines:
         self.agents[name] = self._start(name, command, **variables)
         return self.agents[name]
 
-    def train(self, *names: str, more: tuple[str, ...] = ()) -> None:
+    def train(self, *names: str, more: tuple[str, ...] = (), **variables: str) -> None:
         """Start machines, wait until the first two have taken some steps, and the others are
         warm."""
         for name in names[:2]:
-            self.start(name, *more)
+            self.start(name, *more, **variables)
         self.wait_for_attempt(1)
         for name in names[2:]:
-            self.start(name, *more)
+            self.start(name, *more, **variables)
         self.wait(lambda: all(self.rank(name) for name in names))
         self.wait_for_step(3)
 
@@ -184,9 +184,15 @@ class Machines:
 
     def finish(self) -> list[float]:
         """Wait for the end of the run, and return the losses of all its steps."""
-        for name, process in self.agents.items():
-            assert process.wait(_WAIT_S) == 0, f"{name}\n{self.report()}"
+        for name in self.agents:
+            assert self.exit_status(name) == 0, f"{name}\n{self.report()}"
         return losses(self.output, self.steps)
+
+    def exit_status(self, name: str) -> int | None:
+        """Wait for the end of an agent, and return its exit status; None if it does not end."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.agents[name].wait(_WAIT_S)
+        return None
 
     def report(self) -> str:
         """Return the ends of all logs."""
