@@ -8,6 +8,11 @@ What goes through a collective must be packed and put in its place, though. The 
 that with flat memory: in buckets as large as ours, it copies the bytes of a bucket into a buffer,
 exchanges them, and copies them out of one; what is not exchanged is copied once.
 
+The shared floor does the same for ranks that share memory: it copies what this rank sends, once
+however many receive it, into its own part of the memory, waits for the others, and copies what it
+receives out of theirs. It has two parts in turn, so that one is read while the other is written.
+What is in place already is not copied.
+
 The variants alternate in one process. A turn is timed from a barrier to the end of this rank's part
 (the slowest rank counts); another barrier follows, and only then the returned value is dropped.
 """
@@ -18,8 +23,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +41,7 @@ from torchtitan_lite.redistribute import (
     plan,
     redistribute_state_dict,
 )
+from torchtitan_lite.redistribute.shared_memory import SharedMemory
 
 PLANNERS = ("default", "min-cost")
 """Of `DTensor.redistribute`; torch has no public way to select one."""
@@ -103,7 +110,12 @@ class Variants:
             name: TensorSpec(src, case.shapes[name], torch.float32)
             for name, (src, _) in self._layouts.items()
         }
-        self.calls: dict[str, Variant] = {**self._floors(), **self._packed_floors()}
+        self._amounts = self._exchanged_bytes()
+        self.calls: dict[str, Variant] = {
+            **self._floors(),
+            **self._packed_floors(),
+            **self._shared_floors(),
+        }
         self._out = self._ours(ExchangeOptions(), None)
         for name, options in WARM_OPTIONS.items():
             self.calls[name] = partial(self._ours, options, self._out)
@@ -146,7 +158,7 @@ class Variants:
 
     def _floors(self) -> dict[str, Variant]:
         """With memory that is reused in each turn, and with new memory in each."""
-        sent, received = self._exchanged_bytes()
+        sent, received = self._amounts.sent, self._amounts.received
         source = torch.zeros(sum(sent), dtype=torch.uint8)
         place = self._case.dst[1].position(self._rank)
         results = [
@@ -172,19 +184,14 @@ class Variants:
 
     def _packed_floors(self) -> dict[str, Variant]:
         """By bucket size, with reused memory; and with new memory for the result."""
-        sent, received = self._exchanged_bytes()
+        sent, received = self._amounts.sent, self._amounts.received
+        result_bytes = self._amounts.result
         source = torch.zeros(sum(sent), dtype=torch.uint8)
-        result_bytes = sum(
-            prod(dst.local_shape(self._case.shapes[name], self._rank)) * torch.float32.itemsize
-            for name, (_, dst) in self._layouts.items()
-            if self._case.dst[1].position(self._rank) is not None
-        )
         kept = torch.zeros(max(0, result_bytes - sum(received)), dtype=torch.uint8)
-        most = torch.tensor(sum(sent) + sum(received))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        most = _largest(sum(sent) + sum(received))
 
         def floor(bucket_bytes: int, result: torch.Tensor) -> torch.Tensor:
-            count = max(1, -(-int(most) // bucket_bytes))
+            count = max(1, -(-most // bucket_bytes))
             first_in = first_out = 0
             for bucket in range(count):
                 outs, ins = (
@@ -207,18 +214,72 @@ class Variants:
             "floor packed fresh": lambda: floor(25 * MB, torch.empty(size, dtype=torch.uint8)),
         }
 
-    def _exchanged_bytes(self) -> tuple[list[int], list[int]]:
-        """Bytes that this rank sends to each, and receives from each."""
+    def _shared_floors(self) -> dict[str, Variant]:
+        """By bucket size, with reused memory; and with new memory for the result."""
+        amounts, size = self._amounts, dist.get_world_size()
+        group = dist.group.WORLD
+        assert group is not None
+        most = _largest(amounts.written)
+        memory = SharedMemory(group, 2 * max(most, 1 << 12))
+        source = np.zeros(amounts.written, np.uint8)
+        # All ranks read from the one that follows them: how many they are does not matter.
+        others = [rank for rank in range(size) if rank != self._rank]
+        peer = memory.region((self._rank + 1) % size)
+        own = memory.region(self._rank)
+
+        def floor(bucket_bytes: int, result: np.ndarray, copied: int) -> np.ndarray:
+            count = max(1, -(-most // bucket_bytes))
+            first, memory.count = memory.count, memory.count + count
+            length = -(-amounts.written // count)
+            to_read = -(-sum(amounts.received) // count)
+            for number in range(count + 1):
+                if number < count:
+                    start = (first + number) % 2 * memory.slot_bytes
+                    memory.wait_read(others, first + number - 2)
+                    part = source[number * length : (number + 1) * length]
+                    own[start : start + len(part)] = part
+                    memory.signal_written(first + number)
+                if number > 0:
+                    bucket = first + number - 1
+                    memory.wait_written(others, bucket)
+                    start = bucket % 2 * memory.slot_bytes
+                    part = result[(number - 1) * to_read : number * to_read]
+                    _copy_around(part, peer[start : start + memory.slot_bytes])
+                    memory.signal_read(bucket)
+            kept = result[sum(amounts.received) : sum(amounts.received) + copied]
+            _copy_around(kept, source if len(source) else own)
+            return result
+
+        reused = np.zeros(max(amounts.result, sum(amounts.received)), np.uint8)
+        return {
+            **{
+                f"floor shared {size}": partial(floor, size * MB, reused, amounts.moved_inside)
+                for size in (1, 4, 25)
+            },
+            "floor shared fresh": lambda: floor(
+                25 * MB, np.empty_like(reused), amounts.result - sum(amounts.received)
+            ),
+        }
+
+    def _exchanged_bytes(self) -> "_Amounts":
         sent, received = ([0] * dist.get_world_size() for _ in range(2))
+        written = result = moved_inside = 0
+        itemsize = torch.float32.itemsize
         for name, (src, dst) in self._layouts.items():
-            for part in plan(src, dst, self._case.shapes[name], torch.float32).transfers(
-                self._rank
-            ):
+            planned = plan(src, dst, self._case.shapes[name], torch.float32)
+            for part in planned.transfers(self._rank):
                 for pieces, counts in ((part.sends, sent), (part.receives, received)):
                     for piece in pieces:
                         assert isinstance(piece.peer, int)
-                        counts[piece.peer] += (piece.stop - piece.start) * torch.float32.itemsize
-        return sent, received
+                        counts[piece.peer] += (piece.stop - piece.start) * itemsize
+                different = {piece[1:] for piece in part.sends}
+                written += sum(stop - start for _, start, stop in different) * itemsize
+                if not planned.keeps_shard(self._rank):
+                    moved_inside += sum(one.stop - one.start for one in part.copies) * itemsize
+            if self._case.dst[1].position(self._rank) is not None:
+                shape = dst.local_shape(self._case.shapes[name], self._rank)
+                result += prod(shape) * itemsize
+        return _Amounts(sent, received, written, result, moved_inside)
 
     def _add_dtensor(self, name: str) -> None:
         """Add DTensor as a variant, or record why it does not support the case."""
@@ -251,6 +312,35 @@ class Variants:
             _is_same(moved[name].to_local(), _part(whole, self._layouts[name][1], self._rank))
             for name, whole in self._wholes()
         )
+
+
+class _Amounts(NamedTuple):
+    """Bytes of this rank."""
+
+    sent: list[int]
+    """To each rank."""
+    received: list[int]
+    """From each rank."""
+    written: int
+    """Sent ones, once however many receive them."""
+    result: int
+    """Of its shards of the destination."""
+    moved_inside: int
+    """Of those, the ones that it copies from its shards of the source to another place."""
+
+
+def _largest(number: int) -> int:
+    """Return the largest number of all ranks."""
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def _copy_around(into: np.ndarray, source: np.ndarray) -> None:
+    """Fill an array from the start of another one, again and again."""
+    for start in range(0, len(into), len(source)):
+        part = into[start : start + len(source)]
+        part[...] = source[: len(part)]
 
 
 def _device_mesh(mesh: HolderMesh) -> DeviceMesh:

@@ -8,6 +8,9 @@ is started again on the other mesh, from the checkpoint. The pause is the time b
 the last step on the former mesh and of the first one on the new mesh. Where ranks are added, their
 processes start before the pause of ours; the time from the request is shown, too.
 
+Two replicas resize under the launcher when their slots file changes: with spares in their
+processes, without spares (the peer) by a save, a restart and a load.
+
 The exit status is 1 if a process fails, the losses of the variants differ, or more than one step is
 repeated.
 """
@@ -46,6 +49,11 @@ _CASES: Mapping[str, tuple[_Mesh, _Mesh]] = {
     "FSDP-2 to FSDP-4": ((2, ()), (4, ())),
     "FSDP-4 to TP-2 x FSDP-2": ((4, ()), (4, _TP)),
 }
+_REPLICAS: Mapping[str, tuple[int, int]] = {
+    "two replicas, FSDP-2 to 1 rank each": (2, 1),
+    "two replicas, 1 rank to FSDP-2 each": (1, 2),
+}
+"""Ranks per replica before and after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +81,12 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     for number, case in enumerate(plan.cases):
         ours, peer = _Times(), _Times()
         for repeat in range(plan.repeats):
-            _run(_resize, case, ours, folder / f"ours_{number}_{repeat}")
-            _run(_restart, case, peer, folder / f"peer_{number}_{repeat}")
+            for name, found in (("ours", ours), ("peer", peer)):
+                own = folder / f"{name}_{number}_{repeat}"
+                if case in _REPLICAS:
+                    _run_replicas(case, found, own, num_spares=int(found is ours))
+                else:
+                    _run(_resize if found is ours else _restart, case, found, own)
         comparison = Comparison(case, other="restart")
         comparison.note(f"pauses: ours {formatted(ours.pauses_s)} s")
         comparison.note(f"pauses: restart {formatted(peer.pauses_s)} s")
@@ -112,15 +124,40 @@ def _run(move: _Move, case: str, found: _Times, folder: Path) -> None:
         began_s = time.time()
         following = move(process, after, folder)
         if following is None:
-            _finish(process, found, began_s, folder)
+            _finish(process, found, began_s, folder, metrics)
     if following is not None:
         with started(following, [], 1, log) as process:
-            _finish(process, found, began_s, folder)
+            _finish(process, found, began_s, folder, metrics)
 
 
-def _finish(process: subprocess.Popen[bytes], found: _Times, began_s: float, folder: Path) -> None:
+def _run_replicas(case: str, found: _Times, folder: Path, *, num_spares: int) -> None:
+    """Launch two replicas, change their number of ranks, and train on."""
+    before, after = _REPLICAS[case]
+    folder.mkdir()
+    slots, log = folder / "slots", folder / "log.txt"
+    metrics = [folder / f"replica_{number:03d}" / "metrics.jsonl" for number in range(2)]
+    slots.write_text(f'{{"0": {before}}}')
+    command = [
+        *("-m", "torchtitan_lite", "launch", "--replicas=2", "--nproc-per-replica=1:2"),
+        *(f"--spares={num_spares}", f"--slots-file={slots}", "--", *job_arguments(folder)),
+    ]
+    with started(command, [], 1, log) as process:
+        for one in metrics:
+            wait(process, lambda path=one: _num_together(path) >= _STEPS_BETWEEN, folder)
+        began_s = time.time()
+        slots.write_text(f'{{"0": {after}}}')
+        _finish(process, found, began_s, folder, metrics[0])
+
+
+def _num_together(metrics: Path) -> int:
+    """Return the number of steps that a replica has taken with the other one."""
+    return sum(one.get("num_replicas") == 2 for one in records(metrics))
+
+
+def _finish(
+    process: subprocess.Popen[bytes], found: _Times, began_s: float, folder: Path, metrics: Path
+) -> None:
     """Wait for steps on the new mesh, and record what the move took."""
-    metrics = folder / "metrics.jsonl"
     wait(process, lambda: bool(resumes(metrics)), folder)
     resumed = resumes(metrics)[-1]
     wait(process, lambda: max(steps(metrics)) >= resumed + _STEPS_BETWEEN, folder)
@@ -171,6 +208,6 @@ if __name__ == "__main__":
     main(
         "A live run moves to another mesh: in memory, or by a restart.",
         measure,
-        full=Plan(cases=tuple(_CASES), repeats=3),
-        quick=Plan(cases=("FSDP-4 to FSDP-2",), repeats=1),
+        full=Plan(cases=(*_CASES, *_REPLICAS), repeats=3),
+        quick=Plan(cases=("FSDP-4 to FSDP-2", "two replicas, FSDP-2 to 1 rank each"), repeats=1),
     )

@@ -35,3 +35,9 @@ def sample_ledger(folder: Path, rank: int) -> Path:
 def replica_folder(dump_folder: Path, replica: int) -> Path:
     """Return the folder of a replica."""
     return dump_folder / f"replica_{replica:03d}"
+
+
+def output_folder(dump_folder: str, replica: int | None) -> Path:
+    """Return the folder of a run's outputs; those of a replica are its own, except for checkpoints.
+    `replica` is None without fault tolerance."""
+    return Path(dump_folder) if replica is None else replica_folder(Path(dump_folder), replica)

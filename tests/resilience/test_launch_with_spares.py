@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tests.resilience.test_launch import (
     output_of,
     rank_of,
     start,
+    wait_for_ranks,
 )
 from tests.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.report import check_samples
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ne
 
 _STEPS = 250
 """Enough that a replaced rank trains again before the other replica has finished."""
+_RESIZED_STEPS = 160
 _SETTINGS = (
     *EXACT,
     # So low that differences in rounding do not grow over the steps.
@@ -53,13 +55,17 @@ def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, fl
 
 @contextmanager
 def spared_run(
-    folder: Path, log: Path, *more: str, replicas: int, ranks: int
+    folder: Path,
+    log: Path,
+    *more: str,
+    replicas: int,
+    ranks: int | str,
+    own: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Launch replicas with a spare each, and wait until all have trained."""
     arguments = [*_SETTINGS, *more]
-    process = start(
-        folder, log, *arguments, replicas=replicas, ranks=str(ranks), own=["--spares=1"]
-    )
+    own = ["--spares=1", *own]
+    process = start(folder, log, *arguments, replicas=replicas, ranks=str(ranks), own=own)
     with killed_at_exit(process, folder):
         for name in REPLICAS[:replicas]:
             launch.wait_for_step(folder / name, 3, process, log)
@@ -82,13 +88,14 @@ def num_starts_together(folder: Path) -> int:
     return sum(one["event"] == "quorum" and one["replicas"] == 2 for one in events)
 
 
-def check_run(folder: Path, expected: dict[int, float]) -> None:
+def check_run(folder: Path, expected: dict[int, float], steps: int = _STEPS) -> None:
     """Check the losses of all replicas, and that each sample was used once and in order."""
+    expected = {step: loss for step, loss in expected.items() if step <= steps}
     assert losses(folder) == pytest.approx(expected, rel=FAULTS_FLOAT64)
     checked = check_samples(folder)
     assert checked.problems == [], checked.summary()
     assert checked.samples == {
-        step: list(range(4 * (step - 1), 4 * step)) for step in range(1, _STEPS + 1)
+        step: list(range(4 * (step - 1), 4 * step)) for step in range(1, steps + 1)
     }
 
 
@@ -188,3 +195,121 @@ def test_a_rank_that_others_ask_to_stop_restarts_its_replica(
     assert "replica 0: saved and left, because a process other than the launcher" in text
     assert "replica 0: restarts in" in text
     check_run(folder, undisturbed_losses)
+
+
+def resize(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Request a resize as a user does, and wait for its outcome."""
+    command = [sys.executable, "-m", "torchtitan_lite", "resize", str(folder), *arguments]
+    return subprocess.run(
+        command, cwd=launch.REPOSITORY, capture_output=True, text=True, timeout=200
+    )
+
+
+@contextmanager
+def resizable_run(
+    folder: Path, log: Path, *own: str, monkeypatch: pytest.MonkeyPatch, faults: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Launch two replicas of two ranks, which may have one, and wait until both train."""
+    # Slow enough for some resizes before the last step.
+    monkeypatch.setenv("RANK_FAULTS", f"slow=0.1 {faults}")
+    more = ["--experimental.custom_import=tests.rank_faults"]
+    more.append(f"--training.steps={_RESIZED_STEPS}")
+    with spared_run(folder, log, *more, replicas=2, ranks="1:2", own=own) as process:
+        for number in (0, 1):
+            launch.wait_until(lambda n=number: f"replica {n}: training" in log.read_text(), 60)
+        yield process
+
+
+@pytest.mark.timeout(280)
+def test_replicas_are_resized_in_their_processes(
+    tmp_path: Path, undisturbed_losses: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
+    slots.write_text("{}")
+    with resizable_run(folder, log, f"--slots-file={slots}", monkeypatch=monkeypatch) as process:
+        leaders = [rank_of(folder, 0), rank_of(folder, 1)]
+        slots.write_text('{"1": 1}')
+        _wait_for_resizes(folder, 1, process, log)
+        slots.write_text("{}")
+        _wait_for_resizes(folder, 2, process, log)
+        outcome = resize(folder, "--nproc=2", "--parallelism.tensor_parallel_degree=2")
+        assert outcome.returncode == 0, (outcome.stderr, log.read_text())
+        for arguments, why in (
+            (["--nproc=3"], "each replica can have 2 ranks: --nproc-per-replica allows 2"),
+            (["--nproc=2", "--training.steps=7"], "training.steps would change"),
+        ):
+            outcome = resize(folder, *arguments)
+            assert outcome.returncode == 1 and why in outcome.stderr, outcome.stderr
+        assert [rank_of(folder, 0), rank_of(folder, 1)] == leaders
+        text = output_of(process, log, 200)
+    for mesh, why in (
+        ("1 rank", "replica 1 has slots for 1"),
+        ("2 ranks", "slots are available again"),
+        ("2 ranks --parallelism.tensor_parallel_degree=2", "it was requested"),
+    ):
+        assert f"all replicas resize to {mesh} each in their processes: {why}" in text, text
+    assert len(list(folder.glob("launch_logs/*/attempt_*"))) == 2
+    check_run(folder, undisturbed_losses, _RESIZED_STEPS)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(280)
+def test_replicas_leave_a_mesh_that_fails(
+    tmp_path: Path, undisturbed_losses: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    with resizable_run(folder, log, monkeypatch=monkeypatch, faults="not_on=1") as process:
+        outcome = resize(folder, "--nproc=1")
+        assert outcome.returncode == 1, outcome.stderr
+        assert outcome.stderr.startswith("resize: failed: replica "), outcome.stderr
+        for number in (0, 1):
+            wait_for_ranks(folder, number, 2, log)
+        text = output_of(process, log, 200)
+    assert "resizing in their processes was not possible" in text
+    assert all("Mesh         2 processes" in path.read_text() for path in _leader_logs(folder))
+    check_run(folder, undisturbed_losses, _RESIZED_STEPS)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("phase", ["ready", "left", "started"])
+@pytest.mark.timeout(280)
+def test_an_agent_that_dies_during_a_resize_costs_restarts(
+    phase: str,
+    tmp_path: Path,
+    undisturbed_losses: dict[int, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
+    slots.write_text("{}")
+    with resizable_run(folder, log, f"--slots-file={slots}", monkeypatch=monkeypatch) as process:
+        agent = rank_of(folder, 1).parent()
+        assert agent is not None
+        answer = folder / REPLICAS[1] / "resize_answer.json"
+        slots.write_text('{"1": 1}')
+        if phase == "started":
+            agent_log = folder / "launch_logs" / REPLICAS[1] / "attempt_00" / "agent.log"
+            launch.wait_until(lambda: "Resizing from" in agent_log.read_text(), 60)
+        else:
+            launch.wait_until(lambda: answer.is_file() and phase in answer.read_text(), 60)
+        agent.send_signal(signal.SIGKILL)
+        text = output_of(process, log, 200)
+    assert "replica 1: failed, agent: killed by SIGKILL" in text, text
+    check_run(folder, undisturbed_losses, _RESIZED_STEPS)
+
+
+def _leader_logs(folder: Path) -> list[Path]:
+    return [max(folder.glob(f"launch_logs/{name}/attempt_*")) / "rank_0.log" for name in REPLICAS]
+
+
+def _wait_for_resizes(
+    folder: Path, number: int, process: subprocess.Popen[bytes], log: Path
+) -> None:
+    """Block until both replicas have trained on their `number`-th mesh after the first."""
+    for name in REPLICAS:
+        launch.wait_until(lambda name=name: len(_resumes(folder / name)) == number, 120)
+        launch.wait_for_step(folder / name, _resumes(folder / name)[-1] + 2, process, log)
+
+
+def _resumes(folder: Path) -> list[int]:
+    """Return the steps at which a replica has resumed."""
+    return [one["step"] for one in launch.events_of(folder) if one["event"] == "resume"]

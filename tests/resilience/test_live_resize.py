@@ -117,7 +117,7 @@ def test_a_mesh_that_does_not_fit_is_rejected(runs: list[SparedRun], tmp_path: P
         assert outcome.stderr.startswith("resize: rejected: ")
     # What is not a request is removed, and changes nothing.
     request = run.folder / "resize.json"
-    request.write_text('{"num_ranks": "2", "arguments": [], "id": ""}')
+    request.write_text('{"mesh": {"num_ranks": "2", "arguments": []}, "id": ""}')
     launch.wait_until(lambda: not request.exists(), 30)
     run.wait_for_step(run.last_step() + 2)
     assert run.settled_ranks() == before and not run.resumes()

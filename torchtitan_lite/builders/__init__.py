@@ -31,7 +31,7 @@ from torchtitan_lite.metrics import (
     open_metrics,
 )
 from torchtitan_lite.output_files import OutputFaults
-from torchtitan_lite.outputs import replica_folder
+from torchtitan_lite.outputs import output_folder
 from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.phases import PhaseListener, Phases
 from torchtitan_lite.preemption import StopRequest
@@ -67,10 +67,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     close them at the end of the block. Every rank must call it."""
     _set_determinism(config)
     spec = spec_on_device(config, mesh.device)
-    folder = Path(config.job.dump_folder)
-    if config.fault_tolerance.enable:
-        # Checkpoints are shared by all replicas; metrics and logs are not.
-        folder = replica_folder(folder, config.fault_tolerance.replica_id)
+    replicas = config.fault_tolerance
+    folder = output_folder(config.job.dump_folder, replicas.replica_id if replicas.enable else None)
     run_on_all_ranks(lambda: _make_folder(folder))
     faults = OutputFaults()
     with ExitStack() as stack:

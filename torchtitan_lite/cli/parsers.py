@@ -113,17 +113,18 @@ def _resize(commands) -> None:
         "resize",
         "Change the number of ranks or the mesh of a live run, without a restart.",
         "torchtitan-lite resize RUN --nproc N [--parallelism.key value ...]\n\n"
-        "RUN is the output folder of `train --spares K` on this machine. Processes that stay keep\n"
-        "their process ids; the state moves to the new mesh through shared memory. Keys that can\n"
-        "change are those of [parallelism], and training.local_batch_size; omitted ones have the\n"
-        "values with which the run was started. If the new mesh fails before its first step, the\n"
-        "run returns to the former one.",
+        "RUN is the output folder of `train --spares K` or `launch --spares K` on this machine.\n"
+        "Processes that stay keep their process ids; the state moves to the new mesh through\n"
+        "shared memory. Keys that can change are those of [parallelism], and\n"
+        "training.local_batch_size; omitted ones have the values with which the run was started.\n"
+        "If the new mesh fails before its first step, the run returns to the former one.",
         module="resize",
         passes_on=True,
     )
     add = resize.add_argument
     add("run", type=Path, help="output folder of the run")
-    add("--nproc", type=positive, required=True, help="number of ranks")
+    of_replica = "number of ranks, under `launch` of each replica"
+    add("--nproc", type=positive, required=True, help=of_replica)
     add(
         "--timeout",
         type=positive,

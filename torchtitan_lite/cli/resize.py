@@ -5,9 +5,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from torchtitan_lite.rank_recovery.resize_request import (
-    Outcome,
+from torchtitan_lite.launcher.resize_request import (
     ResizeRequest,
+    ResizeState,
+    RunMesh,
     read_answer,
     send_request,
     withdraw_request,
@@ -21,7 +22,7 @@ _ACCEPT_S = 20.0
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Request a resize, and wait until the run trains on the new mesh. Returns the exit status: 1
     if the run did not follow."""
-    request = ResizeRequest(num_ranks=options.nproc, arguments=tuple(others))
+    request = ResizeRequest(mesh=RunMesh(options.nproc, tuple(others)))
     try:
         send_request(options.run, request)
     except OSError as error:
@@ -33,11 +34,11 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
         waited_s = time.monotonic() - began_s
         if answer is not None:
             is_accepted = True
-            if answer.outcome is Outcome.DONE:
-                print(f"The run trains on {request} after {waited_s:.1f} s.")
+            if answer.state is ResizeState.DONE:
+                print(f"The run trains on {request.mesh} after {waited_s:.1f} s.")
                 return 0
-            if answer.outcome is not Outcome.ACCEPTED:
-                print(f"resize: {answer.outcome}: {answer.reason}", file=sys.stderr)
+            if answer.state in (ResizeState.REJECTED, ResizeState.FAILED):
+                print(f"resize: {answer.state}: {answer.reason}", file=sys.stderr)
                 return 1
         if waited_s > (options.timeout if is_accepted else _ACCEPT_S):
             withdraw_request(options.run)
@@ -51,5 +52,6 @@ def _silence(waited_s: float, *, is_accepted: bool) -> str:
         return f"accepted, but there was no step on the new mesh within {waited_s:.0f} s."
     return (
         f"no agent answered within {waited_s:.0f} s. Only `torchtitan-lite train --spares K` on "
-        "one machine follows requests, while it runs."
+        "one machine and `torchtitan-lite launch --spares K` follow requests, while all ranks "
+        "train."
     )

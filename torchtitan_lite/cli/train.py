@@ -27,6 +27,7 @@ from torchtitan_lite.launcher.processes import die_with_parent
 from torchtitan_lite.launcher.supervised import LAUNCHER_PID
 from torchtitan_lite.log import configure_logging, log_once, logger
 from torchtitan_lite.network import address_for_others, names_loopback
+from torchtitan_lite.outputs import output_folder
 from torchtitan_lite.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
@@ -303,15 +304,17 @@ def _train_with_spares(
     arguments: Sequence[str], num_processes: int, num_spares: int, config: Config
 ) -> int:
     """Start an agent with the ranks and the spares. Returns the exit status."""
+    from torchtitan_lite.launcher.resize_request import RequestInbox, ResizeRequest
     from torchtitan_lite.launcher.restart_policy import RestartPolicy
     from torchtitan_lite.rank_recovery.rank_agent import RankAgent
     from torchtitan_lite.rank_recovery.rank_process import RankProcess
-    from torchtitan_lite.rank_recovery.resize_request import RequestInbox, ResizeRequest
 
     def check_resize(request: ResizeRequest) -> None:
-        resized, _ = _checked([*arguments, *request.arguments], request.num_ranks)
-        check_live_resize(config, resized)
+        resized, _ = _checked([*arguments, *request.mesh.arguments], request.mesh.num_ranks)
+        check_live_resize(config, resized, is_joint=request.is_joint)
 
+    replicas = config.fault_tolerance
+    folder = output_folder(config.job.dump_folder, replicas.replica_id if replicas.enable else None)
     environment = _of_agent()
     with _received_signals() as received:
         agent = RankAgent(
@@ -321,7 +324,7 @@ def _train_with_spares(
             # Constant, because an attempt takes seconds anyway, and equal failures end the run.
             policy=RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=0.1),
             requests=received,
-            inbox=RequestInbox(Path(config.job.dump_folder)),
+            inbox=RequestInbox(folder),
             check_resize=check_resize,
         )
         agent.run()

@@ -117,14 +117,20 @@ def check_rank_counts(config: Config, numbers: Sequence[int]) -> None:
         raise config_error(problems)
 
 
-def check_live_resize(config: Config, resized: Config) -> None:
-    """Raise ConfigError unless a live run with `config` can continue with `resized`."""
+def check_live_resize(config: Config, resized: Config, *, is_joint: bool) -> None:
+    """Raise ConfigError unless a live run with `config` can continue with `resized`. `is_joint`:
+    all replicas are resized together."""
     subject = "A run that is resized"
     problems = list(_resize_problems(config, subject))
-    if config.fault_tolerance.enable:
+    if config.fault_tolerance.enable and not is_joint:
         problems.append(
-            "Replicas are resized together: start them by `torchtitan-lite launch` with several "
-            "numbers in --nproc-per-replica, and change --slots-file."
+            "Replicas are resized together: name the output folder of the run, not that of a "
+            "replica."
+        )
+    if config.fault_tolerance.semi_sync_method:
+        problems.append(
+            f"{subject}: between two averages, replicas have different states, of which only one "
+            "would be kept. Change --slots-file instead: then they restart."
         )
     if not config.checkpoint.ram_interval:
         problems.append(

@@ -19,6 +19,7 @@ from torchtitan_lite.launcher.plan import LaunchPlan
 from torchtitan_lite.launcher.processes import Subreaper, become_subreaper, wait_readable
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
 from torchtitan_lite.launcher.resize import ResizePolicy, Resizer, SlotsFile
+from torchtitan_lite.launcher.resize_request import RequestInbox
 from torchtitan_lite.launcher.restart_policy import GiveUp, RestartPolicy
 from torchtitan_lite.launcher.status_view import StatusView
 from torchtitan_lite.launcher.supervised import ATTEMPT
@@ -54,6 +55,7 @@ class Launcher:
         self._resizer = Resizer(
             ResizePolicy(plan.ranks, plan.num_replicas, regrow_after_s=plan.regrow_after_s),
             SlotsFile(plan.slots_file, view.report_event),
+            RequestInbox(plan.dump_folder),
             grace_s=plan.grace_s,
             report_event=view.report_event,
         )
@@ -115,13 +117,16 @@ class Launcher:
                 **plan.devices_of(number),
             }
             environment = {**self._environment, **own}
-            num_ranks = self._resizer.num_ranks
+            mesh, has_agent = self._resizer.mesh, plan.num_spares > 0
             return WorkerGroup(
-                plan.group_command(number, num_ranks),
+                plan.group_command(number, mesh),
                 environment,
-                num_ranks,
+                # An agent may change their number.
+                max(plan.ranks) if has_agent else mesh.num_ranks,
                 folder,
-                has_agent=plan.num_spares > 0,
+                has_agent=has_agent,
+                # Arguments that it is started with would persist on the next mesh.
+                resizes_in_place=has_agent and not mesh.arguments,
             )
 
         return ReplicaProcess(

@@ -12,6 +12,7 @@ from pathlib import Path
 import tomli
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.launcher.resize_request import RunMesh
 from torchtitan_lite.outputs import (
     GOODPUT_FILE,
     LAUNCH_EVENTS,
@@ -50,8 +51,8 @@ class LaunchPlan:
     ranks: Sequence[int]
     """Allowed numbers of ranks per replica, ascending. A replica gets the largest that is
     available."""
-    group_command: Callable[[int, int], Sequence[str]]
-    """Maps a replica and its number of ranks to a command line."""
+    group_command: Callable[[int, RunMesh], Sequence[str]]
+    """Maps a replica and its mesh to a command line."""
     lighthouse_command: Callable[[str], Sequence[str]]
     """Maps HOST:PORT to the command line of a lighthouse."""
     dump_folder: Path
@@ -155,9 +156,9 @@ def training_plan(
 
     _check_ranks(ranks, of_replica(0))
 
-    def group(replica: int, num_ranks: int) -> list[str]:
-        options = [f"--nproc={num_ranks}", f"--spares={num_spares}"]
-        return [sys.executable, *_PROGRAM, *options, *of_replica(replica)]
+    def group(replica: int, mesh: RunMesh) -> list[str]:
+        options = [f"--nproc={mesh.num_ranks}", f"--spares={num_spares}"]
+        return [sys.executable, *_PROGRAM, *options, *of_replica(replica), *mesh.arguments]
 
     def lighthouse_command(address: str) -> list[str]:
         options = ["--bind", address, "--min-replicas", str(min_replicas)]

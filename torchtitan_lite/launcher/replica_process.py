@@ -4,6 +4,7 @@ restart_policy.
 Invariant: an attempt starts only after all processes of the previous one have exited.
 """
 
+import math
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -11,6 +12,14 @@ from pathlib import Path
 
 from torchtitan_lite.launcher.hang_diagnosis import HangMonitor
 from torchtitan_lite.launcher.logs import ReplicaProgress, last_lines
+from torchtitan_lite.launcher.resize_request import (
+    Answer,
+    Permission,
+    ResizeRequest,
+    permit,
+    read_answer,
+    send_request,
+)
 from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartAfter, RestartPolicy
 from torchtitan_lite.launcher.worker_group import WorkerGroup
 
@@ -32,6 +41,7 @@ class ReplicaState(Enum):
     ENDING = "ending"
     RESTARTING = "restarting"
     RESIZING = "resizing"
+    """Its processes end, and others start."""
     LEAVING = "leaving"
     FINISHED = "finished"
     STOPPED = "stopped"
@@ -95,6 +105,21 @@ class ReplicaProcess:
         return self._group is None and (self.is_over or self.state is ReplicaState.RESIZING)
 
     @property
+    def is_running(self) -> bool:
+        """Whether its ranks run, as far as known."""
+        return self.state in _RUNNING
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it trains, or is about to with the state of another replica."""
+        return self.state in (ReplicaState.TRAINING, ReplicaState.HEALING)
+
+    @property
+    def resizes_in_place(self) -> bool:
+        """Whether an agent can resize it in its processes."""
+        return self._group is not None and self._group.resizes_in_place
+
+    @property
     def descriptors(self) -> list[int]:
         """Descriptors that are readable when `poll` has work to do."""
         return [] if self._group is None else self._group.descriptors
@@ -114,6 +139,7 @@ class ReplicaProcess:
     def start_attempt(self) -> None:
         """Start an attempt."""
         self._is_resizing = self._is_failure_reported = False
+        self._check_hangs_at_s = 0.0
         folder = _next_folder(self._folder)
         self._policy.attempt_started()
         self._group = self._start_group(folder)
@@ -176,6 +202,25 @@ class ReplicaProcess:
         if self._group is not None:
             self._group.terminate()
         self.state = ReplicaState.RESIZING
+
+    def resize_in_place(self, request: ResizeRequest) -> None:
+        """Request that the agent resizes the replica in its processes. Raises OSError."""
+        send_request(self._metrics.parent, request)
+
+    def resize_answer(self, request: ResizeRequest) -> Answer | None:
+        """Return the agent's newest answer to `request`; None if there is none yet."""
+        return read_answer(self._metrics.parent, request)
+
+    def permit(self, request: ResizeRequest, permission: Permission, now_s: float) -> None:
+        """Give the agent a permission for `request`. Raises OSError."""
+        if permission is Permission.LEAVE:
+            # Ranks that leave, and those that wait for others, make no progress.
+            self._check_hangs_at_s = math.inf
+        elif permission is Permission.START and self._group is not None:
+            self._close_hang_monitor()
+            self._hang_monitor = HangMonitor(self._group)
+            self._check_hangs_at_s = now_s + _REPLACEMENT_S
+        permit(self._metrics.parent, request, permission)
 
     def kill(self) -> None:
         """Kill its processes."""

@@ -1,23 +1,36 @@
-"""Changes of the number of ranks per replica: all replicas save, leave, and restart with the new
-number.
+"""Changes of the mesh of all replicas: when the number of available ranks changes, or on request.
 
-Invariant: replicas that run at the same time have the same number of ranks, because each rank
-reduces its shards of the gradients with the same shards of the others.
+Replicas whose ranks have an agent (`--spares`) move to the new mesh in their processes. Otherwise,
+or if one of them cannot, all replicas save, leave and start again.
+
+Invariant: replicas that run at the same time have the same mesh, because each rank reduces its
+shards of the gradients with the same shards of the others.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
+from torchtitan_lite.launcher.resize_request import (
+    Permission,
+    RequestInbox,
+    ResizeRequest,
+    ResizeState,
+    RunMesh,
+)
 
 _MAX_FAILURES = 3
 """Consecutive failures of one rank after which its slot counts as lost."""
 _STREAK_GAP_S = 120.0
 """Maximum time between two failures of a streak: a start, some steps, and the delay of a
 restart."""
+_LEAVE_S = 120.0
+"""Time for the step after which the ranks of all replicas leave their training."""
 _MAX_BYTES = 1 << 16
 _READ_INTERVAL_S = 0.25
 
@@ -93,63 +106,75 @@ class ResizePolicy:
             self._lost[replica] = _LostSlot(num_ranks - 1, back_at_s, times)
             del self._streaks[replica]
 
-    def target(self, slots: Mapping[int, int], now_s: float) -> tuple[int, str]:
-        """Return the number of ranks that each replica should have, and what limits it. `slots`
-        holds the number of ranks available to a replica, where known."""
-        most = self._allowed[-1]
-        given, reasons = most, []
+    @property
+    def most(self) -> int:
+        """The largest allowed number of ranks."""
+        return self._allowed[-1]
+
+    def available(self, slots: Mapping[int, int], now_s: float) -> tuple[int, str]:
+        """Return the number of ranks that every replica has slots for, at most the largest allowed
+        one, and what limits it. `slots` holds the number of ranks available to a replica, where
+        known."""
+        given, reasons = self.most, []
         for replica in range(self._num_replicas):
             loss = self._lost.get(replica)
-            if slots.get(replica, most) < most:
+            if slots.get(replica, self.most) < self.most:
                 reasons.append(f"replica {replica} has slots for {slots[replica]}")
                 given = min(given, slots[replica])
             if loss is not None and now_s < loss.back_at_s:
                 reasons.append(f"a rank of replica {replica} failed {_MAX_FAILURES} times in a row")
                 given = min(given, loss.left)
-        fitting = [number for number in self._allowed if number <= given]
-        return (fitting or self._allowed)[-1 if fitting else 0], "; ".join(reasons)
+        return given, "; ".join(reasons)
+
+    def largest(self, available: int) -> int:
+        """Return the largest allowed number of ranks that fits, or else the smallest."""
+        return max((one for one in self._allowed if one <= available), default=self._allowed[0])
 
 
 class Resizer:
-    """Resizes all replicas when the number of ranks available changes."""
+    """Resizes all replicas when the number of ranks available changes, and on request."""
 
     def __init__(
         self,
         policy: ResizePolicy,
         slots: SlotsFile,
+        inbox: RequestInbox,
         *,
         grace_s: float,
         report_event: Callable[[str], None],
     ) -> None:
-        """`grace_s` is the time for replicas to save and leave."""
-        self._policy, self._slots, self._grace_s, self._report_event = (
-            policy,
-            slots,
-            grace_s,
-            report_event,
-        )
-        self.num_ranks = 0
-        """Number of ranks of each replica that starts now."""
-        self._target = 0
+        """`inbox` receives requests; `grace_s` is the time for replicas to save and leave."""
+        self._policy, self._slots, self._inbox = policy, slots, inbox
+        self._grace_s, self._report_event = grace_s, report_event
+        self.mesh = RunMesh(policy.most)
+        """Mesh of each replica that starts now."""
+        self._requested: RunMesh | None = None
+        """Mesh of the newest request that was followed, while there are slots for it."""
+        self._request: _UserRequest | None = None
+        self._in_place: _InPlaceResize | None = None
+        self._former = self._target = self.mesh
         self._deadline_s: float | None = None
-        """Time by which all replicas must have left; None while no resize is in progress."""
+        """Time by which all replicas must have left; None while they are not restarted."""
 
     def choose_initial(self, now_s: float) -> None:
-        """Choose the number of ranks for the first start."""
-        self.num_ranks, reason = self._policy.target(self._slots.read(now_s), now_s)
+        """Choose the mesh of the first start."""
+        self.mesh, reason = self._wanted(now_s)
         if reason:
-            self._report_event(f"replicas start with {_ranks(self.num_ranks)} each: {reason}")
+            self._report_event(f"replicas start with {self.mesh} each: {reason}")
 
     def record_failure(self, replica: int, rank: int, now_s: float) -> None:
         """Record that a rank of a replica has failed."""
-        self._policy.record_failure(replica, rank, self.num_ranks, now_s)
+        self._policy.record_failure(replica, rank, self.mesh.num_ranks, now_s)
 
     def poll(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
         """Start, continue or complete a resize."""
-        if self._deadline_s is None:
+        if self._in_place is not None:
+            self._continue_in_place(self._in_place, replicas, now_s)
+        elif self._deadline_s is None:
+            self._read_request(replicas, now_s)
             self._check_target(replicas, now_s)
         elif all(one.has_left for one in replicas):
-            self.num_ranks, self._deadline_s = self._target, None
+            self.mesh, self._deadline_s = self._target, None
             for replica in replicas:
                 if not replica.is_over:
                     replica.start_attempt()
@@ -157,20 +182,180 @@ class Resizer:
             for replica in replicas:
                 replica.kill()
 
+    def _wanted(self, now_s: float) -> tuple[RunMesh, str]:
+        """Return the mesh that each replica should have, and what limits it."""
+        given, reason = self._policy.available(self._slots.read(now_s), now_s)
+        if self._requested is not None and self._requested.num_ranks <= given:
+            return self._requested, "it was requested"
+        return RunMesh(self._policy.largest(given)), reason
+
+    def _read_request(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
+        if not _all_train(replicas):
+            return
+        request = self._inbox.poll(now_s)
+        if request is None:
+            return
+        given, limit = self._policy.available(self._slots.read(now_s), now_s)
+        problem = ""
+        if not all(one.resizes_in_place for one in replicas):
+            problem = (
+                "replicas are resized on request if they were started with --spares of 1 or more"
+            )
+        elif request.mesh.num_ranks > given:
+            limit = limit or f"--nproc-per-replica allows {self._policy.most}"
+            problem = f"each replica can have {given} ranks: {limit}"
+        if problem:
+            self._inbox.answer(request, ResizeState.REJECTED, problem)
+        elif request.mesh == self.mesh:
+            self._inbox.answer(request, ResizeState.DONE)
+        else:
+            self._request = _UserRequest(request, before=self._requested)
+            self._requested = request.mesh
+            self._inbox.answer(request, ResizeState.ACCEPTED)
+
     def _check_target(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
-        target, reason = self._policy.target(self._slots.read(now_s), now_s)
-        if target == self.num_ranks or any(one.is_over for one in replicas):
+        target, reason = self._wanted(now_s)
+        if target == self.mesh or any(one.is_over for one in replicas):
             # When one replica has finished, all are about to finish.
             return
-        if target > self.num_ranks:
-            if any(one.state is not ReplicaState.TRAINING for one in replicas):
+        if target.num_ranks > self.mesh.num_ranks:
+            if not _all_train(replicas):
                 # Growing can wait until all replicas train again.
                 return
             reason = reason or "slots are available again"
-        self._target, self._deadline_s = target, now_s + self._grace_s
-        self._report_event(f"all replicas resize to {_ranks(target)} each: {reason}")
+        self._former, self._target = self.mesh, target
+        where = ""
+        if all(one.is_training and one.resizes_in_place for one in replicas):
+            where = " in their processes"
+            self._in_place = _InPlaceResize(replicas, target)
+        else:
+            self._restart(replicas, now_s)
+        self._report_event(f"all replicas resize to {target} each{where}: {reason}")
+
+    def _restart(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
+        """Let all replicas save, leave, and start again on the target."""
+        self._deadline_s = now_s + self._grace_s
         for replica in replicas:
             replica.resize()
+
+    def _continue_in_place(
+        self, resize: "_InPlaceResize", replicas: Sequence[ReplicaProcess], now_s: float
+    ) -> None:
+        """Continue the resize. If it fails, a requested mesh is abandoned, and another one, which
+        the number of slots demands, is tried by starting the replicas again."""
+        outcome = resize.poll(now_s)
+        if resize.may_start:
+            self.mesh = self._target
+        if outcome is None:
+            return
+        self._in_place = None
+        request, self._request = self._request, None
+        if request is not None:
+            self._inbox.answer(request.request, outcome, resize.reason)
+        if outcome is ResizeState.DONE:
+            return
+        self._report_event(f"resizing in their processes was not possible: {resize.reason}")
+        if request is not None:
+            self._requested = request.before
+            self._target = self.mesh = self._former
+            if resize.has_left:
+                self._restart(replicas, now_s)
+        elif not resize.may_start:
+            # Otherwise all have the target, also those that are started again.
+            self._restart(replicas, now_s)
+
+
+class _InPlaceResize:
+    """A resize of all replicas in their processes. They go through its phases together."""
+
+    def __init__(self, replicas: Sequence[ReplicaProcess], target: RunMesh) -> None:
+        self._replicas = replicas
+        self._request = ResizeRequest(mesh=target, is_joint=True)
+        self._permission: Permission | None = None
+        self._is_sent = False
+        self._leave_until_s = math.inf
+        self.reason = ""
+        """Why it failed."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether ranks were permitted to leave their training."""
+        return self._permission is not None
+
+    @property
+    def may_start(self) -> bool:
+        """Whether replicas were permitted to train on the new mesh."""
+        return self._permission is Permission.START
+
+    def poll(self, now_s: float) -> ResizeState | None:
+        """Permit the next phase if all replicas have completed this one. Returns the outcome; None
+        while it goes on."""
+        # One that has finished the last step has no part in it.
+        replicas = [one for one in self._replicas if not one.is_over]
+        try:
+            if self._is_sent:
+                outcome = self._advance(replicas, now_s)
+            else:
+                self._is_sent, outcome = True, None
+                for one in replicas:
+                    one.resize_in_place(self._request)
+        except OSError as error:
+            outcome, self.reason = ResizeState.FAILED, f"the agents cannot be reached: {error}"
+        if outcome in (ResizeState.REJECTED, ResizeState.FAILED) and not self.has_left:
+            for one in replicas:
+                with suppress(OSError):
+                    one.permit(self._request, Permission.CANCEL, now_s)
+        return outcome
+
+    def _advance(self, replicas: Sequence[ReplicaProcess], now_s: float) -> ResizeState | None:
+        lost = [one.number for one in replicas if not one.is_running]
+        answers = {one.number: one.resize_answer(self._request) for one in replicas}
+        for number, answer in answers.items():
+            if answer is not None and answer.state in (ResizeState.REJECTED, ResizeState.FAILED):
+                self.reason = f"replica {number}: {answer.reason}"
+                return answer.state
+        if lost:
+            self.reason = f"replica {lost[0]} has failed"
+            return ResizeState.FAILED
+        if now_s >= self._leave_until_s and not self.may_start:
+            self.reason = f"a replica has not left its training within {_LEAVE_S:.0f} s"
+            return ResizeState.FAILED
+        completed, following = _PHASES[self._permission]
+        if any(one is None or one.state is not completed for one in answers.values()):
+            return None
+        if following is None:
+            return ResizeState.DONE
+        self._leave_until_s = now_s + _LEAVE_S
+        self._permit(replicas, following, now_s)
+        return None
+
+    def _permit(
+        self, replicas: Sequence[ReplicaProcess], permission: Permission, now_s: float
+    ) -> None:
+        self._permission = permission
+        for one in replicas:
+            one.permit(self._request, permission, now_s)
+
+
+_PHASES: Mapping[Permission | None, tuple[ResizeState, Permission | None]] = {
+    None: (ResizeState.READY, Permission.LEAVE),
+    Permission.LEAVE: (ResizeState.LEFT, Permission.START),
+    Permission.START: (ResizeState.DONE, None),
+}
+"""By the last permission: what completes its phase, and the permission that follows."""
+
+
+@dataclass(frozen=True)
+class _UserRequest:
+    """A request that is being followed."""
+
+    request: ResizeRequest
+    before: RunMesh | None
+    """The requested mesh before it."""
+
+
+def _all_train(replicas: Sequence[ReplicaProcess]) -> bool:
+    return all(one.state is ReplicaState.TRAINING for one in replicas)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -221,7 +406,3 @@ class _LostSlot:
     back_at_s: float
     """Time at which the lost slots are tried again."""
     times: int
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number > 1 else ''}"

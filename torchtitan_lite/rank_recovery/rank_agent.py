@@ -1,8 +1,9 @@
 """The agent of a run on one machine alone: it decides about restarts, and resizes on request.
 
 A resize restarts the training as after the loss of a rank: the processes that stay park, and build
-the new mesh with the state that the snapshots in shared memory hold. Layer: above agent and
-resize_request.
+the new mesh with the state that the snapshots in shared memory hold. That of a replica needs the
+launcher's permission to leave the former mesh and to start on the new one. Layer: above agent and
+launcher.resize_request.
 """
 
 import os
@@ -15,12 +16,18 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.launcher.resize_request import (
+    Permission,
+    RequestInbox,
+    ResizeRequest,
+    ResizeState,
+    RunMesh,
+)
 from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartPolicy
 from torchtitan_lite.launcher.supervised import RANK_LOGS, rank_log
 from torchtitan_lite.log import logger
 from torchtitan_lite.rank_recovery.agent import EXIT_S, UNLIMITED, AgentRendezvous, ProcessAgent
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
-from torchtitan_lite.rank_recovery.resize_request import Outcome, RequestInbox, ResizeRequest
 from torchtitan_lite.stores import listening_store
 
 _ADDRESS = "127.0.0.1"
@@ -33,11 +40,15 @@ class _Resize:
     """A resize that has not been completed."""
 
     request: ResizeRequest
-    former: ResizeRequest
+    former: RunMesh
     """The mesh before."""
+    state: ResizeState = ResizeState.ACCEPTED
+    """What was answered last."""
     leave_until_s: float | None = None
     """When the ranks must have left the training; None before they are ordered to."""
     has_started: bool = False
+    is_cancelled: bool = False
+    """Whether the former mesh is started again."""
 
 
 def _join_alone() -> RendezvousInfo:
@@ -71,35 +82,79 @@ class RankAgent(ProcessAgent):
             start_process, num_ranks, num_spares, rendezvous=rendezvous, requests=requests
         )
         self._policy, self._inbox, self._check_resize = policy, inbox, check_resize
-        self._mesh = ResizeRequest(num_ranks=num_ranks)
+        self._mesh = RunMesh(num_ranks)
         """The mesh of the present attempt."""
         self._resize: _Resize | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        resize = self._resize
+        if resize is not None and resize.state is ResizeState.LEFT:
+            return self._wait_to_start(resize)
         result = super()._monitor_workers(worker_group)
         if result.state is not WorkerState.HEALTHY:
             return result
-        if self._resize is None and not self._requests:
-            self._read_request()
-        if self._resize is None or self._resize.has_started:
+        if resize is not None and resize.has_started:
             return result
-        # Processes that start import everything while the others train.
-        missing = self._resize.request.num_ranks - len(self._ranks)
+        if resize is None or resize.leave_until_s is None:
+            if self._requests:
+                return result
+            self._read_request()
+            resize = self._resize
+        if resize is not None and (resize.leave_until_s is not None or self._may_leave(resize)):
+            return self._leave(resize)
+        return result
+
+    def _may_leave(self, resize: _Resize) -> bool:
+        """Start the missing processes, which import everything while the others train; return
+        whether the ranks may leave the training."""
+        missing = resize.request.mesh.num_ranks - len(self._ranks)
         while len(self._spares) < missing:
             self._spares.append(self._start_process())
         if sum(one.state is RankState.PARKED for one in self._spares) < missing:
-            return result
-        if self._resize.leave_until_s is None:
-            self._resize.leave_until_s = time.monotonic() + _LEAVE_S
+            return False
+        if not resize.request.is_joint:
+            return True
+        if resize.state is ResizeState.ACCEPTED:
+            self._answer(resize, ResizeState.READY)
+        permission = self._inbox.permission(resize.request)
+        if permission is Permission.CANCEL:
+            self._resize = None
+        return permission is Permission.LEAVE
+
+    def _leave(self, resize: _Resize) -> RunResult:
+        """Let the ranks leave the training, and start the next one once they have."""
+        if resize.leave_until_s is None:
+            resize.leave_until_s = time.monotonic() + _LEAVE_S
             for process in self._ranks.values():
                 process.leave_training()
         has_left = all(one.state is RankState.PARKED for one in self._ranks.values())
-        if not has_left and time.monotonic() < self._resize.leave_until_s:
-            return result
-        # Ranks that have not left are aborted.
-        self._resize.has_started = True
-        self._change_mesh(self._resize.request)
-        logger.warning("Resizing from %s to %s.", self._resize.former, self._resize.request)
+        if has_left and resize.request.is_joint:
+            self._answer(resize, ResizeState.LEFT)
+        elif has_left or (not resize.request.is_joint and time.monotonic() >= resize.leave_until_s):
+            # Ranks that have not left are aborted.
+            return self._start_on(resize.request.mesh, resize)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _wait_to_start(self, resize: _Resize) -> RunResult:
+        """Wait until the ranks of all replicas have left the training."""
+        self._pause()
+        for process in (*self._ranks.values(), *self._spares):
+            process.poll()
+        # One that has died is replaced when the training starts.
+        self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
+        if self._inbox.permission(resize.request) is Permission.START:
+            return self._start_on(resize.request.mesh, resize)
+        if self._requests:
+            # To save and exit, they must train.
+            resize.is_cancelled = True
+            return self._start_on(resize.former, resize)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _start_on(self, mesh: RunMesh, resize: _Resize) -> RunResult:
+        """Restart the training on another mesh, or on the former one."""
+        resize.state, resize.has_started = ResizeState.ACCEPTED, True
+        self._change_mesh(mesh)
+        logger.warning("Resizing from %s to %s.", resize.former, mesh)
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _may_forward(self) -> bool:
@@ -115,43 +170,52 @@ class RankAgent(ProcessAgent):
         try:
             self._check_resize(request)
         except ConfigError as error:
-            logger.warning("Resize to %s rejected: %s", request, error)
-            self._inbox.answer(request, Outcome.REJECTED, str(error))
+            logger.warning("Resize to %s rejected: %s", request.mesh, error)
+            self._inbox.answer(request, ResizeState.REJECTED, str(error))
         else:
-            self._inbox.answer(request, Outcome.ACCEPTED)
+            if self._resize is not None:
+                self._end_resize(ResizeState.REJECTED, f"{request.mesh} was requested since")
             self._resize = _Resize(request, former=self._mesh)
+            self._answer(self._resize, ResizeState.ACCEPTED)
 
-    def _change_mesh(self, mesh: ResizeRequest) -> None:
+    def _answer(self, resize: _Resize, state: ResizeState) -> None:
+        resize.state = state
+        self._inbox.answer(resize.request, state)
+
+    def _change_mesh(self, mesh: RunMesh) -> None:
         """Let the next attempt have another mesh."""
         self._mesh = mesh
         self._worker_group.spec.local_world_size = mesh.num_ranks
         self._changed_arguments = mesh.arguments
         self._failed_at_s = self._restart_at_s = time.monotonic()
 
-    def _end_resize(self, outcome: Outcome, reason: str = "") -> None:
+    def _end_resize(self, state: ResizeState, reason: str = "") -> None:
         assert self._resize is not None
-        self._inbox.answer(self._resize.request, outcome, reason)
+        self._inbox.answer(self._resize.request, state, reason)
         self._resize = None
 
     def _decide(self, failure: Failure) -> RunResult:
         """Restart the training, or give up. An attempt that fails before the first step of a new
-        mesh returns to the former one, whose snapshots are the newest."""
+        mesh returns to the former one, whose snapshots are the newest; that of a replica ends,
+        because all replicas must return together."""
         assert failure.rank is not None
-        if self._resize is not None and self._resize.has_started and not self._requests:
-            logger.error(
-                "The resize has failed, %s: the run returns to %s.",
-                failure.description,
-                self._resize.former,
-            )
-            self._change_mesh(self._resize.former)
-            self._end_resize(Outcome.FAILED, failure.description)
-            return RunResult(state=WorkerState.FAILED)
-        if self._resize is not None:
+        resize, ends = self._resize, False
+        if resize is not None and resize.has_started and not self._requests:
+            self._end_resize(ResizeState.FAILED, failure.description)
+            ends = resize.request.is_joint
+            if not ends:
+                text = "The resize has failed, %s: the run returns to %s."
+                logger.error(text, failure.description, resize.former)
+                self._change_mesh(resize.former)
+                return RunResult(state=WorkerState.FAILED)
+        elif resize is not None:
             # Its ranks are ordered to leave again, once they train again.
-            self._resize.leave_until_s = None
+            resize.leave_until_s = None
         process, now_s = self._ranks[failure.rank], time.monotonic()
         has_ended = process.state is RankState.ENDED
         decision = None if has_ended else self._policy.attempt_failed(failure, now_s)
+        if ends:
+            decision = GiveUp("the launcher decides about the mesh of all replicas", failure)
         if decision is None or isinstance(decision, GiveUp) or self._requests:
             self.exit_status = failure.status or 1
             self._remaining_restarts = 0
@@ -182,7 +246,8 @@ class RankAgent(ProcessAgent):
     def _made_progress(self) -> None:
         self._policy.made_progress(time.monotonic())
         if self._resize is not None and self._resize.has_started:
-            self._end_resize(Outcome.DONE)
+            is_done = not self._resize.is_cancelled
+            self._end_resize(ResizeState.DONE if is_done else ResizeState.FAILED)
 
     def _attempt(self) -> int:
         return UNLIMITED - self._remaining_restarts

@@ -41,7 +41,7 @@ def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, gr
         slots_file=folder / "slots" if mode.startswith("slots") else None,
         # Long enough for a busy machine to start the smaller replicas first.
         regrow_after_s=6,
-        group_command=lambda number, ranks: fake("parent", folder, mode, ranks, number),
+        group_command=lambda number, mesh: fake("parent", folder, mode, mesh.num_ranks, number),
         lighthouse_command=lambda address: fake("lighthouse", folder, address),
         dump_folder=folder,
         log_dir=folder / "logs",

@@ -19,11 +19,13 @@ from torchtitan_lite.device import detect_device
 from torchtitan_lite.host_collectives import all_gather_ints
 from torchtitan_lite.launcher.supervised import STORE_LISTENER
 from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.process_exit import exit_process
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 assert (STORE_LISTENER in os.environ) == (os.environ["RANK"] == "0")
 with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")):
     assert all_gather_ints(int(os.environ["RANK"])) == [0, 1]
+exit_process(0)
 """
 _LEAVES = """
 import os, signal, sys, time

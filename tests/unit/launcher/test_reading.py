@@ -15,6 +15,7 @@ from torchtitan_lite.launcher.logs import (
     mask_numbers,
 )
 from torchtitan_lite.launcher.plan import LaunchPlan, dump_folder, training_plan
+from torchtitan_lite.launcher.resize_request import RunMesh
 
 CHATTER = b"2026-01-01T00:00:00.000 [INFO] [torchft::manager] - [Replica 0] start quorum"
 
@@ -66,7 +67,7 @@ def test_plan(config: str) -> None:
         host="127.0.0.1",
         log_dir=None,
     )
-    command = " ".join(plan.group_command(1, 4))
+    command = " ".join(plan.group_command(1, RunMesh(4)))
     assert command.endswith(
         f"-m torchtitan_lite train --nproc=4 --spares=0 --config {config} --training.steps=3 "
         "--fault_tolerance.enable true --fault_tolerance.replica_id 1 "
@@ -82,7 +83,7 @@ def plan_with(environment: dict[str, str]) -> LaunchPlan:
     return LaunchPlan(
         num_replicas=1,
         ranks=[1],
-        group_command=lambda number, ranks: [],
+        group_command=lambda number, mesh: [],
         lighthouse_command=lambda address: [],
         dump_folder=Path(),
         log_dir=Path(),

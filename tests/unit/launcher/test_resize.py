@@ -31,30 +31,36 @@ def policy(*allowed: int) -> ResizePolicy:
     return ResizePolicy(allowed, 2, regrow_after_s=100)
 
 
+def target(made: ResizePolicy, slots: dict[int, int], now_s: float) -> tuple[int, str]:
+    """Return the number of ranks that each replica should have, and what limits it."""
+    given, reason = made.available(slots, now_s)
+    return made.largest(given), reason
+
+
 def test_all_replicas_have_the_ranks_of_the_smallest() -> None:
     made = policy(1, 2, 4)
-    assert made.target({}, 0) == (4, "")
-    assert made.target({0: 4, 1: 9}, 0) == (4, "")
-    assert made.target({1: 3}, 0) == (2, "replica 1 has slots for 3")
-    assert made.target({0: 2, 1: 1, 7: 0}, 0)[0] == 1
+    assert target(made, {}, 0) == (4, "")
+    assert target(made, {0: 4, 1: 9}, 0) == (4, "")
+    assert target(made, {1: 3}, 0) == (2, "replica 1 has slots for 3")
+    assert target(made, {0: 2, 1: 1, 7: 0}, 0)[0] == 1
     # Fewer than the minimum: the minimum is tried.
-    assert policy(2, 4).target({0: 1}, 0)[0] == 2
+    assert target(policy(2, 4), {0: 1}, 0)[0] == 2
 
 
 def test_three_deaths_of_one_rank_remove_its_slot_for_a_while() -> None:
     made = policy(1, 2, 4)
     for now_s in (0, 10):
         made.record_failure(1, 3, 4, now_s)
-    assert made.target({}, 10) == (4, "")
+    assert target(made, {}, 10) == (4, "")
     made.record_failure(1, 3, 4, 20)
-    assert made.target({}, 20) == (2, "a rank of replica 1 failed 3 times in a row")
-    assert made.target({}, 119)[0] == 2
-    assert made.target({}, 121) == (4, "")
+    assert target(made, {}, 20) == (2, "a rank of replica 1 failed 3 times in a row")
+    assert target(made, {}, 119)[0] == 2
+    assert target(made, {}, 121) == (4, "")
     # The trial failed: the next one is later.
     for now_s in (130, 140, 150):
         made.record_failure(1, 3, 4, now_s)
-    assert made.target({}, 349)[0] == 2
-    assert made.target({}, 351)[0] == 4
+    assert target(made, {}, 349)[0] == 2
+    assert target(made, {}, 351)[0] == 4
 
 
 def test_unrelated_deaths_remove_no_slot() -> None:
@@ -62,11 +68,11 @@ def test_unrelated_deaths_remove_no_slot() -> None:
     for now_s, rank in [(0, 1), (10, 0), (20, 1), (30, 1), (200, 1), (210, 1)]:
         made.record_failure(1, rank, 2, now_s)
         made.record_failure(0, rank, 2, now_s + 200 * rank)
-    assert made.target({}, 410) == (2, "")
+    assert target(made, {}, 410) == (2, "")
     # The replica has the minimum already.
     for _ in range(9):
         made.record_failure(1, 0, 1, 300)
-    assert made.target({}, 300) == (2, "")
+    assert target(made, {}, 300) == (2, "")
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.launcher.resize_request import RequestInbox
 from torchtitan_lite.launcher.restart_policy import RestartPolicy
 from torchtitan_lite.rank_recovery.rank_agent import RankAgent
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
-from torchtitan_lite.rank_recovery.resize_request import RequestInbox
 
 
 class _Agent(RankAgent):

@@ -1,24 +1,33 @@
 """Requests to resize a live run: a file in the run's folder, which the agent of the run answers by
-another file. Layer: imports no torch, and nothing of the project."""
+another file.
+
+Replicas are resized together by the launcher, which sends the same request to the agent of each.
+No replica may train on the new mesh while another one trains on the former. So an agent reports
+READY when its new processes are warm, and LEFT when none of its ranks trains any more, and goes on
+when the launcher permits it. Layer: imports no torch, and nothing of the project.
+"""
 
 import json
 import secrets
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-_REQUEST, _ANSWER = "resize.json", "resize_answer.json"
+_REQUEST, _ANSWER, _PERMISSION = "resize.json", "resize_answer.json", "resize_permission.json"
 _MAX_BYTES = 1 << 16
 _POLL_S = 0.25
 
 
-class Outcome(StrEnum):
-    """What became of a request."""
+class ResizeState(StrEnum):
+    """What has become of a request."""
 
     ACCEPTED = "accepted"
+    READY = "ready"
+    """New processes are warm; training continues on the former mesh."""
+    LEFT = "left"
+    """All ranks have left the training; the snapshots in shared memory hold the state."""
     DONE = "done"
     """All ranks of the new mesh have committed a step."""
     REJECTED = "rejected"
@@ -27,14 +36,24 @@ class Outcome(StrEnum):
     """The run has returned to its former mesh."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResizeRequest:
+class Permission(StrEnum):
+    """What the launcher permits an agent that resizes together with others."""
+
+    LEAVE = "leave"
+    """The ranks may leave the training."""
+    START = "start"
+    """They may train on the new mesh."""
+    CANCEL = "cancel"
+    """The ranks stay, as if there had been no request."""
+
+
+@dataclass(frozen=True)
+class RunMesh:
     """Another number of ranks, another mesh, or both."""
 
     num_ranks: int
-    arguments: Sequence[str] = ()
+    arguments: tuple[str, ...] = ()
     """Arguments of `train` that change, such as "--parallelism.tensor_parallel_degree=2"."""
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
@@ -42,11 +61,21 @@ class ResizeRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResizeRequest:
+    """Request for a mesh."""
+
+    mesh: RunMesh
+    is_joint: bool = False
+    """Whether replicas resize together, so that each phase needs a permission."""
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """The agent's answer to a request."""
 
     id: str
-    outcome: Outcome
+    state: ResizeState
     reason: str = ""
 
 
@@ -57,7 +86,7 @@ class RequestInbox:
         """`folder` is the output folder of the run. What an earlier agent left there is removed."""
         self._folder = folder
         self._read_at_s = float("-inf")
-        for name in (_REQUEST, _ANSWER):
+        for name in (_REQUEST, _ANSWER, _PERMISSION):
             (folder / name).unlink(missing_ok=True)
 
     def poll(self, now_s: float) -> ResizeRequest | None:
@@ -74,22 +103,29 @@ class RequestInbox:
             path.unlink()
         match content:
             case {
-                "num_ranks": int(num_ranks),
-                "arguments": list(arguments),
+                "mesh": {"num_ranks": int(num_ranks), "arguments": list(arguments)},
+                "is_joint": bool(is_joint),
                 "id": str(key),
             } if type(num_ranks) is int and num_ranks >= 1:
-                return ResizeRequest(
-                    num_ranks=num_ranks, arguments=tuple(map(str, arguments)), id=key
-                )
+                mesh = RunMesh(num_ranks, tuple(map(str, arguments)))
+                return ResizeRequest(mesh=mesh, is_joint=is_joint, id=key)
             case _:
                 return None
 
-    def answer(self, request: ResizeRequest, outcome: Outcome, reason: str = "") -> None:
+    def permission(self, request: ResizeRequest) -> Permission | None:
+        """Return the newest permission for `request`; None if there is none yet."""
+        match _read(self._folder / _PERMISSION):
+            case {"id": request.id, "permission": str(permission)}:
+                with suppress(ValueError):
+                    return Permission(permission)
+        return None
+
+    def answer(self, request: ResizeRequest, state: ResizeState, reason: str = "") -> None:
         """Answer a request. A full disk or a removed folder must not end the run."""
         with suppress(OSError):
             _write(
                 self._folder / _ANSWER,
-                asdict(Answer(id=request.id, outcome=outcome, reason=reason)),
+                asdict(Answer(id=request.id, state=state, reason=reason)),
             )
 
 
@@ -101,10 +137,15 @@ def send_request(folder: Path, request: ResizeRequest) -> None:
 def read_answer(folder: Path, request: ResizeRequest) -> Answer | None:
     """Return the newest answer to `request`; None if there is none yet."""
     match _read(folder / _ANSWER):
-        case {"id": request.id, "outcome": str(outcome), "reason": str(reason)}:
+        case {"id": request.id, "state": str(state), "reason": str(reason)}:
             with suppress(ValueError):
-                return Answer(id=request.id, outcome=Outcome(outcome), reason=reason)
+                return Answer(id=request.id, state=ResizeState(state), reason=reason)
     return None
+
+
+def permit(folder: Path, request: ResizeRequest, permission: Permission) -> None:
+    """Give the run in `folder` a permission for `request`. Raises OSError."""
+    _write(folder / _PERMISSION, {"id": request.id, "permission": permission})
 
 
 def withdraw_request(folder: Path) -> None:
