@@ -1,4 +1,4 @@
-"""Stop requests by signal. Layer: above log.
+"""Stop requests, by signal or otherwise. Layer: above log.
 
 SIGTERM and SIGINT only set a flag. The trainer reads it once per step, where all ranks exchange
 values, so that all stop after the same step. A Ctrl-C some seconds after the first one interrupts
@@ -16,6 +16,11 @@ from torchtitan_lite.log import logger
 _INTERRUPT_AFTER_S = 3.0
 """torchrun forwards a Ctrl-C to processes that have received it already: the second one arrives at
 once."""
+
+
+class TrainingLeft(BaseException):
+    """All ranks have left the training after the same step, whose state is in shared memory, to
+    continue on another mesh. Not an Exception, so that no handler of errors mistakes it for one."""
 
 
 class StopRequest:

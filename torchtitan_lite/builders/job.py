@@ -335,23 +335,21 @@ def join_replicas(
     """Join the other replicas, and leave them at the end of the block."""
     # Imported here because importing torchft takes a second.
     from torchtitan_lite.replica.joining import join
-    from torchtitan_lite.replica.torchft_manager import filter_torchft_logs
 
     checkpoints = restored.checkpoints
-    with filter_torchft_logs():
-        announce("joining")
-        with join(
-            config.fault_tolerance,
-            restored.state,
-            mesh,
-            run_id=shared_run_id(Path(config.job.dump_folder)) if mesh.is_leader else "",
-            history=RunHistory(Path(config.job.dump_folder), config.fault_tolerance.replica_id),
-            config_fingerprint=config_fingerprint(config, mesh.world_size),
-            newest_stored_step=checkpoints.newest_stored,
-            wait_until_modifiable=checkpoints.wait_for_snapshot,
-            stop_requested=lambda: stop.requested,
-            initial_stored_step=checkpoints.stored_before,
-            phases=phases,
-            averaging=restored.averaging,
-        ) as replicas:
-            yield replicas
+    announce("joining")
+    with join(
+        config.fault_tolerance,
+        restored.state,
+        mesh,
+        run_id=shared_run_id(Path(config.job.dump_folder)) if mesh.is_leader else "",
+        history=RunHistory(Path(config.job.dump_folder), config.fault_tolerance.replica_id),
+        config_fingerprint=config_fingerprint(config, mesh.world_size),
+        newest_stored_step=checkpoints.newest_stored,
+        wait_until_modifiable=checkpoints.wait_for_snapshot,
+        stop_requested=lambda: stop.requested,
+        initial_stored_step=checkpoints.stored_before,
+        phases=phases,
+        averaging=restored.averaging,
+    ) as replicas:
+        yield replicas

@@ -4,7 +4,7 @@ agent gives it a rank.
 When another rank is lost, the agent orders to abort: a thread interrupts the main thread, and
 aborts the process groups, so that the collective in which the main thread waits ends.
 The training unwinds like any failed one, which leaves its snapshots in shared memory, and the
-process is parked again. Layer: above axis_groups and lease.
+process is parked again. Layer: above axis_groups, preemption and lease.
 """
 
 import gc
@@ -22,6 +22,7 @@ from typing import Any
 
 from torchtitan_lite.axis_groups import abort_all_groups, forget_groups
 from torchtitan_lite.launcher.supervised import print_into_rank_log
+from torchtitan_lite.preemption import TrainingLeft
 from torchtitan_lite.rank_recovery.channel import Channel
 from torchtitan_lite.rank_recovery.lease import Lease
 
@@ -60,7 +61,7 @@ class Recovery:
         self._is_leaving.clear()
         try:
             yield
-        except TrainingAborted:
+        except (TrainingAborted, TrainingLeft):
             raise
         except BaseException as error:
             last = traceback.format_exception_only(error)[-1].strip()
@@ -95,13 +96,13 @@ class Recovery:
     def leave_after_stop(self, stop_requested_here: Callable[[], bool]) -> None:
         """Leave the training if the ranks have agreed to stop because of an order to leave. Either
         this rank has that order or soon receives it, or it has received a signal, too. Raises
-        TrainingAborted."""
+        TrainingLeft."""
         deadline_s = time.monotonic() + _ORDER_S
         while not self._is_leaving.wait(_ORDER_POLL_S):
             if stop_requested_here() or time.monotonic() >= deadline_s:
                 return
         if not stop_requested_here():
-            raise TrainingAborted
+            raise TrainingLeft
 
     @property
     def is_interruptible(self) -> bool:
@@ -142,7 +143,7 @@ def serve(train: Callable[[Recovery, list[str]], int], warm_up: Callable[[], Non
         lease.is_training = True
         try:
             status = train(recovery, order["arguments"])
-        except (Exception, TrainingAborted):
+        except (Exception, TrainingAborted, TrainingLeft):
             failure, outcome = traceback.format_exc(), {"parked": True}
         else:
             outcome = {"ended": status}

@@ -125,6 +125,7 @@ class Coordinator:
         self._link = self._make_link()
         self._answered = asyncio.Event()
         self._changed = asyncio.Condition()
+        self._has_ended = False
         calls = {
             "Quorum": self._quorum_call,
             "Vote": self._vote,
@@ -146,6 +147,10 @@ class Coordinator:
         task.add_done_callback(self._tasks.discard)
 
     async def _end(self) -> None:
+        # Otherwise the server would wait for the calls of those who watch.
+        self._has_ended = True
+        async with self._changed:
+            self._changed.notify_all()
         for task in list(self._tasks):
             task.cancel()
         with suppress(Exception):
@@ -164,11 +169,13 @@ class Coordinator:
         return {}
 
     async def _watch(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Wait until the quorum "quorum_id" is broken, and return why; empty after a while."""
+        """Wait until the quorum "quorum_id" is broken, and return why; empty after a while, or if
+        the coordinator ends."""
         watched = request["quorum_id"]
 
         def is_over() -> bool:
-            return not self._is_current(watched) or self._broken is not None
+            is_broken = self._broken is not None
+            return is_broken or self._has_ended or not self._is_current(watched)
 
         async with self._changed:
             with suppress(TimeoutError):

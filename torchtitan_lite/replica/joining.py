@@ -18,6 +18,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.network import address_for_others
 from torchtitan_lite.phases import Phases
+from torchtitan_lite.preemption import TrainingLeft
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.fencing import Fence
 from torchtitan_lite.replica.healing import HealingTransport
@@ -129,12 +130,17 @@ def join(
         initial_stored_step=initial_stored_step,
         phases=phases,
     )
+    is_saved = False
     try:
         yield replicas
-        if fence is not None:
-            # The state is saved: the others need not wait for this replica.
-            fence.release(manager.full_id)
+        is_saved = True
+    except TrainingLeft:
+        is_saved = True
+        raise
     finally:
+        if fence is not None and is_saved:
+            # The others need not wait for this replica.
+            fence.release(manager.full_id)
         if fence is not None:
             fence.close()
         replicas.close()

@@ -7,11 +7,6 @@ torchft would load it in the thread that requests the quorum.
 """
 
 import logging
-import os
-import shlex
-import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +23,6 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 from torchft.work import _DummyWork
 
 from torchtitan_lite.checkpoint import history_name
-from torchtitan_lite.launcher.logs import TORCHFT_INFO
 from torchtitan_lite.network import connections, cut_connections, seconds_since_data
 from torchtitan_lite.replica.coordinator import Coordinator, CoordinatorClient, ReplicaIdentity
 from torchtitan_lite.replica.lighthouse_link import AuthenticatedLighthouse, TorchftLighthouse
@@ -51,9 +45,6 @@ _ABORT_POLL_S = 0.5
 _ABORTED_S = 1.0
 """Time in which a reduction fails by itself after its group was aborted."""
 _KEPT_S = 5.0
-_FILTER_EXIT_S = 1.0
-"""Time for the filter to forward the rest. It survives as long as a process that inherited its
-input."""
 
 
 class QuorumManager(Manager):
@@ -445,44 +436,6 @@ def _keep(group: object) -> None:
     """Keep a group until no other thread is in one of its methods."""
     del group  # Only in this frame; the thread has the reference.
     time.sleep(_KEPT_S)
-
-
-@contextmanager
-def filter_torchft_logs() -> Iterator[None]:
-    """Drop the INFO lines of torchft's Rust code from standard error until the end of the block.
-    Without `grep` they remain.
-
-    torchft writes eight of them per step, directly to standard error and at a level that cannot be
-    configured (0.2.0). Therefore standard error of this process goes through a filter process,
-    which still forwards the last output of a process that dies.
-    """
-    grep = shutil.which("grep")
-    if grep is None:
-        yield
-        return
-    sys.stderr.flush()
-    before = os.dup(2)
-    # grep exits with status 2 if its output is on a full disk; without a reader, torchft would
-    # panic. A session of its own, so that a Ctrl-C does not kill the filter before the trainer
-    # exits.
-    command = shlex.join([grep, "--line-buffered", "-v", "-a", "-F", TORCHFT_INFO])
-    filter_ = subprocess.Popen(
-        ["/bin/sh", "-c", f"until {command} 2>/dev/null; do [ $? -gt 1 ] || exit 0; sleep 1; done"],
-        stdin=subprocess.PIPE,
-        stdout=before,
-        start_new_session=True,
-    )
-    assert filter_.stdin is not None
-    os.dup2(filter_.stdin.fileno(), 2)
-    filter_.stdin.close()
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(before, 2)
-        os.close(before)
-        with suppress(subprocess.TimeoutExpired):
-            filter_.wait(_FILTER_EXIT_S)
 
 
 def _silence_torchft_loggers() -> None:

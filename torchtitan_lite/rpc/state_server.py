@@ -43,6 +43,8 @@ _RANGE = re.compile(rf"bytes={_PART}(?:,{_PART})*", re.ASCII)
 _PARTS = re.compile(_PART, re.ASCII)
 _IDLE_S = 30
 """Time after which an idle connection is closed."""
+_STOP_S = 0.05
+"""Time in which the server notices that it shall stop, as a recovery waits for it."""
 _STRANGER_S = 5
 """The same, for a connection that has not proved itself."""
 _MAX_ROWS = 1 << 20
@@ -117,7 +119,7 @@ class StateServer:
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="state-server", daemon=True
+            target=self._server.serve_forever, args=(_STOP_S,), name="state-server", daemon=True
         )
         self._thread.start()
 
