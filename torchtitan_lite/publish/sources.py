@@ -5,6 +5,7 @@ error says that it is gone. Nothing is unpickled. Layer: above pins.
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ PUBLISHED_FILE = "published.json"
 STATUS_VERSION, INDEX_VERSION = 1 << 59, (1 << 59) + 1
 """Under which ranks serve their status and their index. Versions are steps, from 0."""
 _REQUEST_BYTES = 8 << 20
+_POLL_S = 0.002
+"""Time between two looks into shared memory, or for a version of another rank."""
+_RETRY_S = 0.05
+"""Time between two requests to a server that does not answer."""
 
 
 Block = tuple[str, tuple[slice, ...]]
@@ -75,6 +80,11 @@ class RankSource(Protocol):
 
     def versions(self) -> list[int]:
         """Return the complete versions, as far as known without waiting."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until there may be other versions than `versions` has returned, at most
+        `timeout_s`."""
         ...
 
     def pin(self, version: int) -> PinnedPart:
@@ -128,6 +138,9 @@ class SharedMemorySource:
 
     def versions(self) -> list[int]:
         return list(self._region.complete_slots())
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(min(timeout_s, _POLL_S))
 
     def pin(self, version: int) -> _SharedPart:
         slot = self._region.complete_slots().get(version)
@@ -224,6 +237,13 @@ class ServerSource:
         self._session = status.get("session")
         return [int(version) for version in status.get("versions", ())]
 
+    def wait(self, timeout_s: float) -> None:
+        try:
+            self._status.wait_for_change(timeout_s)
+        except RpcError:
+            # It is being restarted, or has ended.
+            time.sleep(min(timeout_s, _RETRY_S))
+
     def is_current(self) -> bool:
         return self._session == self.description.session
 
@@ -297,10 +317,13 @@ class Publication:
     def session(self) -> str:
         return self.ranks[0].description.session
 
-    @property
-    def poll_s(self) -> float:
-        """Seconds between two looks for a newer version."""
-        return 0.05 if self.ranks[0].is_remote else 0.005
+    def wait(self, timeout_s: float, *, is_complete: bool) -> None:
+        """Block until there may be another version, at most `timeout_s`. `is_complete`: all ranks
+        have the newest one that the first rank has; otherwise the others are about to."""
+        if is_complete:
+            self.ranks[0].wait(timeout_s)
+        else:
+            time.sleep(min(timeout_s, _POLL_S))
 
     def newest(self) -> int | None:
         """Return the newest version that every rank has, as far as known; None if there is none."""

@@ -116,13 +116,15 @@ class Subscription:
         deadline = time.monotonic() + (timeout_s or 0.0)
         while True:
             version = _together(agree, self._newest)
-            if version > (_NO_VERSION if self.version is None else self.version):
+            is_newer = version > (_NO_VERSION if self.version is None else self.version)
+            if is_newer:
                 update = self._receive(version, agree, before)
                 if update is not None:
                     return update
             if not _together(agree, lambda: int(time.monotonic() < deadline)):
                 return None
-            time.sleep(self.subscriber.publication.poll_s)
+            left_s = max(0.0, deadline - time.monotonic())
+            self.subscriber.publication.wait(left_s, is_complete=not is_newer)
 
     def _newest(self) -> int:
         found = self.subscriber.newest()

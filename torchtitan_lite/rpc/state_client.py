@@ -5,21 +5,25 @@ import hmac
 import http.client
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc.authentication import AuthenticationError, ClientSession
 from torchtitan_lite.rpc.state_server import (
     MAC,
+    MAX_WAIT_S,
     NONCE,
     PREPARED,
     PROOF,
+    SERIAL,
     SESSION_PATH,
     TICKET,
+    WAIT,
     ByteRows,
 )
 
@@ -27,6 +31,7 @@ _CHUNK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20
 _POLL_S = 0.01
 _MAX_HEADER_BYTES = 256 << 20
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
@@ -114,6 +119,8 @@ class StateConnection:
             parts.hostname, parts.port, timeout=endpoint.timeout_s
         )
         self._session = ClientSession(endpoint.secret, endpoint.purpose)
+        self._serial = 0
+        """Of the offer that the last response was from."""
 
     def select(self, version: int) -> None:
         """Fetch from this state from now on."""
@@ -161,11 +168,22 @@ class StateConnection:
                     raise
                 time.sleep(_POLL_S)
 
+    def wait_for_change(self, timeout_s: float) -> None:
+        """Block while the peer serves the same state as in its last response, at most `timeout_s`
+        and MAX_WAIT_S. Raises RpcError."""
+        wait = f"{self._serial} {round(max(0.0, min(timeout_s, MAX_WAIT_S)) * 1000)}"
+        self.fetch([ByteRows(0, 1)], [memoryview(bytearray(1))], {WAIT: wait})
+
     def fetch_range(self, start: int, targets: Sequence[memoryview]) -> None:
         """Fill `targets` with the bytes from `start` on. Raises RpcError."""
         self.fetch([ByteRows(start, sum(map(len, targets)))], targets)
 
-    def fetch(self, rows: Sequence[ByteRows], targets: Sequence[memoryview]) -> None:
+    def fetch(
+        self,
+        rows: Sequence[ByteRows],
+        targets: Sequence[memoryview],
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> None:
         """Fill `targets` with the bytes of `rows`, at most MAX_RANGES, in one request. A connection
         that the peer has closed since the last request, and a session that it rejects, are replaced
         once. Raises RpcError."""
@@ -174,7 +192,7 @@ class StateConnection:
         may_reconnect, may_renew = self._http.sock is not None, True
         while True:
             try:
-                self._fetch(span, length, targets)
+                self._fetch(span, length, targets, headers)
                 return
             except _SessionRejected:
                 if not may_renew:
@@ -187,13 +205,19 @@ class StateConnection:
                     raise
                 may_reconnect = False
 
-    def _fetch(self, span: str, length: int, targets: Sequence[memoryview]) -> None:
+    def _fetch(
+        self,
+        span: str,
+        length: int,
+        targets: Sequence[memoryview],
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> None:
         try:
             if not self._session.is_open:
                 self._open_session()
             proof = self._session.sign(self._path.encode(), span.encode())
-            headers = {"Authorization": str(proof), "Range": span}
-            self._http.request("GET", self._path, headers=headers)
+            own = {"Authorization": str(proof), "Range": span}
+            self._http.request("GET", self._path, headers={**headers, **own})
             answer = self._http.getresponse()
             if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
                 answer.read()
@@ -221,6 +245,7 @@ class StateConnection:
         if not hmac.compare_digest(digest.hexdigest(), answer.headers.get(MAC) or ""):
             self._http.close()
             raise RpcError(f"The data from {self._endpoint.url} do not match their MAC.")
+        self._serial = max(0, _number(answer.headers.get(SERIAL)))
 
     def _rejection(self, answer: http.client.HTTPResponse) -> RpcError:
         message = _rejection_message(answer.status, self._endpoint.url)

@@ -36,7 +36,12 @@ PREPARED = "X-Prepared"
 """Header of a response that the state is not served yet: how far its preparation is."""
 MAC = "X-MAC"
 """Header of a response: the MAC of its body."""
+SERIAL = "X-Serial"
+"""Header of a response: the number of the offer that it is from, which increases."""
+WAIT = "X-Wait"
+"""Header of a request: "SERIAL MILLISECONDS" waits so long, while the state is from that offer."""
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_WAIT = re.compile(r"(\d{1,18}) (\d{1,5})", re.ASCII)
 _PATH = re.compile(r"/state/(\d{1,18})", re.ASCII)
 _PART = r"(\d{1,18})-(\d{1,18})(?:;rows=(\d{1,9}),(\d{1,18}))?"
 _RANGE = re.compile(rf"bytes={_PART}(?:,{_PART})*", re.ASCII)
@@ -52,6 +57,8 @@ _MAX_RESPONSE_BYTES = 64 << 20
 """Of a request of several ranges, which are joined in memory."""
 MAX_RANGES = 512
 """Of a request, whose header line is limited."""
+MAX_WAIT_S = 5.0
+"""Of a request that waits for another state."""
 _MAX_STRANGERS = 32
 """Connections that have not proved themselves. A further one replaces the oldest."""
 
@@ -84,6 +91,13 @@ class ServedState(Protocol):
     def read(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the bytes from `start` to `stop`."""
         ...
+
+
+class _Offer(NamedTuple):
+    """A state that is served."""
+
+    state: ServedState
+    serial: int
 
 
 class FramedState:
@@ -131,18 +145,23 @@ class StateServer:
     def offer(self, version: int, state: ServedState, *, keep: Collection[int] = ()) -> None:
         """Serve `state`, which must not change until it is withdrawn, and of the versions served so
         far only those to `keep`."""
-        offered = self._server.offered
-        kept = {number: one for number, one in offered.items() if number in keep}
-        self._server.offered = {**kept, version: state}
+        server = self._server
+        with server.changed:
+            kept = {number: one for number, one in server.offered.items() if number in keep}
+            server.num_offers += 1
+            server.offered = {**kept, version: _Offer(state, server.num_offers)}
+            server.changed.notify_all()
 
     def withdraw(self, version: int | None = None) -> None:
         """Stop serving a version, by default everything."""
-        offered = self._server.offered
-        self._server.offered = (
-            {} if version is None else {n: one for n, one in offered.items() if n != version}
-        )
+        server = self._server
+        with server.changed:
+            left = {} if version is None else dict(server.offered)
+            left.pop(-1 if version is None else version, None)
+            server.offered = left
+            server.changed.notify_all()
         if version is None:
-            self._server.preparing = None
+            server.preparing = None
 
     def touch(self, version: int) -> None:
         """Count a version as just read: a client is about to."""
@@ -170,8 +189,11 @@ class _Server(ThreadingHTTPServer):
         self, address: str, secret: str, purpose: str, listener: socket.socket | None
     ) -> None:
         self.sessions = ServerSessions(secret, purpose)
-        self.offered: Mapping[int, ServedState] = MappingProxyType({})
+        self.offered: Mapping[int, _Offer] = MappingProxyType({})
         """Replaced as a whole, because threads of connections read it."""
+        self.num_offers = 0
+        self.changed = threading.Condition()
+        """Notified when `offered` is replaced."""
         self.last_read_s: dict[int, float] = {}
         """Version -> end of its last request."""
         self.num_readers: dict[int, int] = defaultdict(int)
@@ -197,6 +219,16 @@ class _Server(ThreadingHTTPServer):
             with suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
+
+    def wait_for_change(self, version: int, serial: int, timeout_s: float) -> None:
+        """Block while `version` is served from this offer."""
+
+        def has_changed() -> bool:
+            offer = self.offered.get(version)
+            return offer is None or offer.serial != serial
+
+        with self.changed:
+            self.changed.wait_for(has_changed, min(timeout_s, MAX_WAIT_S))
 
     def touch(self, version: int) -> None:
         with self._lock:
@@ -255,8 +287,10 @@ class _Handler(BaseHTTPRequestHandler):
         server.trust(self.connection)
         self.connection.settimeout(_IDLE_S)
         path = _PATH.fullmatch(self.path)
-        offered = server.offered
         version = -1 if path is None else int(path[1])
+        if wait := _WAIT.fullmatch(self.headers.get(WAIT) or ""):
+            server.wait_for_change(version, int(wait[1]), int(wait[2]) / 1000)
+        offered = server.offered
         if version < max(offered, default=0) and version not in offered:
             self._send_error(HTTPStatus.NOT_FOUND)
             return
@@ -267,13 +301,13 @@ class _Handler(BaseHTTPRequestHandler):
             headers = {PREPARED: str(preparing[1])} if preparing and is_asked else {}
             self._send_error(HTTPStatus.SERVICE_UNAVAILABLE, headers)
             return
-        state = offered[version]
-        rows = _rows(span_text, state.length)
+        offer = offered[version]
+        rows = _rows(span_text, offer.state.length)
         if rows is None:
             self._send_error(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
             return
         with server.reading(version):
-            self._send_state(server, session, rows, version, state)
+            self._send_state(server, session, rows, version, offer)
 
     def _open_session(self, server: _Server) -> None:
         try:
@@ -294,22 +328,23 @@ class _Handler(BaseHTTPRequestHandler):
         session: ServerSession,
         rows: Sequence[range],
         version: int,
-        state: ServedState,
+        offer: _Offer,
     ) -> None:
-        pieces = [piece for row in rows for piece in state.read(row.start, row.stop)]
+        pieces = [piece for row in rows for piece in offer.state.read(row.start, row.stop)]
         if len(rows) > 1:
             # One piece, because rows may be a few bytes each.
             pieces = [memoryview(b"".join(pieces))]
         digest = session.response_digest()
         for piece in pieces:
             digest.update(piece)
-        if server.offered.get(version) is not state:
+        if server.offered.get(version) is not offer:
             # The state may have changed during the read.
             self._send_error(HTTPStatus.NOT_FOUND)
             return
         self.send_response(HTTPStatus.PARTIAL_CONTENT)
         self.send_header("Content-Length", str(sum(map(len, rows))))
         self.send_header(MAC, digest.hexdigest())
+        self.send_header(SERIAL, str(offer.serial))
         self.end_headers()
         for piece in pieces:
             self.connection.sendall(piece)

@@ -1,7 +1,10 @@
 """Ranges of bytes of a served state, and connections that end."""
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -10,6 +13,7 @@ from torchtitan_lite.rpc import state_server
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.rpc.state_server import (
     MAX_RANGES,
+    WAIT,
     ByteRows,
     FramedState,
     StateServer,
@@ -96,6 +100,36 @@ def test_many_large_ranges_are_rejected(
 def test_malformed_ranges_are_rejected(text: str, connection: StateConnection) -> None:
     with pytest.raises(RpcError, match="HTTP 416"):
         connection._fetch(text, 1, [memoryview(bytearray(1))])
+
+
+def test_a_client_waits_for_another_state(server: StateServer, connection: StateConnection) -> None:
+    def waited_s(timeout_s: float) -> float:
+        began_s = time.monotonic()
+        connection.wait_for_change(timeout_s)
+        return time.monotonic() - began_s
+
+    # It has seen none yet.
+    assert waited_s(5.0) < 1.0
+    assert 0.2 <= waited_s(0.2) < 2.0
+    for state, version, is_same in ((b"beside it", 4, True), (b"other", 3, False)):
+        offer = partial(server.offer, version, FramedState(state), keep=[3])
+        timer = threading.Timer(0.2, offer)
+        timer.start()
+        assert (waited_s(1.0) >= 1.0) is is_same
+        timer.join()
+    server.offer(3, FramedState(b"before the wait"))
+    assert waited_s(5.0) < 1.0
+    threading.Timer(0.2, server.withdraw).start()
+    with pytest.raises(RpcError, match="HTTP 503"):
+        waited_s(5.0)
+
+
+@pytest.mark.parametrize("text", ["", "1", "1 x", "-1 5", "1 999999", "1 5 5"])
+def test_a_malformed_wait_is_none(text: str, connection: StateConnection) -> None:
+    connection.fetch_header()
+    began_s = time.monotonic()
+    connection.fetch([ByteRows(0, 1)], [memoryview(bytearray(1))], {WAIT: text})
+    assert time.monotonic() - began_s < 1.0
 
 
 def test_a_connection_that_the_server_closed_is_replaced(connection: StateConnection) -> None:
