@@ -165,7 +165,12 @@ def _finish(
     lines = records(metrics)
     place = max(number for number, one in enumerate(lines) if one.get("event") == "resume")
     earlier = [one for one in lines[:place] if "event" not in one]
-    first = next(one for one in lines[place:] if "event" not in one)
+    # Of replicas, with all of them.
+    first = next(
+        one
+        for one in lines[place:]
+        if "event" not in one and one["num_replicas"] == earlier[-1]["num_replicas"]
+    )
     found.pauses_s.append(first["time"] - earlier[-1]["time"])
     found.from_request_s.append(first["time"] - began_s)
     found.repeated = max(found.repeated, earlier[-1]["step"] - resumed)

@@ -19,8 +19,9 @@ once."""
 
 
 class TrainingLeft(BaseException):
-    """All ranks have left the training after the same step, whose state is in shared memory, to
-    continue on another mesh. Not an Exception, so that no handler of errors mistakes it for one."""
+    """All ranks have left the training after the same step, to continue on another mesh with the
+    snapshots in shared memory. Not an Exception, so that no handler of errors mistakes it for
+    one."""
 
 
 class StopRequest:

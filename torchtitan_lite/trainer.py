@@ -24,7 +24,7 @@ from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.sample_ledger import NoLedger, StepLedger
 from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
-from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.preemption import StopRequest, TrainingLeft
 from torchtitan_lite.replica import LeaveRequested, Replicas, Share
 from torchtitan_lite.spec import IGNORE_INDEX, Microbatch, PipelineSchedule
 from torchtitan_lite.step.anomalous_steps import handle_anomaly, report_faulty_ranks
@@ -110,7 +110,8 @@ def train(job: Job) -> bool:
     """Train until the last step, or until a rank is asked to stop; then save.
 
     Returns whether the last step was reached. Raises TrainingDiverged if anomalies end the run,
-    with the last good state saved.
+    with the last good state saved, and TrainingLeft if the ranks were ordered to leave while they
+    waited for other replicas.
     """
     state, phases = job.state, job.phases
     phases.enter(Phase.BETWEEN)
@@ -122,6 +123,9 @@ def train(job: Job) -> bool:
             with job.step_context(state.step + 1), phases.enter(Phase.COMPUTE):
                 report = train_step(job)
         except LeaveRequested:
+            if not job.stop.was_signaled:
+                # The ranks continue on another mesh.
+                raise TrainingLeft from None
             break
         stop_requested = report.stop_requested
         with phases.enter(Phase.CHECKPOINT):

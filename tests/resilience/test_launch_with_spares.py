@@ -236,7 +236,7 @@ def test_replicas_are_resized_in_their_processes(
         assert outcome.returncode == 0, (outcome.stderr, log.read_text())
         for arguments, why in (
             (["--nproc=3"], "each replica can have 2 ranks: --nproc-per-replica allows 2"),
-            (["--nproc=2", "--training.steps=7"], "training.steps would change"),
+            (["--nproc=2", "--training.steps=7"], "a resize changes [parallelism]"),
         ):
             outcome = resize(folder, *arguments)
             assert outcome.returncode == 1 and why in outcome.stderr, outcome.stderr
@@ -284,17 +284,62 @@ def test_an_agent_that_dies_during_a_resize_costs_restarts(
     with resizable_run(folder, log, f"--slots-file={slots}", monkeypatch=monkeypatch) as process:
         agent = rank_of(folder, 1).parent()
         assert agent is not None
-        answer = folder / REPLICAS[1] / "resize_answer.json"
         slots.write_text('{"1": 1}')
-        if phase == "started":
-            agent_log = folder / "launch_logs" / REPLICAS[1] / "attempt_00" / "agent.log"
-            launch.wait_until(lambda: "Resizing from" in agent_log.read_text(), 60)
-        else:
-            launch.wait_until(lambda: answer.is_file() and phase in answer.read_text(), 60)
+        _wait_for_phase(folder, phase)
         agent.send_signal(signal.SIGKILL)
         text = output_of(process, log, 200)
     assert "replica 1: failed, agent: killed by SIGKILL" in text, text
     check_run(folder, undisturbed_losses, _RESIZED_STEPS)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("phase", ["ready", "left", "started"])
+@pytest.mark.timeout(280)
+def test_a_stop_during_a_resize_saves(
+    phase: str,
+    tmp_path: Path,
+    undisturbed_losses: dict[int, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
+    slots.write_text("{}")
+    own = [f"--slots-file={slots}", "--grace-s=120"]
+    with resizable_run(folder, log, *own, monkeypatch=monkeypatch) as process:
+        slots.write_text('{"1": 1}')
+        _wait_for_phase(folder, phase)
+        process.send_signal(signal.SIGTERM)
+        output_of(process, log, 200)
+    last = max(losses(folder))
+    assert (folder / "checkpoint" / f"step-{last}").is_dir()
+    with resizable_run(folder, log, monkeypatch=monkeypatch) as process:
+        output_of(process, log, 200)
+    check_run(folder, undisturbed_losses, _RESIZED_STEPS)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(280)
+def test_a_replica_that_waits_for_the_others_leaves_too(
+    tmp_path: Path, undisturbed_losses: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the one that has left, it cannot take another step."""
+    folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
+    slots.write_text("{}")
+    own = [f"--slots-file={slots}", "--min-replicas=2"]
+    with resizable_run(folder, log, *own, monkeypatch=monkeypatch) as process:
+        for number, ranks in enumerate((1, 2, 1), start=1):
+            slots.write_text(f'{{"1": {ranks}}}')
+            _wait_for_resizes(folder, number, process, log)
+        text = output_of(process, log, 200)
+    assert len(list(folder.glob("launch_logs/*/attempt_*"))) == 2, text
+    check_run(folder, undisturbed_losses, _RESIZED_STEPS)
+
+
+def _wait_for_phase(folder: Path, phase: str) -> None:
+    """Block until replica 1 is in this phase of a resize."""
+    answer = folder / REPLICAS[1] / "resize_answer.json"
+    agent_log = folder / "launch_logs" / REPLICAS[1] / "attempt_00" / "agent.log"
+    path, text = (agent_log, "Resizing from") if phase == "started" else (answer, phase)
+    launch.wait_until(lambda: path.is_file() and text in path.read_text(), 60)
 
 
 def _leader_logs(folder: Path) -> list[Path]:

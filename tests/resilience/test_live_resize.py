@@ -42,7 +42,8 @@ def _expected(runs: list[SparedRun], folder: Path, *arguments: str) -> dict[int,
 @pytest.mark.parametrize(
     ("dtype", "model", "meshes"),
     [
-        ("float64", (), [(2, ()), (1, ()), (2, (_TP,))]),
+        # Replicas do the same in test_launch_with_spares.
+        pytest.param("float64", (), [(2, ()), (1, ()), (2, (_TP,))], marks=pytest.mark.matrix),
         pytest.param(
             *(
                 "float64",
@@ -109,7 +110,9 @@ def test_a_mesh_that_does_not_fit_is_rejected(runs: list[SparedRun], tmp_path: P
     before = run.settled_ranks()
     for num_ranks, arguments, why in (
         (3, (_TP,), "start 2 processes"),
-        (2, ("--training.steps=7",), "training.steps would change from 100000 to 7"),
+        (2, ("--training.steps=7",), "--training.steps=7 is given, but a resize changes"),
+        (2, ("--", "--help"), "--help is given"),
+        (2, ("--experimental.custom_import=tests.missing",), "a resize changes [parallelism]"),
         (2, ("--parallelism.tensor_degree=2",), "tensor_degree"),
     ):
         outcome = resize(run, num_ranks, *arguments)

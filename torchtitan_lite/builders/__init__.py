@@ -67,8 +67,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     close them at the end of the block. Every rank must call it."""
     _set_determinism(config)
     spec = spec_on_device(config, mesh.device)
-    replicas = config.fault_tolerance
-    folder = output_folder(config.job.dump_folder, replicas.replica_id if replicas.enable else None)
+    folder = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
     run_on_all_ranks(lambda: _make_folder(folder))
     faults = OutputFaults()
     with ExitStack() as stack:

@@ -8,6 +8,7 @@ replaces a rank that dies. With --rdzv-endpoint the agents of several machines r
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_lite.config import Config, check_live_resize, parse_command_line
+from torchtitan_lite.config import (
+    Config,
+    check_live_resize,
+    check_resize_arguments,
+    parse_command_line,
+)
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher.heartbeat import report_early_stop
@@ -59,7 +65,9 @@ def train(argv: Sequence[str]) -> int:
             return _train_ranks(arguments, options.num_ranks)
         if "RANK" in os.environ or (is_plain and options.num_ranks == 1):
             return train_rank(arguments)
-        config, _ = _checked(arguments, options.num_ranks * options.num_machines)
+        config, _ = _checked(
+            [*arguments, *options.resized], options.num_ranks * options.num_machines
+        )
         if options.endpoint and config.fault_tolerance.enable:
             raise ConfigError(
                 "--rdzv-endpoint is not supported together with fault_tolerance.enable: omit one."
@@ -70,7 +78,7 @@ def train(argv: Sequence[str]) -> int:
         log_once(error)
         return error.exit_status
     if options.num_spares:
-        return _train_with_spares(arguments, options.num_ranks, options.num_spares, config)
+        return _train_with_spares(arguments, options, config)
     return _train_ranks(arguments, options.num_ranks)
 
 
@@ -189,6 +197,8 @@ class _Options:
     """Ranks per machine."""
     num_spares: int = 0
     """Spare processes per machine."""
+    resized: tuple[str, ...] = ()
+    """Arguments that a resize has changed, of an agent that the launcher starts again."""
     num_machines: int = 1
     endpoint: str = ""
     """HOST:PORT of the rendezvous; empty for a run on this machine alone."""
@@ -201,6 +211,7 @@ _OPTIONS = {
     "--nproc-per-node": "--nproc",
     "--nproc_per_node": "--nproc",
     "--spares": "--spares",
+    "--resized": "--resized",
     "--nnodes": "--nnodes",
     "--rdzv-endpoint": "--rdzv-endpoint",
     "--rdzv_endpoint": "--rdzv-endpoint",
@@ -230,6 +241,7 @@ def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
     options = _Options(
         num_ranks=_num_ranks(given.get("--nproc", "1")),
         num_spares=_whole(given, "--spares", 0, least=0),
+        resized=tuple(shlex.split(given.get("--resized", ""))),
         num_machines=_whole(given, "--nnodes", 1, least=1),
         endpoint=given.get("--rdzv-endpoint", ""),
         run_id=given.get("--rdzv-id", _Options.run_id),
@@ -300,27 +312,25 @@ def _train_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     return status.code if status.code > 0 else 1
 
 
-def _train_with_spares(
-    arguments: Sequence[str], num_processes: int, num_spares: int, config: Config
-) -> int:
+def _train_with_spares(arguments: Sequence[str], options: _Options, config: Config) -> int:
     """Start an agent with the ranks and the spares. Returns the exit status."""
-    from torchtitan_lite.launcher.resize_request import RequestInbox, ResizeRequest
+    from torchtitan_lite.launcher.resize_request import RequestInbox, ResizeRequest, RunMesh
     from torchtitan_lite.launcher.restart_policy import RestartPolicy
     from torchtitan_lite.rank_recovery.rank_agent import RankAgent
     from torchtitan_lite.rank_recovery.rank_process import RankProcess
 
     def check_resize(request: ResizeRequest) -> None:
+        check_resize_arguments(request.mesh.arguments)
         resized, _ = _checked([*arguments, *request.mesh.arguments], request.mesh.num_ranks)
         check_live_resize(config, resized, is_joint=request.is_joint)
 
-    replicas = config.fault_tolerance
-    folder = output_folder(config.job.dump_folder, replicas.replica_id if replicas.enable else None)
+    folder = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
     environment = _of_agent()
     with _received_signals() as received:
         agent = RankAgent(
             lambda: RankProcess(arguments, environment),
-            num_processes,
-            num_spares,
+            RunMesh(options.num_ranks, options.resized),
+            options.num_spares,
             # Constant, because an attempt takes seconds anyway, and equal failures end the run.
             policy=RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=0.1),
             requests=received,

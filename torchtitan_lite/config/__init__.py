@@ -8,7 +8,11 @@ Layer: above every owner of a table, below the trainer. Invariant: a wrong confi
 ConfigError that names every problem, and nothing that the user asked for is changed on the way.
 """
 
-from torchtitan_lite.config.compatibility import check_live_resize, config_fingerprint
+from torchtitan_lite.config.compatibility import (
+    check_live_resize,
+    check_resize_arguments,
+    config_fingerprint,
+)
 from torchtitan_lite.config.loading import config_from, load_config, parse_command_line
 from torchtitan_lite.config.recorded import recorded_config, to_record
 from torchtitan_lite.config.schema import Config
@@ -17,6 +21,7 @@ from torchtitan_lite.config.toml_file import to_toml
 __all__ = [
     "Config",
     "check_live_resize",
+    "check_resize_arguments",
     "config_fingerprint",
     "config_from",
     "load_config",

@@ -117,6 +117,15 @@ def check_rank_counts(config: Config, numbers: Sequence[int]) -> None:
         raise config_error(problems)
 
 
+def check_resize_arguments(arguments: Sequence[str]) -> None:
+    """Raise ConfigError if arguments of a request to resize may change more than the mesh. They
+    come from a file: only afterwards may they be parsed, which imports modules that they name."""
+    for word in arguments:
+        section, _, key = word.partition("=")[0].removeprefix("--").partition(".")
+        if word.startswith("-") and not _may_resize(section, key.replace("-", "_")):
+            raise ConfigError(f"{word} is given, but {_RESIZABLE}")
+
+
 def check_live_resize(config: Config, resized: Config, *, is_joint: bool) -> None:
     """Raise ConfigError unless a live run with `config` can continue with `resized`. `is_joint`:
     all replicas are resized together."""
@@ -129,8 +138,8 @@ def check_live_resize(config: Config, resized: Config, *, is_joint: bool) -> Non
         )
     if config.fault_tolerance.semi_sync_method:
         problems.append(
-            f"{subject}: between two averages, replicas have different states, of which only one "
-            "would be kept. Change --slots-file instead: then they restart."
+            f"{subject}: between two averages, semi-synchronous replicas have different states, of "
+            "which only one would be kept."
         )
     if not config.checkpoint.ram_interval:
         problems.append(
@@ -139,14 +148,16 @@ def check_live_resize(config: Config, resized: Config, *, is_joint: bool) -> Non
         )
     before, after = config.model_dump(), resized.model_dump()
     problems += [
-        f"{section}.{key} would change from {value!r} to {after[section][key]!r}, but a resize "
-        "changes [parallelism] and training.local_batch_size only."
+        f"{section}.{key} would change from {value!r} to {after[section][key]!r}, but {_RESIZABLE}"
         for section, values in before.items()
         for key, value in values.items()
         if after[section][key] != value and not _may_resize(section, key)
     ]
     if problems:
         raise config_error(problems)
+
+
+_RESIZABLE = "a resize changes [parallelism] and training.local_batch_size only."
 
 
 def _may_resize(section: str, key: str) -> bool:

@@ -76,6 +76,7 @@ class Launcher:
                 while not all(one.is_over for one in self._replicas):
                     self._wait()
                     self._poll()
+                self._resizer.end("the run has ended")
                 self._kill()
                 self._wait_for_orphans()
             finally:
@@ -125,8 +126,6 @@ class Launcher:
                 max(plan.ranks) if has_agent else mesh.num_ranks,
                 folder,
                 has_agent=has_agent,
-                # Arguments that it is started with would persist on the next mesh.
-                resizes_in_place=has_agent and not mesh.arguments,
             )
 
         return ReplicaProcess(
@@ -197,6 +196,7 @@ class Launcher:
 
     def _stop(self, now_s: float) -> None:
         self._deadline_s = now_s + self._plan.grace_s
+        self._resizer.end("the run was asked to stop")
         for replica in self._replicas:
             replica.stop()
 

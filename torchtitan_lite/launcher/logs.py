@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from torchtitan_lite.durations import recent_steps, time_left_s
 from torchtitan_lite.outputs import PARTICIPATES, RECEIVES_STATE, STARTING
 
-TORCHFT_INFO = "[INFO] [torchft::"
+_TORCHFT_INFO = "[INFO] [torchft::"
 """Text in the lines that torchft's Rust code logs at level INFO."""
 _TAIL_BYTES = 1 << 16
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -173,7 +173,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 def is_torchft_info(line: bytes) -> bool:
     """Return whether torchft's Rust code logged `line` at level INFO: it logs eight such lines per
     step."""
-    return TORCHFT_INFO.encode() in line
+    return _TORCHFT_INFO.encode() in line
 
 
 def mask_numbers(line: str) -> str:

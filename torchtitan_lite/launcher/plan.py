@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +159,9 @@ def training_plan(
 
     def group(replica: int, mesh: RunMesh) -> list[str]:
         options = [f"--nproc={mesh.num_ranks}", f"--spares={num_spares}"]
-        return [sys.executable, *_PROGRAM, *options, *of_replica(replica), *mesh.arguments]
+        if mesh.arguments:
+            options.append(f"--resized={shlex.join(mesh.arguments)}")
+        return [sys.executable, *_PROGRAM, *options, *of_replica(replica)]
 
     def lighthouse_command(address: str) -> list[str]:
         options = ["--bind", address, "--min-replicas", str(min_replicas)]

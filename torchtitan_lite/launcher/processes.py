@@ -74,8 +74,7 @@ class Subreaper:
     """Reaper of the processes that this process has adopted, which requires `become_subreaper`.
 
     The writer of a checkpoint outlives its trainer on purpose, until the last snapshot is durable,
-    and then exits. While a writer runs, no orphan is killed, because a trainer's log filter also
-    serves its writer. Without one, an orphan that does not exit within a short time is killed.
+    and then exits. Another orphan that does not exit within a short time is killed.
     """
 
     def __init__(self) -> None:
@@ -88,11 +87,11 @@ class Subreaper:
         processes started by this one."""
         found = set(children_of(os.getpid())) - own
         living = {pid for pid in found if not _reap(pid)}
-        self.has_writer = any(is_writer(command_line(pid)) for pid in living)
-        since = {} if self.has_writer else self._since_s
-        self._since_s = {pid: since.get(pid, now_s) for pid in living}
+        writers = {pid for pid in living if is_writer(command_line(pid))}
+        self.has_writer = bool(writers)
+        self._since_s = {pid: self._since_s.get(pid, now_s) for pid in living}
         for pid, since_s in self._since_s.items():
-            if not self.has_writer and now_s - since_s >= _ORPHAN_GRACE_S:
+            if pid not in writers and now_s - since_s >= _ORPHAN_GRACE_S:
                 signal_process(pid, signal.SIGKILL)
 
     @property

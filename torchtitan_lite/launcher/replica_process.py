@@ -115,9 +115,9 @@ class ReplicaProcess:
         return self.state in (ReplicaState.TRAINING, ReplicaState.HEALING)
 
     @property
-    def resizes_in_place(self) -> bool:
-        """Whether an agent can resize it in its processes."""
-        return self._group is not None and self._group.resizes_in_place
+    def has_agent(self) -> bool:
+        """Whether its ranks have an agent, which can resize it in its processes."""
+        return self._group is not None and self._group.replaces_ranks
 
     @property
     def descriptors(self) -> list[int]:
@@ -217,9 +217,7 @@ class ReplicaProcess:
             # Ranks that leave, and those that wait for others, make no progress.
             self._check_hangs_at_s = math.inf
         elif permission is Permission.START and self._group is not None:
-            self._close_hang_monitor()
-            self._hang_monitor = HangMonitor(self._group)
-            self._check_hangs_at_s = now_s + _REPLACEMENT_S
+            self._watch_again_later(self._group, now_s)
         permit(self._metrics.parent, request, permission)
 
     def kill(self) -> None:
@@ -241,12 +239,17 @@ class ReplicaProcess:
             if not group.has_failed:
                 self._report(hang.description)
                 # The heartbeats of the others are as late, until they have left their training.
-                self._hang_monitor = HangMonitor(group)
-                self._check_hangs_at_s = now_s + _REPLACEMENT_S
+                self._watch_again_later(group, now_s)
         elif was_looked_into and self._hang_monitor.pid is None:
             self._report("continues: it was only slow")
         elif not was_looked_into and self._hang_monitor.pid is not None:
             self._report("makes no progress: diagnosing the hang")
+
+    def _watch_again_later(self, group: WorkerGroup, now_s: float) -> None:
+        """Look for hangs again once all ranks are in another training."""
+        self._close_hang_monitor()
+        self._hang_monitor = HangMonitor(group)
+        self._check_hangs_at_s = now_s + _REPLACEMENT_S
 
     def _close_hang_monitor(self) -> None:
         if self._hang_monitor is not None:

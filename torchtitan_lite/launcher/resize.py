@@ -17,6 +17,7 @@ from pathlib import Path
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
 from torchtitan_lite.launcher.resize_request import (
+    LEAVE_S,
     Permission,
     RequestInbox,
     ResizeRequest,
@@ -29,8 +30,10 @@ _MAX_FAILURES = 3
 _STREAK_GAP_S = 120.0
 """Maximum time between two failures of a streak: a start, some steps, and the delay of a
 restart."""
-_LEAVE_S = 120.0
-"""Time for the step after which the ranks of all replicas leave their training."""
+_READY_S = 600.0
+"""Time in which the new processes of all replicas must have imported everything."""
+_DONE_S = 1800.0
+"""Time for the first step on a new mesh, which may compile."""
 _MAX_BYTES = 1 << 16
 _READ_INTERVAL_S = 0.25
 
@@ -168,6 +171,7 @@ class Resizer:
 
     def poll(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
         """Start, continue or complete a resize."""
+        self._inbox.repeat(now_s)
         if self._in_place is not None:
             self._continue_in_place(self._in_place, replicas, now_s)
         elif self._deadline_s is None:
@@ -181,6 +185,12 @@ class Resizer:
         elif now_s >= self._deadline_s:
             for replica in replicas:
                 replica.kill()
+
+    def end(self, reason: str) -> None:
+        """Answer the request that is being followed: the replicas stop or have stopped."""
+        if self._request is not None:
+            self._inbox.answer(self._request.request, ResizeState.FAILED, reason)
+            self._request = None
 
     def _wanted(self, now_s: float) -> tuple[RunMesh, str]:
         """Return the mesh that each replica should have, and what limits it."""
@@ -197,16 +207,15 @@ class Resizer:
             return
         given, limit = self._policy.available(self._slots.read(now_s), now_s)
         problem = ""
-        if not all(one.resizes_in_place for one in replicas):
-            problem = (
-                "replicas are resized on request if they were started with --spares of 1 or more"
-            )
+        if not all(one.has_agent for one in replicas):
+            problem = "replicas are resized on request only with --spares of 1 or more"
         elif request.mesh.num_ranks > given:
             limit = limit or f"--nproc-per-replica allows {self._policy.most}"
             problem = f"each replica can have {given} ranks: {limit}"
         if problem:
             self._inbox.answer(request, ResizeState.REJECTED, problem)
         elif request.mesh == self.mesh:
+            self._requested = request.mesh
             self._inbox.answer(request, ResizeState.DONE)
         else:
             self._request = _UserRequest(request, before=self._requested)
@@ -225,7 +234,7 @@ class Resizer:
             reason = reason or "slots are available again"
         self._former, self._target = self.mesh, target
         where = ""
-        if all(one.is_training and one.resizes_in_place for one in replicas):
+        if all(one.is_training and one.has_agent for one in replicas):
             where = " in their processes"
             self._in_place = _InPlaceResize(replicas, target)
         else:
@@ -258,7 +267,7 @@ class Resizer:
         if request is not None:
             self._requested = request.before
             self._target = self.mesh = self._former
-            if resize.has_left:
+            if resize.may_leave:
                 self._restart(replicas, now_s)
         elif not resize.may_start:
             # Otherwise all have the target, also those that are started again.
@@ -272,13 +281,16 @@ class _InPlaceResize:
         self._replicas = replicas
         self._request = ResizeRequest(mesh=target, is_joint=True)
         self._permission: Permission | None = None
+        self._unwritten: list[ReplicaProcess] = []
+        """Replicas whose permission could not be written yet."""
         self._is_sent = False
-        self._leave_until_s = math.inf
+        self._until_s = math.inf
+        """When this phase must be completed."""
         self.reason = ""
         """Why it failed."""
 
     @property
-    def has_left(self) -> bool:
+    def may_leave(self) -> bool:
         """Whether ranks were permitted to leave their training."""
         return self._permission is not None
 
@@ -292,49 +304,55 @@ class _InPlaceResize:
         while it goes on."""
         # One that has finished the last step has no part in it.
         replicas = [one for one in self._replicas if not one.is_over]
-        try:
-            if self._is_sent:
-                outcome = self._advance(replicas, now_s)
-            else:
-                self._is_sent, outcome = True, None
-                for one in replicas:
-                    one.resize_in_place(self._request)
-        except OSError as error:
-            outcome, self.reason = ResizeState.FAILED, f"the agents cannot be reached: {error}"
-        if outcome in (ResizeState.REJECTED, ResizeState.FAILED) and not self.has_left:
+        outcome = self._advance(replicas, now_s) if self._is_sent else self._send(replicas, now_s)
+        if outcome in (ResizeState.REJECTED, ResizeState.FAILED) and not self.may_leave:
             for one in replicas:
                 with suppress(OSError):
                     one.permit(self._request, Permission.CANCEL, now_s)
         return outcome
 
+    def _send(self, replicas: Sequence[ReplicaProcess], now_s: float) -> ResizeState | None:
+        self._is_sent, self._until_s = True, now_s + _READY_S
+        try:
+            for one in replicas:
+                one.resize_in_place(self._request)
+        except OSError as error:
+            self.reason = f"the agents cannot be asked: {error}"
+            return ResizeState.FAILED
+        return None
+
     def _advance(self, replicas: Sequence[ReplicaProcess], now_s: float) -> ResizeState | None:
-        lost = [one.number for one in replicas if not one.is_running]
+        self._write_permissions(now_s)
         answers = {one.number: one.resize_answer(self._request) for one in replicas}
         for number, answer in answers.items():
             if answer is not None and answer.state in (ResizeState.REJECTED, ResizeState.FAILED):
                 self.reason = f"replica {number}: {answer.reason}"
                 return answer.state
+        lost = [one.number for one in replicas if not one.is_running]
+        completed, following = _PHASES[self._permission]
         if lost:
             self.reason = f"replica {lost[0]} has failed"
             return ResizeState.FAILED
-        if now_s >= self._leave_until_s and not self.may_start:
-            self.reason = f"a replica has not left its training within {_LEAVE_S:.0f} s"
+        if now_s >= self._until_s:
+            self.reason = f"a replica is not {completed} in time"
             return ResizeState.FAILED
-        completed, following = _PHASES[self._permission]
         if any(one is None or one.state is not completed for one in answers.values()):
             return None
         if following is None:
             return ResizeState.DONE
-        self._leave_until_s = now_s + _LEAVE_S
-        self._permit(replicas, following, now_s)
+        self._permission, self._unwritten = following, list(replicas)
+        self._until_s = now_s + (_DONE_S if self.may_start else LEAVE_S)
+        self._write_permissions(now_s)
         return None
 
-    def _permit(
-        self, replicas: Sequence[ReplicaProcess], permission: Permission, now_s: float
-    ) -> None:
-        self._permission = permission
-        for one in replicas:
-            one.permit(self._request, permission, now_s)
+    def _write_permissions(self, now_s: float) -> None:
+        """Write the permission for all replicas. What a full disk prevents is repeated, because
+        others may have theirs."""
+        for one in list(self._unwritten):
+            assert self._permission is not None
+            with suppress(OSError):
+                one.permit(self._request, self._permission, now_s)
+                self._unwritten.remove(one)
 
 
 _PHASES: Mapping[Permission | None, tuple[ResizeState, Permission | None]] = {

@@ -1,10 +1,10 @@
-"""Requests to resize a live run: a file in the run's folder, which the agent of the run answers by
-another file.
+"""Requests to resize a live run: a file in the run's folder, which the agent of its ranks, or the
+launcher of its replicas, answers by another file.
 
 Replicas are resized together by the launcher, which sends the same request to the agent of each.
 No replica may train on the new mesh while another one trains on the former. So an agent reports
-READY when its new processes are warm, and LEFT when none of its ranks trains any more, and goes on
-when the launcher permits it. Layer: imports no torch, and nothing of the project.
+READY when its new processes are warm, and LEFT when none of its ranks trains any more, and
+continues when the launcher permits it. Layer: imports no torch, and nothing of the project.
 """
 
 import json
@@ -18,6 +18,8 @@ from typing import Any
 _REQUEST, _ANSWER, _PERMISSION = "resize.json", "resize_answer.json", "resize_permission.json"
 _MAX_BYTES = 1 << 16
 _POLL_S = 0.25
+LEAVE_S = 120.0
+"""Time for the step after which all ranks leave their training."""
 
 
 class ResizeState(StrEnum):
@@ -33,7 +35,7 @@ class ResizeState(StrEnum):
     REJECTED = "rejected"
     """Nothing has changed."""
     FAILED = "failed"
-    """The run has returned to its former mesh."""
+    """The run returns to its former mesh, or has never left it."""
 
 
 class Permission(StrEnum):
@@ -49,11 +51,11 @@ class Permission(StrEnum):
 
 @dataclass(frozen=True)
 class RunMesh:
-    """Another number of ranks, another mesh, or both."""
+    """Number of ranks, and the arguments by which their mesh differs from that of the start."""
 
     num_ranks: int
     arguments: tuple[str, ...] = ()
-    """Arguments of `train` that change, such as "--parallelism.tensor_parallel_degree=2"."""
+    """Arguments of `train`, such as "--parallelism.tensor_parallel_degree=2"."""
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
@@ -72,7 +74,7 @@ class ResizeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The agent's answer to a request."""
+    """The answer to a request."""
 
     id: str
     state: ResizeState
@@ -80,14 +82,18 @@ class Answer:
 
 
 class RequestInbox:
-    """The agent's side."""
+    """Receives and answers requests."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is the output folder of the run. What an earlier agent left there is removed."""
+        """`folder` is the output folder of the run. What an earlier process left there is
+        removed."""
         self._folder = folder
-        self._read_at_s = float("-inf")
+        self._read_at_s = self._repeated_at_s = float("-inf")
+        self._unwritten: Answer | None = None
+        """The newest answer, if it could not be written."""
         for name in (_REQUEST, _ANSWER, _PERMISSION):
-            (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                (folder / name).unlink()
 
     def poll(self, now_s: float) -> ResizeRequest | None:
         """Return a new request and remove its file, if there is one. A malformed file is removed
@@ -121,12 +127,21 @@ class RequestInbox:
         return None
 
     def answer(self, request: ResizeRequest, state: ResizeState, reason: str = "") -> None:
-        """Answer a request. A full disk or a removed folder must not end the run."""
+        """Answer a request. A full disk must not end the run: `repeat` writes the answer later."""
+        self._unwritten = Answer(id=request.id, state=state, reason=reason)
+        self._write()
+
+    def repeat(self, now_s: float) -> None:
+        """Write the newest answer again if that has failed."""
+        if self._unwritten is not None and now_s >= self._repeated_at_s + _POLL_S:
+            self._repeated_at_s = now_s
+            self._write()
+
+    def _write(self) -> None:
+        assert self._unwritten is not None
         with suppress(OSError):
-            _write(
-                self._folder / _ANSWER,
-                asdict(Answer(id=request.id, state=state, reason=reason)),
-            )
+            _write(self._folder / _ANSWER, asdict(self._unwritten))
+            self._unwritten = None
 
 
 def send_request(folder: Path, request: ResizeRequest) -> None:

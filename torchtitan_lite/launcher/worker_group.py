@@ -53,17 +53,15 @@ class WorkerGroup:
         folder: Path,
         *,
         has_agent: bool = False,
-        resizes_in_place: bool = False,
     ) -> None:
         """Start `command`, the parent of the ranks, which replaces dead ones if `has_agent`, and
-        then may have fewer than `num_ranks`; logs go to `folder`, which is created.
-        `resizes_in_place`: whether the agent follows requests to resize. Raises OSError."""
+        then may have fewer than `num_ranks`; logs go to `folder`, which is created. Raises
+        OSError."""
         folder = make_log_folder(folder)
         self._num_ranks, self.folder, self.environment = num_ranks, folder, environment
         self._parent_name = "agent" if has_agent else "parent"
         self.replaces_ranks = has_agent
         """Whether a rank that dies is replaced within this attempt."""
-        self.resizes_in_place = resizes_in_place
         self._lost: list[tuple[int, str]] = []
         self._heartbeats = HeartbeatMemory(num_ranks)
         with open_log(self._parent_log) as log:

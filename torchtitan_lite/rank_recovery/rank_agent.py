@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.resize_request import (
+    LEAVE_S,
     Permission,
     RequestInbox,
     ResizeRequest,
@@ -31,8 +32,6 @@ from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
 from torchtitan_lite.stores import listening_store
 
 _ADDRESS = "127.0.0.1"
-_LEAVE_S = 120.0
-"""Time for the step after which the ranks leave the training."""
 
 
 @dataclass
@@ -42,10 +41,12 @@ class _Resize:
     request: ResizeRequest
     former: RunMesh
     """The mesh before."""
-    state: ResizeState = ResizeState.ACCEPTED
-    """What was answered last."""
+    is_ready: bool = False
+    """Whether READY was answered."""
     leave_until_s: float | None = None
     """When the ranks must have left the training; None before they are ordered to."""
+    waits_to_start: bool = False
+    """Whether the ranks have left, and the launcher has not permitted them to start."""
     has_started: bool = False
     is_cancelled: bool = False
     """Whether the former mesh is started again."""
@@ -67,7 +68,7 @@ class RankAgent(ProcessAgent):
     def __init__(
         self,
         start_process: Callable[[], RankProcess],
-        num_ranks: int,
+        mesh: RunMesh,
         num_spares: int,
         *,
         policy: RestartPolicy,
@@ -79,27 +80,28 @@ class RankAgent(ProcessAgent):
         ConfigError for one that the run cannot follow."""
         rendezvous = AgentRendezvous(_join_alone)
         super().__init__(
-            start_process, num_ranks, num_spares, rendezvous=rendezvous, requests=requests
+            start_process, mesh.num_ranks, num_spares, rendezvous=rendezvous, requests=requests
         )
         self._policy, self._inbox, self._check_resize = policy, inbox, check_resize
-        self._mesh = RunMesh(num_ranks)
+        self._mesh = mesh
         """The mesh of the present attempt."""
+        self._changed_arguments = mesh.arguments
         self._resize: _Resize | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        resize = self._resize
-        if resize is not None and resize.state is ResizeState.LEFT:
-            return self._wait_to_start(resize)
+        self._inbox.repeat(time.monotonic())
+        if self._resize is not None and self._resize.waits_to_start:
+            return self._wait_to_start(self._resize)
         result = super()._monitor_workers(worker_group)
         if result.state is not WorkerState.HEALTHY:
             return result
-        if resize is not None and resize.has_started:
+        if self._resize is not None and self._resize.has_started:
             return result
-        if resize is None or resize.leave_until_s is None:
+        if self._resize is None or self._resize.leave_until_s is None:
             if self._requests:
                 return result
             self._read_request()
-            resize = self._resize
+        resize = self._resize
         if resize is not None and (resize.leave_until_s is not None or self._may_leave(resize)):
             return self._leave(resize)
         return result
@@ -112,24 +114,30 @@ class RankAgent(ProcessAgent):
             self._spares.append(self._start_process())
         if sum(one.state is RankState.PARKED for one in self._spares) < missing:
             return False
+        # Ranks that start do not receive orders yet.
+        if not all(one.has_progress for one in self._ranks.values()):
+            return False
         if not resize.request.is_joint:
             return True
-        if resize.state is ResizeState.ACCEPTED:
-            self._answer(resize, ResizeState.READY)
+        if not resize.is_ready:
+            resize.is_ready = True
+            self._inbox.answer(resize.request, ResizeState.READY)
         permission = self._inbox.permission(resize.request)
         if permission is Permission.CANCEL:
             self._resize = None
+            self._end_surplus_spares()
         return permission is Permission.LEAVE
 
     def _leave(self, resize: _Resize) -> RunResult:
         """Let the ranks leave the training, and start the next one once they have."""
         if resize.leave_until_s is None:
-            resize.leave_until_s = time.monotonic() + _LEAVE_S
+            resize.leave_until_s = time.monotonic() + LEAVE_S
             for process in self._ranks.values():
                 process.leave_training()
         has_left = all(one.state is RankState.PARKED for one in self._ranks.values())
         if has_left and resize.request.is_joint:
-            self._answer(resize, ResizeState.LEFT)
+            resize.waits_to_start = True
+            self._inbox.answer(resize.request, ResizeState.LEFT)
         elif has_left or (not resize.request.is_joint and time.monotonic() >= resize.leave_until_s):
             # Ranks that have not left are aborted.
             return self._start_on(resize.request.mesh, resize)
@@ -147,15 +155,23 @@ class RankAgent(ProcessAgent):
         if self._requests:
             # To save and exit, they must train.
             resize.is_cancelled = True
+            self._inbox.answer(resize.request, ResizeState.FAILED, "it was asked to stop")
             return self._start_on(resize.former, resize)
         return RunResult(state=WorkerState.HEALTHY)
 
     def _start_on(self, mesh: RunMesh, resize: _Resize) -> RunResult:
         """Restart the training on another mesh, or on the former one."""
-        resize.state, resize.has_started = ResizeState.ACCEPTED, True
+        resize.waits_to_start, resize.has_started = False, True
         self._change_mesh(mesh)
-        logger.warning("Resizing from %s to %s.", resize.former, mesh)
+        if resize.is_cancelled:
+            logger.warning("Resizing to %s is cancelled.", resize.request.mesh)
+        else:
+            logger.warning("Resizing from %s to %s.", resize.former, mesh)
         return RunResult(state=WorkerState.UNHEALTHY)
+
+    def _end_surplus_spares(self) -> None:
+        surplus, self._spares = self._spares[self._num_spares :], self._spares[: self._num_spares]
+        self._kill(surplus)
 
     def _may_forward(self) -> bool:
         # Ranks that leave or start cannot stop as they should: they would disagree, or die.
@@ -167,6 +183,10 @@ class RankAgent(ProcessAgent):
         request = self._inbox.poll(time.monotonic())
         if request is None:
             return
+        if self._resize is not None and self._resize.request.is_joint and not request.is_joint:
+            # Its answer would replace that to the launcher.
+            logger.warning("Resize to %s ignored: all replicas are being resized.", request.mesh)
+            return
         try:
             self._check_resize(request)
         except ConfigError as error:
@@ -176,11 +196,7 @@ class RankAgent(ProcessAgent):
             if self._resize is not None:
                 self._end_resize(ResizeState.REJECTED, f"{request.mesh} was requested since")
             self._resize = _Resize(request, former=self._mesh)
-            self._answer(self._resize, ResizeState.ACCEPTED)
-
-    def _answer(self, resize: _Resize, state: ResizeState) -> None:
-        resize.state = state
-        self._inbox.answer(resize.request, state)
+            self._inbox.answer(request, ResizeState.ACCEPTED)
 
     def _change_mesh(self, mesh: RunMesh) -> None:
         """Let the next attempt have another mesh."""
@@ -190,6 +206,7 @@ class RankAgent(ProcessAgent):
         self._failed_at_s = self._restart_at_s = time.monotonic()
 
     def _end_resize(self, state: ResizeState, reason: str = "") -> None:
+        """Answer a request that is not followed any more."""
         assert self._resize is not None
         self._inbox.answer(self._resize.request, state, reason)
         self._resize = None
@@ -246,8 +263,9 @@ class RankAgent(ProcessAgent):
     def _made_progress(self) -> None:
         self._policy.made_progress(time.monotonic())
         if self._resize is not None and self._resize.has_started:
-            is_done = not self._resize.is_cancelled
-            self._end_resize(ResizeState.DONE if is_done else ResizeState.FAILED)
+            if not self._resize.is_cancelled:
+                self._inbox.answer(self._resize.request, ResizeState.DONE)
+            self._resize = None
 
     def _attempt(self) -> int:
         return UNLIMITED - self._remaining_restarts

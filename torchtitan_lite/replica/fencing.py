@@ -160,7 +160,8 @@ class Fence:
         return self._is_superseded
 
     def release(self, own_id: str) -> None:
-        """Record that this process leaves with its state saved, so that no one waits for it."""
+        """Record that this process leaves, so that no one waits for it: its state is saved, or in
+        shared memory, from which it will continue."""
         self.close()
 
         def remove() -> None:

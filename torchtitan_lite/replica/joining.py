@@ -130,15 +130,15 @@ def join(
         initial_stored_step=initial_stored_step,
         phases=phases,
     )
-    is_saved = False
+    leaves_in_order = False
     try:
         yield replicas
-        is_saved = True
+        leaves_in_order = True
     except TrainingLeft:
-        is_saved = True
+        leaves_in_order = True
         raise
     finally:
-        if fence is not None and is_saved:
+        if fence is not None and leaves_in_order:
             # The others need not wait for this replica.
             fence.release(manager.full_id)
         if fence is not None:

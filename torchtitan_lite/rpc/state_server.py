@@ -49,7 +49,7 @@ _PARTS = re.compile(_PART, re.ASCII)
 _IDLE_S = 30
 """Time after which an idle connection is closed."""
 _STOP_S = 0.05
-"""Time in which the server notices that it shall stop, as a recovery waits for it."""
+"""Time in which the server notices that it must stop, because a recovery waits for it."""
 _STRANGER_S = 5
 """The same, for a connection that has not proved itself."""
 _MAX_ROWS = 1 << 20

@@ -26,7 +26,7 @@ class _Replica:
 
     def __init__(self, number: int) -> None:
         self.number, self.state = number, ReplicaState.TRAINING
-        self.resizes_in_place = self.is_running = self.is_training = True
+        self.has_agent = self.is_running = self.is_training = True
         self.is_over = self.has_left = self.is_unreachable = False
         self.request: ResizeRequest | None = None
         self.answer: Answer | None = None
@@ -150,7 +150,13 @@ def test_a_requested_mesh_stays_while_there_are_slots(run: _Run) -> None:
             run.say(state)
         assert run.resizer.mesh == mesh
     assert run.outcome(run.request(_TP)) == (ResizeState.DONE, "")
-    assert run.restarts() == [0, 0]
+    # A request for the present mesh keeps it, too.
+    run.limit(2)
+    for state in (ResizeState.READY, ResizeState.LEFT, ResizeState.DONE):
+        run.say(state)
+    assert run.outcome(run.request(RunMesh(2))) == (ResizeState.DONE, "")
+    run.limit(4)
+    assert run.resizer.mesh == RunMesh(2) and run.restarts() == [0, 0]
 
 
 def test_requests_that_cannot_be_followed_change_nothing(run: _Run) -> None:
@@ -158,7 +164,7 @@ def test_requests_that_cannot_be_followed_change_nothing(run: _Run) -> None:
         ResizeState.REJECTED,
         "each replica can have 4 ranks: --nproc-per-replica allows 4",
     )
-    run.replicas[1].resizes_in_place = False
+    run.replicas[1].has_agent = False
     assert "--spares" in run.outcome(run.request(RunMesh(2)))[1]
     assert run.permissions() == [[], []] and run.restarts() == [0, 0] and not run.events
 
@@ -216,7 +222,30 @@ def test_a_replica_that_does_not_leave_is_started_again(run: _Run) -> None:
     run.poll()
     run.poll()
     assert run.restarts() == [1, 1] and run.resizer.mesh == RunMesh(2)
-    assert "has not left its training" in run.events[-1]
+    assert "a replica is not left in time" in run.events[-1]
+
+
+def test_a_permission_that_cannot_be_written_is_written_later(run: _Run) -> None:
+    run.limit(2)
+    for state, permission in (
+        (ResizeState.READY, Permission.LEAVE),
+        (ResizeState.LEFT, Permission.START),
+    ):
+        run.replicas[1].is_unreachable = True
+        run.say(state)
+        run.poll()
+        assert permission not in run.replicas[1].permissions
+        run.replicas[1].is_unreachable = False
+        run.poll()
+        assert [one.permissions.count(permission) for one in run.replicas] == [1, 1]
+    run.say(ResizeState.DONE)
+    assert run.restarts() == [0, 0] and run.resizer.mesh == RunMesh(2)
+
+
+def test_a_run_that_stops_answers_the_request(run: _Run) -> None:
+    request = run.request(_TP)
+    run.resizer.end("the run was asked to stop")
+    assert run.outcome(request) == (ResizeState.FAILED, "the run was asked to stop")
 
 
 def test_replicas_that_have_finished_take_no_part(run: _Run) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.launcher.resize_request import RequestInbox
+from torchtitan_lite.launcher.resize_request import RequestInbox, RunMesh
 from torchtitan_lite.launcher.restart_policy import RestartPolicy
 from torchtitan_lite.rank_recovery.rank_agent import RankAgent
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
@@ -39,7 +39,7 @@ def test_the_agent_never_waits_for_a_process_that_does_not_read(
 ) -> None:
     agent = _Agent(
         lambda: stopped[0],
-        1,
+        RunMesh(1),
         0,
         policy=RestartPolicy(1),
         requests=[],

@@ -1,0 +1,212 @@
+"""The agent of a replica waits for the launcher in each phase of a resize."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.launcher.processes import ExitStatus
+from torchtitan_lite.launcher.resize_request import (
+    Permission,
+    RequestInbox,
+    ResizeRequest,
+    ResizeState,
+    RunMesh,
+    permit,
+    read_answer,
+    send_request,
+)
+from torchtitan_lite.launcher.restart_policy import RestartPolicy
+from torchtitan_lite.rank_recovery import rank_agent
+from torchtitan_lite.rank_recovery.rank_agent import RankAgent
+from torchtitan_lite.rank_recovery.rank_process import RankState
+
+_MESH = RunMesh(3)
+
+
+class _Process:
+    """A process that does what the test says."""
+
+    def __init__(self) -> None:
+        self.state, self.has_progress = RankState.TRAINING, True
+        self.status: ExitStatus | None = None
+        self.error, self.pid = "", 0
+        self.is_ordered_to_leave = False
+        self.signals: list[object] = []
+
+    def poll(self) -> None:
+        """Nothing has changed."""
+
+    def leave_training(self) -> None:
+        self.is_ordered_to_leave = True
+
+    def signal(self, number: object) -> None:
+        self.signals.append(number)
+        self.state = RankState.EXITED
+
+
+class _Replica:
+    """An agent of two ranks, and the launcher's side of its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.stops = folder, cast("list[int]", [])
+        self.started: list[_Process] = []
+        self.agent = RankAgent(
+            self._start,
+            RunMesh(2),
+            0,
+            policy=RestartPolicy(3),
+            requests=self.stops,
+            inbox=RequestInbox(folder),
+            check_resize=self._check,
+        )
+        self.ranks = [_Process(), _Process()]
+        self.agent._ranks = cast("dict[int, Any]", dict(enumerate(self.ranks)))
+        self.request = ResizeRequest(mesh=_MESH, is_joint=True)
+        send_request(folder, self.request)
+
+    def _start(self) -> Any:
+        self.started.append(_Process())
+        self.started[-1].state = RankState.STARTING
+        return self.started[-1]
+
+    def _check(self, request: ResizeRequest) -> None:
+        if request.mesh.num_ranks > 8:
+            raise ConfigError("too many")
+
+    def tick(self) -> RunResult:
+        # Requests are read every quarter of a second.
+        self.agent._inbox._read_at_s = float("-inf")
+        return self.agent._monitor_workers(self.agent._worker_group)
+
+    def answer(self) -> ResizeState | None:
+        found = read_answer(self.folder, self.request)
+        return None if found is None else found.state
+
+    def permit(self, permission: Permission) -> RunResult:
+        permit(self.folder, self.request, permission)
+        return self.tick()
+
+    def ready(self) -> None:
+        self.tick()
+        (new,) = self.started
+        new.state = RankState.PARKED
+        self.tick()
+        assert self.answer() is ResizeState.READY
+
+    def left(self) -> None:
+        self.ready()
+        self.permit(Permission.LEAVE)
+        for one in self.ranks:
+            one.state = RankState.PARKED
+        self.tick()
+        assert self.answer() is ResizeState.LEFT
+
+
+@pytest.fixture
+def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Replica:
+    monkeypatch.setattr(rank_agent.ProcessAgent, "_pause", lambda self: None)
+    return _Replica(tmp_path)
+
+
+def test_each_phase_needs_a_permission(replica: _Replica) -> None:
+    replica.tick()
+    assert replica.answer() is ResizeState.ACCEPTED
+    replica.ready()
+    for _ in range(3):
+        replica.tick()
+    assert not any(one.is_ordered_to_leave for one in replica.ranks)
+    replica.permit(Permission.LEAVE)
+    assert all(one.is_ordered_to_leave for one in replica.ranks)
+    replica.ranks[0].state = RankState.PARKED
+    replica.tick()
+    assert replica.answer() is ResizeState.READY
+    replica.ranks[1].state = RankState.PARKED
+    replica.tick()
+    assert replica.answer() is ResizeState.LEFT
+    assert replica.tick().state is WorkerState.HEALTHY
+    assert replica.permit(Permission.START).state is WorkerState.UNHEALTHY
+    assert replica.agent._worker_group.spec.local_world_size == 3
+    for one in replica.ranks:
+        one.state = RankState.TRAINING
+    replica.tick()
+    assert replica.answer() is ResizeState.DONE
+
+
+def test_ranks_that_start_are_not_ordered_to_leave(replica: _Replica) -> None:
+    replica.tick()
+    replica.started[0].state = RankState.PARKED
+    replica.ranks[1].has_progress = False
+    replica.tick()
+    assert replica.answer() is ResizeState.ACCEPTED
+    replica.ranks[1].has_progress = True
+    replica.tick()
+    assert replica.answer() is ResizeState.READY
+
+
+def test_a_cancelled_resize_leaves_no_spare(replica: _Replica) -> None:
+    replica.ready()
+    replica.permit(Permission.CANCEL)
+    assert replica.started[0].state is RankState.EXITED
+    assert not any(one.is_ordered_to_leave for one in replica.ranks)
+    replica.permit(Permission.LEAVE)
+    assert not any(one.is_ordered_to_leave for one in replica.ranks)
+
+
+def test_a_stop_after_the_ranks_have_left_returns_to_the_former_mesh(replica: _Replica) -> None:
+    replica.left()
+    replica.stops.append(15)
+    assert replica.tick().state is WorkerState.UNHEALTHY
+    assert replica.answer() is ResizeState.FAILED
+    assert replica.agent._worker_group.spec.local_world_size == 2
+    # It is forwarded once the ranks train.
+    assert not replica.agent._may_forward()
+    replica.agent._made_progress()
+    assert replica.agent._may_forward() and replica.answer() is ResizeState.FAILED
+
+
+def test_a_rank_that_dies_while_it_waits_is_replaced_at_the_start(replica: _Replica) -> None:
+    replica.left()
+    replica.ranks[1].state, replica.ranks[1].status = RankState.EXITED, ExitStatus(-9)
+    assert replica.tick().state is WorkerState.HEALTHY
+    assert replica.permit(Permission.START).state is WorkerState.UNHEALTHY
+    assert replica.agent._lost == {1}
+
+
+def test_a_mesh_that_fails_ends_the_agent(replica: _Replica) -> None:
+    replica.left()
+    replica.permit(Permission.START)
+    replica.ranks[0].state, replica.ranks[0].status = RankState.EXITED, ExitStatus(-9)
+    assert replica.tick().state is WorkerState.FAILED
+    assert replica.agent.exit_status and replica.answer() is ResizeState.FAILED
+
+
+def test_a_request_of_a_user_does_not_disturb_that_of_the_launcher(replica: _Replica) -> None:
+    replica.ready()
+    send_request(replica.folder, ResizeRequest(mesh=RunMesh(1)))
+    replica.tick()
+    assert replica.answer() is ResizeState.READY
+    newer = ResizeRequest(mesh=RunMesh(9), is_joint=True)
+    send_request(replica.folder, newer)
+    replica.tick()
+    found = read_answer(replica.folder, newer)
+    assert found is not None and found.state is ResizeState.REJECTED
+
+
+def test_an_answer_that_cannot_be_written_is_written_later(
+    replica: _Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica.tick()
+    replica.started[0].state = RankState.PARKED
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torchtitan_lite.launcher.resize_request._write", full)
+        replica.tick()
+    assert replica.answer() is ResizeState.ACCEPTED
+    replica.tick()
+    assert replica.answer() is ResizeState.READY
