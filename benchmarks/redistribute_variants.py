@@ -51,7 +51,8 @@ _dtensor_caches: dict[str, Any] = {
 }
 MB = 1 << 20
 WARM_OPTIONS = {
-    **{f"shared {size}": ExchangeOptions(bucket_bytes=size * MB) for size in (1, 4, 25)},
+    # Slots of shared memory have 4 MiB: larger buckets change nothing.
+    **{f"shared {size}": ExchangeOptions(bucket_bytes=size * MB) for size in (1, 4)},
     **{
         f"collective {size}": ExchangeOptions(bucket_bytes=size * MB, transport="collective")
         for size in (4, 25)
@@ -159,10 +160,10 @@ class Variants:
     def _floors(self) -> dict[str, Variant]:
         """With memory that is reused in each turn, and with new memory in each."""
         sent, received = self._amounts.sent, self._amounts.received
-        source = torch.zeros(sum(sent), dtype=torch.uint8)
+        source = torch.ones(sum(sent), dtype=torch.uint8)
         place = self._case.dst[1].position(self._rank)
         results = [
-            torch.zeros(dst.local_shape(self._case.shapes[name], self._rank))
+            torch.ones(dst.local_shape(self._case.shapes[name], self._rank))
             for name, (_, dst) in self._layouts.items()
             if place is not None
         ]
@@ -178,16 +179,16 @@ class Variants:
                 torch.empty(sum(received), dtype=torch.uint8), list(map(torch.empty_like, results))
             )
 
-        reused = [torch.zeros_like(result) for result in results]
-        into = torch.zeros(sum(received), dtype=torch.uint8)
+        reused = [torch.ones_like(result) for result in results]
+        into = torch.ones(sum(received), dtype=torch.uint8)
         return {"floor": partial(floor, into, reused), "floor fresh": fresh}
 
     def _packed_floors(self) -> dict[str, Variant]:
         """By bucket size, with reused memory; and with new memory for the result."""
         sent, received = self._amounts.sent, self._amounts.received
         result_bytes = self._amounts.result
-        source = torch.zeros(sum(sent), dtype=torch.uint8)
-        kept = torch.zeros(max(0, result_bytes - sum(received)), dtype=torch.uint8)
+        source = torch.ones(sum(sent), dtype=torch.uint8)
+        kept = torch.ones(max(0, result_bytes - sum(received)), dtype=torch.uint8)
         most = _largest(sum(sent) + sum(received))
 
         def floor(bucket_bytes: int, result: torch.Tensor) -> torch.Tensor:
@@ -208,7 +209,7 @@ class Variants:
 
         # A reduction receives more than its result.
         size = max(result_bytes, sum(received))
-        reused = torch.zeros(size, dtype=torch.uint8)
+        reused = torch.ones(size, dtype=torch.uint8)
         return {
             **{f"floor packed {size}": partial(floor, size * MB, reused) for size in (4, 25)},
             "floor packed fresh": lambda: floor(25 * MB, torch.empty(size, dtype=torch.uint8)),
@@ -220,15 +221,16 @@ class Variants:
         group = dist.group.WORLD
         assert group is not None
         most = _largest(amounts.written)
-        memory = SharedMemory(group, 2 * max(most, 1 << 12))
-        source = np.zeros(amounts.written, np.uint8)
+        memory = SharedMemory(group, 2 * max(min(most, 4 * MB), 1 << 12))
+        assert memory.covers_all, memory.problem
+        source = np.ones(amounts.written, np.uint8)
         # All ranks read from the one that follows them: how many they are does not matter.
         others = [rank for rank in range(size) if rank != self._rank]
         peer = memory.region((self._rank + 1) % size)
         own = memory.region(self._rank)
 
         def floor(bucket_bytes: int, result: np.ndarray, copied: int) -> np.ndarray:
-            count = max(1, -(-most // bucket_bytes))
+            count = max(1, -(-most // min(bucket_bytes, memory.slot_bytes)))
             first, memory.count = memory.count, memory.count + count
             length = -(-amounts.written // count)
             to_read = -(-sum(amounts.received) // count)
@@ -250,14 +252,16 @@ class Variants:
             _copy_around(kept, source if len(source) else own)
             return result
 
-        reused = np.zeros(max(amounts.result, sum(amounts.received)), np.uint8)
+        reused = np.ones(max(amounts.result, sum(amounts.received)), np.uint8)
         return {
             **{
-                f"floor shared {size}": partial(floor, size * MB, reused, amounts.moved_inside)
-                for size in (1, 4, 25)
+                f"floor shared {megabytes}": partial(
+                    floor, megabytes * MB, reused, amounts.moved_inside
+                )
+                for megabytes in (1, 4)
             },
             "floor shared fresh": lambda: floor(
-                25 * MB, np.empty_like(reused), amounts.result - sum(amounts.received)
+                4 * MB, np.empty_like(reused), amounts.result - sum(amounts.received)
             ),
         }
 

@@ -4,7 +4,7 @@ A sender writes its data into its slot in the shape of its own shard, so that a 
 the position by arithmetic, and data that several receivers need is written once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -140,7 +140,7 @@ class SharedMemoryTransport:
         senders = sorted({copy.rank for copy in reads + joins})
         joined = group_by_region((copy.tensor, copy.region) for copy in joins)
         return _SharedBucket(
-            list(writes.values()), reads, joins, joined, senders, sorted(receivers)
+            _joined_writes(writes.values()), reads, joins, joined, senders, sorted(receivers)
         )
 
     def _copies(
@@ -179,6 +179,31 @@ class SharedMemoryTransport:
             run = words[copy.rank][start : start + prod(copy.run)].reshape(copy.run)
             views.append(run[copy.inside])
         return views
+
+
+def _joined_writes(writes: Iterable[_SlotCopy]) -> list[_SlotCopy]:
+    """Write the rectangle around several of one run at once if they are most of it: several
+    receivers of parts of each row would make many short copies, and nobody reads the rest."""
+    by_run: dict[tuple[int, int], list[_SlotCopy]] = {}
+    for write in writes:
+        by_run.setdefault((write.tensor, write.offset), []).append(write)
+    found: list[_SlotCopy] = []
+    for some in by_run.values():
+        region, inside = (
+            tuple(
+                slice(min(one.start for one in dim), max(one.stop for one in dim))
+                for dim in zip(*places, strict=True)
+            )
+            for places in ([one.region for one in some], [one.inside for one in some])
+        )
+        around = some[0]._replace(region=region, inside=inside)
+        is_most = 2 * sum(map(_num_elements, some)) >= _num_elements(around)
+        found += [around] if is_most else some
+    return found
+
+
+def _num_elements(copy: _SlotCopy) -> int:
+    return prod(one.stop - one.start for one in copy.inside)
 
 
 class BoundSharedMemoryTransport:
