@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ne
 
 _STEPS = 250
 """Enough that a replaced rank trains again before the other replica has finished."""
-_RESIZED_STEPS = 160
+_RESIZED_STEPS = 120
 _SETTINGS = (
     *EXACT,
     # So low that differences in rounding do not grow over the steps.
