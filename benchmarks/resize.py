@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Comparison, Result, formatted, main
 from benchmarks.processes import CHECKOUT, ChildFailed, started
@@ -161,22 +162,31 @@ def _finish(
     wait(process, lambda: bool(resumes(metrics)), folder)
     resumed = resumes(metrics)[-1]
     wait(process, lambda: max(steps(metrics)) >= resumed + _STEPS_BETWEEN, folder)
+    wait(process, lambda: _around_resume(metrics) is not None, folder)
+    around = _around_resume(metrics)
+    assert around is not None
+    last, first = around
+    found.pauses_s.append(first["time"] - last["time"])
+    found.from_request_s.append(first["time"] - began_s)
+    found.repeated = max(found.repeated, last["step"] - resumed)
+    found.losses.update(
+        {one["step"]: one["loss"] for one in records(metrics) if "event" not in one}
+    )
+    process.send_signal(signal.SIGTERM)
+    process.wait(_TIMEOUT_S)
+
+
+def _around_resume(metrics: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the last step before the newest resume, and the first after it with all replicas; None
+    if there is none yet."""
     # A step that was repeated is recorded again, after the event.
     lines = records(metrics)
     place = max(number for number, one in enumerate(lines) if one.get("event") == "resume")
-    earlier = [one for one in lines[:place] if "event" not in one]
-    # Of replicas, with all of them.
-    first = next(
-        one
-        for one in lines[place:]
-        if "event" not in one and one["num_replicas"] == earlier[-1]["num_replicas"]
-    )
-    found.pauses_s.append(first["time"] - earlier[-1]["time"])
-    found.from_request_s.append(first["time"] - began_s)
-    found.repeated = max(found.repeated, earlier[-1]["step"] - resumed)
-    found.losses.update({one["step"]: one["loss"] for one in lines if "event" not in one})
-    process.send_signal(signal.SIGTERM)
-    process.wait(_TIMEOUT_S)
+    last = [one for one in lines[:place] if "event" not in one][-1]
+    count = max(one.get("num_replicas", 0) for one in lines[:place])
+    after = (one for one in lines[place:] if one.get("num_replicas") == count)
+    first = next(after, None)
+    return None if first is None else (last, first)
 
 
 def _resize(process: subprocess.Popen[bytes], mesh: _Mesh, folder: Path) -> None:
