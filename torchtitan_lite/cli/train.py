@@ -241,7 +241,7 @@ def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
     options = _Options(
         num_ranks=_num_ranks(given.get("--nproc", "1")),
         num_spares=_whole(given, "--spares", 0, least=0),
-        resized=tuple(shlex.split(given.get("--resized", ""))),
+        resized=_resized(given),
         num_machines=_whole(given, "--nnodes", 1, least=1),
         endpoint=given.get("--rdzv-endpoint", ""),
         run_id=given.get("--rdzv-id", _Options.run_id),
@@ -249,6 +249,15 @@ def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
     )
     _check_endpoint(options, given)
     return options, rest
+
+
+def _resized(given: Mapping[str, str]) -> tuple[str, ...]:
+    if "--resized" in given and "--spares" not in given:
+        raise ConfigError("--resized is only for runs with --spares: omit it.")
+    try:
+        return tuple(shlex.split(given.get("--resized", "")))
+    except ValueError as error:
+        raise ConfigError(f"--resized is no list of arguments: {error}.") from None
 
 
 def _whole(given: Mapping[str, str], name: str, default: int, *, least: int) -> int:

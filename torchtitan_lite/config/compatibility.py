@@ -122,7 +122,8 @@ def check_resize_arguments(arguments: Sequence[str]) -> None:
     come from a file: only afterwards may they be parsed, which imports modules that they name."""
     for word in arguments:
         section, _, key = word.partition("=")[0].removeprefix("--").partition(".")
-        if word.startswith("-") and not _may_resize(section, key.replace("-", "_")):
+        is_option = word.startswith("-") and not word[1:2].isdigit()
+        if is_option and not _may_resize(section, key.replace("-", "_")):
             raise ConfigError(f"{word} is given, but {_RESIZABLE}")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
@@ -155,6 +156,8 @@ class Resizer:
         """Mesh of the newest request that was followed, while there are slots for it."""
         self._request: _UserRequest | None = None
         self._in_place: _InPlaceResize | None = None
+        self._cancelled: _InPlaceResize | None = None
+        """A resize that not all agents have been told to cancel."""
         self._former = self._target = self.mesh
         self._deadline_s: float | None = None
         """Time by which all replicas must have left; None while they are not restarted."""
@@ -172,6 +175,8 @@ class Resizer:
     def poll(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
         """Start, continue or complete a resize."""
         self._inbox.repeat(now_s)
+        if self._cancelled is not None and self._cancelled.write_permissions(now_s):
+            self._cancelled = None
         if self._in_place is not None:
             self._continue_in_place(self._in_place, replicas, now_s)
         elif self._deadline_s is None:
@@ -264,6 +269,8 @@ class Resizer:
         if outcome is ResizeState.DONE:
             return
         self._report_event(f"resizing in their processes was not possible: {resize.reason}")
+        if not resize.may_leave:
+            self._cancelled = resize
         if request is not None:
             self._requested = request.before
             self._target = self.mesh = self._former
@@ -292,7 +299,7 @@ class _InPlaceResize:
     @property
     def may_leave(self) -> bool:
         """Whether ranks were permitted to leave their training."""
-        return self._permission is not None
+        return self._permission in (Permission.LEAVE, Permission.START)
 
     @property
     def may_start(self) -> bool:
@@ -306,9 +313,8 @@ class _InPlaceResize:
         replicas = [one for one in self._replicas if not one.is_over]
         outcome = self._advance(replicas, now_s) if self._is_sent else self._send(replicas, now_s)
         if outcome in (ResizeState.REJECTED, ResizeState.FAILED) and not self.may_leave:
-            for one in replicas:
-                with suppress(OSError):
-                    one.permit(self._request, Permission.CANCEL, now_s)
+            self._permission, self._unwritten = Permission.CANCEL, replicas
+            self.write_permissions(now_s)
         return outcome
 
     def _send(self, replicas: Sequence[ReplicaProcess], now_s: float) -> ResizeState | None:
@@ -322,45 +328,58 @@ class _InPlaceResize:
         return None
 
     def _advance(self, replicas: Sequence[ReplicaProcess], now_s: float) -> ResizeState | None:
-        self._write_permissions(now_s)
+        self.write_permissions(now_s)
         answers = {one.number: one.resize_answer(self._request) for one in replicas}
         for number, answer in answers.items():
             if answer is not None and answer.state in (ResizeState.REJECTED, ResizeState.FAILED):
                 self.reason = f"replica {number}: {answer.reason}"
                 return answer.state
         lost = [one.number for one in replicas if not one.is_running]
-        completed, following = _PHASES[self._permission]
+        phase = _PHASES[self._permission]
+        late = [n for n, one in answers.items() if one is None or one.state is not phase.completed]
         if lost:
             self.reason = f"replica {lost[0]} has failed"
             return ResizeState.FAILED
-        if now_s >= self._until_s:
-            self.reason = f"a replica is not {completed} in time"
+        if late and now_s >= self._until_s:
+            self.reason = f"replica {late[0]} did not {phase.what} within {phase.limit_s:.0f} s"
             return ResizeState.FAILED
-        if any(one is None or one.state is not completed for one in answers.values()):
+        if late:
             return None
-        if following is None:
+        if phase.following is None:
             return ResizeState.DONE
-        self._permission, self._unwritten = following, list(replicas)
-        self._until_s = now_s + (_DONE_S if self.may_start else LEAVE_S)
-        self._write_permissions(now_s)
+        self._permission, self._unwritten = phase.following, list(replicas)
+        self._until_s = now_s + _PHASES[self._permission].limit_s
+        self.write_permissions(now_s)
         return None
 
-    def _write_permissions(self, now_s: float) -> None:
-        """Write the permission for all replicas. What a full disk prevents is repeated, because
-        others may have theirs."""
+    def write_permissions(self, now_s: float) -> bool:
+        """Write the permission for all replicas; return whether all have it. What a full disk
+        prevents is repeated by the next call, because others may have theirs."""
         for one in list(self._unwritten):
             assert self._permission is not None
             with suppress(OSError):
                 one.permit(self._request, self._permission, now_s)
                 self._unwritten.remove(one)
+        return not self._unwritten
 
 
-_PHASES: Mapping[Permission | None, tuple[ResizeState, Permission | None]] = {
-    None: (ResizeState.READY, Permission.LEAVE),
-    Permission.LEAVE: (ResizeState.LEFT, Permission.START),
-    Permission.START: (ResizeState.DONE, None),
+class _Phase(NamedTuple):
+    """What replicas do after a permission."""
+
+    completed: ResizeState
+    """Answer that completes the phase."""
+    following: Permission | None
+    what: str
+    """What a replica must do, for display."""
+    limit_s: float
+
+
+_PHASES: Mapping[Permission | None, _Phase] = {
+    None: _Phase(ResizeState.READY, Permission.LEAVE, "start its processes", _READY_S),
+    Permission.LEAVE: _Phase(ResizeState.LEFT, Permission.START, "leave its training", LEAVE_S),
+    Permission.START: _Phase(ResizeState.DONE, None, "take a step on the new mesh", _DONE_S),
 }
-"""By the last permission: what completes its phase, and the permission that follows."""
+"""By the last permission."""
 
 
 @dataclass(frozen=True)

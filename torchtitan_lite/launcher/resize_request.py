@@ -89,6 +89,8 @@ class RequestInbox:
         removed."""
         self._folder = folder
         self._read_at_s = self._repeated_at_s = float("-inf")
+        self._has_answered = False
+        """Whether there was an answer since the last look for a request."""
         self._unwritten: Answer | None = None
         """The newest answer, if it could not be written."""
         for name in (_REQUEST, _ANSWER, _PERMISSION):
@@ -101,6 +103,10 @@ class RequestInbox:
         if now_s < self._read_at_s + _POLL_S:
             return None
         self._read_at_s = now_s
+        if self._has_answered:
+            # The answer to another request would replace it before it is read.
+            self._has_answered = False
+            return None
         path = self._folder / _REQUEST
         if not path.is_file():
             return None
@@ -129,6 +135,7 @@ class RequestInbox:
     def answer(self, request: ResizeRequest, state: ResizeState, reason: str = "") -> None:
         """Answer a request. A full disk must not end the run: `repeat` writes the answer later."""
         self._unwritten = Answer(id=request.id, state=state, reason=reason)
+        self._has_answered = True
         self._write()
 
     def repeat(self, now_s: float) -> None:

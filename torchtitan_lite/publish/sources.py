@@ -42,7 +42,7 @@ _REQUEST_BYTES = 8 << 20
 _POLL_S = 0.002
 """Time between two looks into shared memory, or for a version of another rank."""
 _RETRY_S = 0.05
-"""Time between two requests to a server that does not answer."""
+"""Longest time between two attempts."""
 
 
 Block = tuple[str, tuple[slice, ...]]
@@ -140,7 +140,7 @@ class SharedMemorySource:
         return list(self._region.complete_slots())
 
     def wait(self, timeout_s: float) -> None:
-        time.sleep(min(timeout_s, _POLL_S))
+        time.sleep(min(timeout_s, _POLL_S if self.is_current() else _RETRY_S))
 
     def pin(self, version: int) -> _SharedPart:
         slot = self._region.complete_slots().get(version)
@@ -317,13 +317,13 @@ class Publication:
     def session(self) -> str:
         return self.ranks[0].description.session
 
-    def wait(self, timeout_s: float, *, is_complete: bool) -> None:
-        """Block until there may be another version, at most `timeout_s`. `is_complete`: all ranks
-        have the newest one that the first rank has; otherwise the others are about to."""
-        if is_complete:
-            self.ranks[0].wait(timeout_s)
+    def wait(self, timeout_s: float, num_retries: int) -> None:
+        """Block until there may be another version, at most `timeout_s`; if `num_retries` is not 0,
+        shortly, because so often not all had the newest one that is known."""
+        if num_retries:
+            time.sleep(min(timeout_s, _RETRY_S, _POLL_S * 2 ** min(num_retries - 1, 10)))
         else:
-            time.sleep(min(timeout_s, _POLL_S))
+            self.ranks[0].wait(timeout_s)
 
     def newest(self) -> int | None:
         """Return the newest version that every rank has, as far as known; None if there is none."""

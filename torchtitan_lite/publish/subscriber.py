@@ -91,6 +91,8 @@ class Subscription:
     """The version that the targets hold; None before the first update."""
     _reads: list[_Read] = field(default_factory=list)
     _planned: Publication | None = None
+    _seen: int = _NO_VERSION
+    """The newest version that this process has seen; others may have seen an older one."""
     _digests: dict[tuple[int, str], str] = field(default_factory=dict)
     """Checksums of the parts that the targets hold."""
 
@@ -114,21 +116,24 @@ class Subscription:
         them: its own there, PublishError in the others. The next update begins again.
         """
         deadline = time.monotonic() + (timeout_s or 0.0)
+        held, num_retries = _NO_VERSION if self.version is None else self.version, 0
         while True:
             version = _together(agree, self._newest)
-            is_newer = version > (_NO_VERSION if self.version is None else self.version)
-            if is_newer:
+            if version > held:
                 update = self._receive(version, agree, before)
                 if update is not None:
                     return update
             if not _together(agree, lambda: int(time.monotonic() < deadline)):
                 return None
+            # One that another process or a rank lacks is about to be complete.
+            num_retries = num_retries + 1 if self._seen > held else 0
             left_s = max(0.0, deadline - time.monotonic())
-            self.subscriber.publication.wait(left_s, is_complete=not is_newer)
+            self.subscriber.publication.wait(left_s, num_retries)
 
     def _newest(self) -> int:
         found = self.subscriber.newest()
-        return _NO_VERSION if found is None else found
+        self._seen = _NO_VERSION if found is None else found
+        return self._seen
 
     @torch.no_grad()
     def _receive(

@@ -7,6 +7,7 @@ launcher.resize_request.
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
 from torchtitan_lite.stores import listening_store
 
 _ADDRESS = "127.0.0.1"
+_START_S = 10.0
+"""Time after the start on another mesh in which a request to stop waits for the first step."""
 
 
 @dataclass
@@ -48,6 +51,7 @@ class _Resize:
     waits_to_start: bool = False
     """Whether the ranks have left, and the launcher has not permitted them to start."""
     has_started: bool = False
+    started_s: float = 0.0
     is_cancelled: bool = False
     """Whether the former mesh is started again."""
 
@@ -162,6 +166,7 @@ class RankAgent(ProcessAgent):
     def _start_on(self, mesh: RunMesh, resize: _Resize) -> RunResult:
         """Restart the training on another mesh, or on the former one."""
         resize.waits_to_start, resize.has_started = False, True
+        resize.started_s = time.monotonic()
         self._change_mesh(mesh)
         if resize.is_cancelled:
             logger.warning("Resizing to %s is cancelled.", resize.request.mesh)
@@ -170,14 +175,19 @@ class RankAgent(ProcessAgent):
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _end_surplus_spares(self) -> None:
+        """End the spares beyond the configured number, which a resize that is not followed has
+        started."""
+        self._spares.sort(key=lambda spare: spare.state is not RankState.PARKED)
         surplus, self._spares = self._spares[self._num_spares :], self._spares[: self._num_spares]
         self._kill(surplus)
 
     def _may_forward(self) -> bool:
-        # Ranks that leave or start cannot stop as they should: they would disagree, or die.
-        return self._resize is None or (
-            self._resize.leave_until_s is None and not self._resize.has_started
-        )
+        # Ranks that leave or start cannot stop as they should: they would disagree, or die. Later
+        # they may wait for other replicas, which will not come.
+        resize = self._resize
+        if resize is None or not (resize.has_started or resize.leave_until_s is not None):
+            return True
+        return resize.has_started and time.monotonic() >= resize.started_s + _START_S
 
     def _read_request(self) -> None:
         request = self._inbox.poll(time.monotonic())
@@ -195,6 +205,7 @@ class RankAgent(ProcessAgent):
         else:
             if self._resize is not None:
                 self._end_resize(ResizeState.REJECTED, f"{request.mesh} was requested since")
+                self._end_surplus_spares()
             self._resize = _Resize(request, former=self._mesh)
             self._inbox.answer(request, ResizeState.ACCEPTED)
 
@@ -256,6 +267,11 @@ class RankAgent(ProcessAgent):
             self._failed_at_s, self._restart_at_s = now_s, now_s + decision.delay_s
             logger.warning("Lost %s. The other ranks return to the last step.", failure.description)
         return RunResult(state=WorkerState.FAILED)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self._resize is not None:
+            self._end_resize(ResizeState.FAILED, "the run has ended")
+        super()._shutdown(death_sig, timeout)
 
     def _attempt_started(self) -> None:
         self._policy.attempt_started()

@@ -170,9 +170,13 @@ class StateConnection:
 
     def wait_for_change(self, timeout_s: float) -> None:
         """Block while the peer serves the same state as in its last response, at most `timeout_s`
-        and MAX_WAIT_S. Raises RpcError."""
+        and MAX_WAIT_S. Raises RpcError, also if the peer cannot wait."""
         wait = f"{self._serial} {round(max(0.0, min(timeout_s, MAX_WAIT_S)) * 1000)}"
         self.fetch([ByteRows(0, 1)], [memoryview(bytearray(1))], {WAIT: wait})
+        if not self._serial:
+            raise RpcError(
+                f"{self._endpoint.url} is of another release: it does not number states."
+            )
 
     def fetch_range(self, start: int, targets: Sequence[memoryview]) -> None:
         """Fill `targets` with the bytes from `start` on. Raises RpcError."""
@@ -199,6 +203,7 @@ class StateConnection:
                     raise
                 # A session ends after an hour, or with the server that it was opened with.
                 may_renew = False
+                self._serial = 0
                 self._session = ClientSession(self._endpoint.secret, self._endpoint.purpose)
             except _ConnectionLost:
                 if not may_reconnect:

@@ -37,9 +37,10 @@ PREPARED = "X-Prepared"
 MAC = "X-MAC"
 """Header of a response: the MAC of its body."""
 SERIAL = "X-Serial"
-"""Header of a response: the number of the offer that it is from, which increases."""
+"""Header of a response: the number of the offer that is served, which increases."""
 WAIT = "X-Wait"
-"""Header of a request: "SERIAL MILLISECONDS" waits so long, while the state is from that offer."""
+"""Header of a request, "SERIAL MILLISECONDS": it is answered once the state is not from this offer
+any more, or after this time."""
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _WAIT = re.compile(r"(\d{1,18}) (\d{1,5})", re.ASCII)
 _PATH = re.compile(r"/state/(\d{1,18})", re.ASCII)
@@ -58,7 +59,7 @@ _MAX_RESPONSE_BYTES = 64 << 20
 MAX_RANGES = 512
 """Of a request, whose header line is limited."""
 MAX_WAIT_S = 5.0
-"""Of a request that waits for another state."""
+"""Maximum time of a request that waits for another state."""
 _MAX_STRANGERS = 32
 """Connections that have not proved themselves. A further one replaces the oldest."""
 
@@ -156,9 +157,8 @@ class StateServer:
         """Stop serving a version, by default everything."""
         server = self._server
         with server.changed:
-            left = {} if version is None else dict(server.offered)
-            left.pop(-1 if version is None else version, None)
-            server.offered = left
+            offered = {} if version is None else server.offered
+            server.offered = {number: one for number, one in offered.items() if number != version}
             server.changed.notify_all()
         if version is None:
             server.preparing = None

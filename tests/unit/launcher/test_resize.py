@@ -8,7 +8,7 @@ import pytest
 from tests.launch import SMALL
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import load_config
-from torchtitan_lite.config.compatibility import check_rank_counts
+from torchtitan_lite.config.compatibility import check_rank_counts, check_resize_arguments
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.resize import ResizePolicy, SlotsFile, parse_ranks, parse_slots
 
@@ -143,3 +143,41 @@ def test_the_launcher_rejects_it_before_it_starts_anything(
     assert not (tmp_path / "run").exists()
     assert main(["launch", "--replicas=1", "--slots-file=x", "--", *arguments]) == 2
     assert "--slots-file has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--parallelism.tensor_parallel_degree=2"],
+        ["--parallelism.tensor-parallel-degree", "2"],
+        ["--parallelism.data_parallel_shard_degree", "-1", "--training.local_batch_size=1"],
+    ],
+)
+def test_a_request_to_resize_may_change_the_mesh(arguments: list[str]) -> None:
+    check_resize_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--training.steps=7"],
+        ["--experimental.custom_import=os"],
+        ["--", "--help"],
+        ["--help"],
+        ["-h"],
+        ["--parallelism.pipeline_parallel_degree=2", "--config=other.toml"],
+    ],
+)
+def test_a_request_to_resize_may_change_nothing_else(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="a resize changes"):
+        check_resize_arguments(arguments)
+
+
+def test_resized_arguments_need_spares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, why in (
+        (["--resized=--parallelism.tensor_parallel_degree=2"], "only for runs with --spares"),
+        (["--spares=1", "--resized='"], "no list of arguments"),
+    ):
+        assert main(["train", *options, *SMALL]) == 1
+        assert why in capsys.readouterr().err

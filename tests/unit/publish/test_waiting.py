@@ -1,0 +1,66 @@
+"""How a subscriber waits for the next version."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from torchtitan_lite.errors import RpcError
+from torchtitan_lite.publish import sources
+from torchtitan_lite.publish.sources import Publication, ServerSource
+from torchtitan_lite.publish.subscriber import Subscription
+
+
+class _Publication:
+    """Records waits, and ends the test after some."""
+
+    session = "session"
+
+    def __init__(self) -> None:
+        self.waits: list[int] = []
+
+    def wait(self, timeout_s: float, num_retries: int) -> None:
+        self.waits.append(num_retries)
+
+
+class _Subscriber:
+    def __init__(self, seen: Sequence[int | None]) -> None:
+        self.publication = _Publication()
+        self._seen = iter(seen)
+
+    def newest(self) -> int | None:
+        return next(self._seen)
+
+
+def waits(seen: Sequence[int | None], others: Sequence[int], held: int) -> list[int]:
+    """Return the retries of each wait of a process that sees these versions, while the agreed one
+    is at most that of `others`."""
+    subscriber = _Subscriber(seen)
+    subscription = Subscription(cast("Any", subscriber), [], version=held)
+    # Per turn: the version, and whether there is time for another turn.
+    agreed = iter([*[one for other in others for one in (other, 1)][:-1], 0])
+    assert subscription.update(timeout_s=60, agree=lambda own: min(own, next(agreed))) is None
+    return subscriber.publication.waits
+
+
+def test_a_process_waits_long_only_if_it_has_seen_nothing_newer() -> None:
+    assert waits([4, 4, 4], [4, 4, 4], held=4) == [0, 0]
+    # The other process looked before version 5 was complete: it must be asked again at once.
+    assert waits([5, 5, 5, 5], [4, 4, 4, 4], held=4) == [1, 2, 3]
+    assert waits([None, 5, 4, 4], [4, 4, 4, 4], held=4) == [0, 1, 0]
+
+
+class _Connection:
+    def wait_for_change(self, timeout_s: float) -> None:
+        raise RpcError("the server has ended")
+
+
+def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(sources.time, "sleep", slept.append)
+    source = ServerSource.__new__(ServerSource)
+    source._status = cast("Any", _Connection())
+    publication = Publication(where="here", ranks=(source,))
+    for timeout_s, num_retries in ((9.0, 0), (0.001, 0), (9.0, 1), (9.0, 2), (9.0, 99), (0.0, 3)):
+        publication.wait(timeout_s, num_retries)
+    assert slept == [0.05, 0.001, 0.002, 0.004, 0.05, 0.0]
