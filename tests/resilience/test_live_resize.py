@@ -111,7 +111,7 @@ def test_a_mesh_that_does_not_fit_is_rejected(runs: list[SparedRun], tmp_path: P
     for num_ranks, arguments, why in (
         (3, (_TP,), "start 2 processes"),
         (2, ("--training.steps=7",), "--training.steps=7 is given, but a resize changes"),
-        (2, ("--", "--help"), "--help is given"),
+        (2, ("--", "--help"), "-- is given"),
         (2, ("--experimental.custom_import=tests.missing",), "a resize changes [parallelism]"),
         (2, ("--parallelism.tensor_degree=2",), "tensor_degree"),
     ):
