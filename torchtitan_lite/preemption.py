@@ -18,10 +18,14 @@ _INTERRUPT_AFTER_S = 3.0
 once."""
 
 
-class TrainingLeft(BaseException):
+class TrainingAborted(BaseException):
+    """The agent has aborted the training of this process. Not an Exception, so that no handler of
+    errors mistakes it for one."""
+
+
+class TrainingLeft(TrainingAborted):
     """All ranks have left the training after the same step, to continue on another mesh with the
-    snapshots in shared memory. Not an Exception, so that no handler of errors mistakes it for
-    one."""
+    snapshots in shared memory."""
 
 
 class StopRequest:

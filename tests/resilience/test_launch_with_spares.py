@@ -205,6 +205,13 @@ def resize(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def _give_slots(folder: Path, ranks: int) -> Path:
+    """Give replica 1 slots for this number of ranks; return the file that says so."""
+    slots = folder.with_name("slots")
+    slots.write_text(f'{{"1": {ranks}}}')
+    return slots
+
+
 @contextmanager
 def resizable_run(
     folder: Path, log: Path, *own: str, monkeypatch: pytest.MonkeyPatch, faults: str = ""
@@ -214,6 +221,7 @@ def resizable_run(
     monkeypatch.setenv("RANK_FAULTS", f"slow=0.1 {faults}")
     more = ["--experimental.custom_import=tests.rank_faults"]
     more.append(f"--training.steps={_RESIZED_STEPS}")
+    own = (*own, f"--slots-file={_give_slots(folder, 2)}")
     with spared_run(folder, log, *more, replicas=2, ranks="1:2", own=own) as process:
         for number in (0, 1):
             launch.wait_until(lambda n=number: f"replica {n}: training" in log.read_text(), 60)
@@ -224,13 +232,12 @@ def resizable_run(
 def test_replicas_are_resized_in_their_processes(
     tmp_path: Path, undisturbed_losses: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
-    slots.write_text("{}")
-    with resizable_run(folder, log, f"--slots-file={slots}", monkeypatch=monkeypatch) as process:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    with resizable_run(folder, log, monkeypatch=monkeypatch) as process:
         leaders = [rank_of(folder, 0), rank_of(folder, 1)]
-        slots.write_text('{"1": 1}')
+        _give_slots(folder, 1)
         _wait_for_resizes(folder, 1, process, log)
-        slots.write_text("{}")
+        _give_slots(folder, 2)
         _wait_for_resizes(folder, 2, process, log)
         outcome = resize(folder, "--nproc=2", "--parallelism.tensor_parallel_degree=2")
         assert outcome.returncode == 0, (outcome.stderr, log.read_text())
@@ -279,12 +286,11 @@ def test_an_agent_that_dies_during_a_resize_costs_restarts(
     undisturbed_losses: dict[int, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
-    slots.write_text("{}")
-    with resizable_run(folder, log, f"--slots-file={slots}", monkeypatch=monkeypatch) as process:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    with resizable_run(folder, log, monkeypatch=monkeypatch) as process:
         agent = rank_of(folder, 1).parent()
         assert agent is not None
-        slots.write_text('{"1": 1}')
+        _give_slots(folder, 1)
         _wait_for_phase(folder, phase)
         agent.send_signal(signal.SIGKILL)
         text = output_of(process, log, 200)
@@ -301,11 +307,9 @@ def test_a_stop_during_a_resize_saves(
     undisturbed_losses: dict[int, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
-    slots.write_text("{}")
-    own = [f"--slots-file={slots}", "--grace-s=120"]
-    with resizable_run(folder, log, *own, monkeypatch=monkeypatch) as process:
-        slots.write_text('{"1": 1}')
+    folder, log = tmp_path / "run", tmp_path / "log"
+    with resizable_run(folder, log, "--grace-s=120", monkeypatch=monkeypatch) as process:
+        _give_slots(folder, 1)
         _wait_for_phase(folder, phase)
         process.send_signal(signal.SIGTERM)
         output_of(process, log, 200)
@@ -322,12 +326,10 @@ def test_a_replica_that_waits_for_the_others_leaves_too(
     tmp_path: Path, undisturbed_losses: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the one that has left, it cannot take another step."""
-    folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
-    slots.write_text("{}")
-    own = [f"--slots-file={slots}", "--min-replicas=2"]
-    with resizable_run(folder, log, *own, monkeypatch=monkeypatch) as process:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    with resizable_run(folder, log, "--min-replicas=2", monkeypatch=monkeypatch) as process:
         for number, ranks in enumerate((1, 2, 1), start=1):
-            slots.write_text(f'{{"1": {ranks}}}')
+            _give_slots(folder, ranks)
             _wait_for_resizes(folder, number, process, log)
         text = output_of(process, log, 200)
     assert len(list(folder.glob("launch_logs/*/attempt_*"))) == 2, text

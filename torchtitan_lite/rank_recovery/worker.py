@@ -22,7 +22,7 @@ from typing import Any
 
 from torchtitan_lite.axis_groups import abort_all_groups, forget_groups
 from torchtitan_lite.launcher.supervised import print_into_rank_log
-from torchtitan_lite.preemption import TrainingLeft
+from torchtitan_lite.preemption import TrainingAborted, TrainingLeft
 from torchtitan_lite.rank_recovery.channel import Channel
 from torchtitan_lite.rank_recovery.lease import Lease
 
@@ -36,11 +36,6 @@ _ORDER_POLL_S = 0.02
 _RAISE_AGAIN_S = 1.0
 """Time in which the main thread leaves the training once the exception is raised. It may be lost in
 a callback of torch, which swallows exceptions, and is raised again then."""
-
-
-class TrainingAborted(BaseException):
-    """The agent has aborted the training of this process. Not an Exception, so that no handler of
-    errors mistakes it for one."""
 
 
 class Recovery:
@@ -61,7 +56,7 @@ class Recovery:
         self._is_leaving.clear()
         try:
             yield
-        except (TrainingAborted, TrainingLeft):
+        except TrainingAborted:
             raise
         except BaseException as error:
             last = traceback.format_exception_only(error)[-1].strip()
@@ -143,7 +138,7 @@ def serve(train: Callable[[Recovery, list[str]], int], warm_up: Callable[[], Non
         lease.is_training = True
         try:
             status = train(recovery, order["arguments"])
-        except (Exception, TrainingAborted, TrainingLeft):
+        except (Exception, TrainingAborted):
             failure, outcome = traceback.format_exc(), {"parked": True}
         else:
             outcome = {"ended": status}
