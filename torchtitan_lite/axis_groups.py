@@ -27,6 +27,7 @@ from torchtitan_lite.torch_compat import (
     lru_caches,
     mesh_group_names,
     new_local_group,
+    reset_group_names,
     set_group_timeout,
 )
 
@@ -124,10 +125,12 @@ def _groups(world: dist.ProcessGroup) -> dict[tuple[tuple[int, ...], str], dist.
 
 
 def leave_groups() -> None:
-    """Destroy all process groups of this process, unless they were aborted."""
+    """Destroy all process groups of this process, unless they were aborted or could not be
+    created."""
     with _leaving:
         if dist.is_initialized():
             dist.destroy_process_group()
+        reset_group_names()
         _groups.cache_clear()
         while _meshes:
             mesh = _meshes.pop()()

@@ -96,6 +96,18 @@ def abort_groups() -> None:
     distributed_c10d._abort_process_group()
 
 
+def reset_group_names() -> None:
+    """Number the groups of the next world from 0, as a new process does.
+
+    The number is the prefix under which ranks find each other in the store, and only
+    `destroy_process_group` resets it: after an `init_process_group` that has failed, a process
+    would wait for its peers without end (2.13). Needed until torch resets it then, too.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._world.group_count = 0
+
+
 _unknown_names = itertools.count()
 MESH_CACHES = "torch.distributed.tensor."
 """Prefix of the modules with caches of DTensor, which refer to groups through meshes only."""

@@ -97,11 +97,32 @@ def consecutive_worlds(rank: int, folder: str) -> None:
     assert derived_in_world(1 - rank, f"{folder}/2") > 0
 
 
-def test_an_equal_world_reuses_what_was_derived_and_another_does_not(
-    tmp_path_factory: pytest.TempPathFactory,
+def join_after_a_failure(rank: int, folder: str) -> None:
+    """Join a world of two ranks; rank 0 after it has waited in vain for another one."""
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/lonely", rank=0, world_size=2,
+                timeout=timedelta(seconds=0.5),
+            )  # fmt: skip
+        forget_groups()
+    timeout = timedelta(seconds=30)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/both", rank=rank, world_size=2, timeout=timeout
+    )
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("of_rank", ["consecutive_worlds", "join_after_a_failure"])
+def test_processes_join_another_world(
+    of_rank: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """In the first case, an equal world reuses what was derived, and another does not."""
     folder = tmp_path_factory.mktemp("stores")
-    code = "import sys; from tests.unit.test_axis_groups import consecutive_worlds as run; "
+    code = f"import sys; from tests.unit.test_axis_groups import {of_rank} as run; "
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", f"{code}run({rank}, {str(folder)!r})"],
