@@ -183,6 +183,18 @@ def kill(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
+def resize_command(folder: Path, num_ranks: int, *arguments: str) -> list[str]:
+    """Return the command that requests a resize of the run in `folder`."""
+    command = [sys.executable, "-m", "torchtitan_lite", "resize", str(folder)]
+    return [*command, f"--nproc={num_ranks}", *arguments]
+
+
+def resize(folder: Path, num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Request a resize as a user does, and wait for its outcome."""
+    command = resize_command(folder, num_ranks, *arguments)
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+
+
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors in a checkpoint's files, by file and name."""
     return {

@@ -197,14 +197,6 @@ def test_a_rank_that_others_ask_to_stop_restarts_its_replica(
     check_run(folder, undisturbed_losses)
 
 
-def resize(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Request a resize as a user does, and wait for its outcome."""
-    command = [sys.executable, "-m", "torchtitan_lite", "resize", str(folder), *arguments]
-    return subprocess.run(
-        command, cwd=launch.REPOSITORY, capture_output=True, text=True, timeout=200
-    )
-
-
 def _give_slots(folder: Path, ranks: int) -> Path:
     """Give replica 1 slots for this number of ranks; return the file that says so."""
     slots = folder.with_name("slots")
@@ -239,13 +231,13 @@ def test_replicas_are_resized_in_their_processes(
         _wait_for_resizes(folder, 1, process, log)
         _give_slots(folder, 2)
         _wait_for_resizes(folder, 2, process, log)
-        outcome = resize(folder, "--nproc=2", "--parallelism.tensor_parallel_degree=2")
+        outcome = launch.resize(folder, 2, "--parallelism.tensor_parallel_degree=2")
         assert outcome.returncode == 0, (outcome.stderr, log.read_text())
-        for arguments, why in (
-            (["--nproc=3"], "each replica can have 2 ranks: --nproc-per-replica allows 2"),
-            (["--nproc=2", "--training.steps=7"], "a resize changes [parallelism]"),
+        for ranks, arguments, why in (
+            (3, (), "each replica can have 2 ranks: --nproc-per-replica allows 2"),
+            (2, ("--training.steps=7",), "a resize changes [parallelism]"),
         ):
-            outcome = resize(folder, *arguments)
+            outcome = launch.resize(folder, ranks, *arguments)
             assert outcome.returncode == 1 and why in outcome.stderr, outcome.stderr
         assert [rank_of(folder, 0), rank_of(folder, 1)] == leaders
         text = output_of(process, log, 200)
@@ -266,7 +258,7 @@ def test_replicas_leave_a_mesh_that_fails(
 ) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     with resizable_run(folder, log, monkeypatch=monkeypatch, faults="not_on=1") as process:
-        outcome = resize(folder, "--nproc=1")
+        outcome = launch.resize(folder, 1)
         assert outcome.returncode == 1, outcome.stderr
         assert outcome.stderr.startswith("resize: failed: replica "), outcome.stderr
         for number in (0, 1):

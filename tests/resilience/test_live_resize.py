@@ -3,7 +3,6 @@ nothing is read from storage, and the losses are those of a run that was never r
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -21,15 +20,6 @@ _EP = "--parallelism.expert_parallel_degree=2"
 _EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe")
 _Mesh = tuple[int, tuple[str, ...]]
 """Number of ranks, and changed arguments."""
-
-
-def resize(run: SparedRun, num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Request a resize as a user does, and wait for its outcome."""
-    command = [sys.executable, "-m", "torchtitan_lite", "resize", str(run.folder)]
-    return subprocess.run(
-        [*command, f"--nproc={num_ranks}", *arguments],
-        cwd=launch.REPOSITORY, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
 
 
 def _expected(runs: list[SparedRun], folder: Path, *arguments: str) -> dict[int, float]:
@@ -85,7 +75,7 @@ def test_resizes_do_not_change_the_losses(
     for num_ranks, changes in others:
         before = run.settled_ranks()
         step = run.last_step()
-        outcome = resize(run, num_ranks, *changes)
+        outcome = launch.resize(run.folder, num_ranks, *changes)
         assert outcome.returncode == 0, (outcome.stderr, run.log.read_text()[-4000:])
         resumed = [one for one in launch.events_of(run.folder) if one["event"] == "resume"][-1]
         assert resumed["step"] >= step
@@ -115,7 +105,7 @@ def test_a_mesh_that_does_not_fit_is_rejected(runs: list[SparedRun], tmp_path: P
         (2, ("--experimental.custom_import=tests.missing",), "a resize changes [parallelism]"),
         (2, ("--parallelism.tensor_degree=2",), "tensor_degree"),
     ):
-        outcome = resize(run, num_ranks, *arguments)
+        outcome = launch.resize(run.folder, num_ranks, *arguments)
         assert outcome.returncode == 1 and why in outcome.stderr, outcome.stderr
         assert outcome.stderr.startswith("resize: rejected: ")
     # What is not a request is removed, and changes nothing.
@@ -139,9 +129,9 @@ def test_a_mesh_that_fails_is_left_again(fault: str, runs: list[SparedRun], tmp_
     run.wait_for_step(3)
     before = run.settled_ranks()
     if fault == "raises":
-        outcome = resize(run, 3)
+        outcome = launch.resize(run.folder, 3)
     else:
-        command = [sys.executable, "-m", "torchtitan_lite", "resize", str(run.folder), "--nproc=3"]
+        command = launch.resize_command(run.folder, 3)
         with subprocess.Popen(
             command, cwd=launch.REPOSITORY, stderr=subprocess.PIPE, text=True
         ) as request:
@@ -162,9 +152,5 @@ def test_a_mesh_that_fails_is_left_again(fault: str, runs: list[SparedRun], tmp_
 
 
 def test_a_run_without_an_agent_does_not_answer(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torchtitan_lite", "resize", str(tmp_path / "missing")]
-    outcome = subprocess.run(
-        [*command, "--nproc=2"],
-        cwd=launch.REPOSITORY, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    outcome = launch.resize(tmp_path / "missing", 2)
     assert outcome.returncode == 2 and "not the output folder of a run" in outcome.stderr
