@@ -113,7 +113,8 @@ def _resize(commands) -> None:
         "resize",
         "Change the number of ranks or the mesh of a live run, without a restart.",
         "torchtitan-lite resize RUN --nproc N [--parallelism.key value ...]\n\n"
-        "RUN is the output folder of `train --spares K` or `launch --spares K` on this machine.\n"
+        "RUN is the output folder of `train --spares K` or `launch --spares K` on this machine,\n"
+        "or of `train --rdzv-endpoint`: then on any machine that trains, and for all of them.\n"
         "Processes that stay keep their process ids; the state moves to the new mesh through\n"
         "shared memory. Keys that can change are those of [parallelism], and\n"
         "training.local_batch_size; omitted ones have the values with which the run was started.\n"
@@ -123,8 +124,8 @@ def _resize(commands) -> None:
     )
     add = resize.add_argument
     add("run", type=Path, help="output folder of the run")
-    of_replica = "number of ranks, under `launch` of each replica"
-    add("--nproc", type=positive, required=True, help=of_replica)
+    per = "number of ranks, of each replica or each machine if there are several"
+    add("--nproc", type=positive, required=True, help=per)
     add(
         "--timeout",
         type=positive,

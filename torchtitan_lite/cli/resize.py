@@ -51,7 +51,7 @@ def _silence(waited_s: float, *, is_accepted: bool) -> str:
     if is_accepted:
         return f"accepted, but there was no step on the new mesh within {waited_s:.0f} s."
     return (
-        f"no agent answered within {waited_s:.0f} s. Only `torchtitan-lite train --spares K` on "
-        "one machine and `torchtitan-lite launch --spares K` follow requests, while all ranks "
-        "train."
+        f"no agent answered within {waited_s:.0f} s. Only `torchtitan-lite train --spares K`, "
+        "`torchtitan-lite train --rdzv-endpoint` and `torchtitan-lite launch --spares K` follow "
+        "requests, while all ranks train."
     )

@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -37,6 +37,7 @@ from torchtitan_lite.outputs import output_folder
 from torchtitan_lite.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
+    from torchtitan_lite.launcher.resize_request import RequestInbox, ResizeRequest
     from torchtitan_lite.preemption import StopRequest
     from torchtitan_lite.rank_recovery.worker import Recovery
     from torchtitan_lite.train_state import TrainState
@@ -323,17 +324,12 @@ def _train_ranks(arguments: Sequence[str], num_ranks: int) -> int:
 
 def _train_with_spares(arguments: Sequence[str], options: _Options, config: Config) -> int:
     """Start an agent with the ranks and the spares. Returns the exit status."""
-    from torchtitan_lite.launcher.resize_request import RequestInbox, ResizeRequest, RunMesh
+    from torchtitan_lite.launcher.resize_request import RunMesh
     from torchtitan_lite.launcher.restart_policy import RestartPolicy
     from torchtitan_lite.rank_recovery.rank_agent import RankAgent
     from torchtitan_lite.rank_recovery.rank_process import RankProcess
 
-    def check_resize(request: ResizeRequest) -> None:
-        check_resize_arguments(request.mesh.arguments)
-        resized, _ = _checked([*arguments, *request.mesh.arguments], request.mesh.num_ranks)
-        check_live_resize(config, resized, is_joint=request.is_joint)
-
-    folder = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
+    inbox, check_resize = _resizing(arguments, options, config)
     environment = _of_agent()
     with _received_signals() as received:
         agent = RankAgent(
@@ -343,11 +339,27 @@ def _train_with_spares(arguments: Sequence[str], options: _Options, config: Conf
             # Constant, because an attempt takes seconds anyway, and equal failures end the run.
             policy=RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=0.1),
             requests=received,
-            inbox=RequestInbox(folder),
+            inbox=inbox,
             check_resize=check_resize,
         )
         agent.run()
     return agent.exit_status
+
+
+def _resizing(
+    arguments: Sequence[str], options: _Options, config: Config
+) -> "tuple[RequestInbox, Callable[[ResizeRequest], None]]":
+    """Return where the agent receives requests to resize the run, and their check."""
+    from torchtitan_lite.launcher.resize_request import RequestInbox, ResizeRequest
+
+    def check(request: ResizeRequest) -> None:
+        check_resize_arguments(request.mesh.arguments)
+        world_size = request.mesh.num_ranks * options.num_machines
+        resized, _ = _checked([*arguments, *request.mesh.arguments], world_size)
+        check_live_resize(config, resized, is_joint=request.is_joint)
+
+    folder = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
+    return RequestInbox(folder), check
 
 
 def _train_on_machines(arguments: Sequence[str], options: _Options, config: Config) -> int:
@@ -359,7 +371,9 @@ def _train_on_machines(arguments: Sequence[str], options: _Options, config: Conf
     from torchtitan_lite.config import config_fingerprint
     from torchtitan_lite.rank_recovery.machine_agent import MachineAgent
     from torchtitan_lite.rank_recovery.rank_process import RankProcess
+    from torchtitan_lite.rank_recovery.resize_inbox import ResizeInbox
     from torchtitan_lite.rendezvous.link import RendezvousLink
+    from torchtitan_lite.rendezvous.messages import MAX_CHARS
 
     address = _own_address(options)
     link = RendezvousLink(
@@ -372,6 +386,11 @@ def _train_on_machines(arguments: Sequence[str], options: _Options, config: Conf
         num_ranks=options.num_ranks,
         fingerprint=config_fingerprint(config, options.num_ranks * options.num_machines),
     )
+    inbox = ResizeInbox(
+        *_resizing(arguments, options, config),
+        check_arguments=check_resize_arguments,
+        max_chars=MAX_CHARS,
+    )
     environment = _of_agent()
     with _received_signals() as received:
         agent = MachineAgent(
@@ -381,7 +400,9 @@ def _train_on_machines(arguments: Sequence[str], options: _Options, config: Conf
             link=link,
             join_timeout_s=options.join_timeout_s,
             requests=received,
+            inbox=inbox,
         )
+        inbox.start()
         link.start()
         agent.run()
     return agent.exit_status

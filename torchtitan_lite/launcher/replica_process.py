@@ -13,8 +13,8 @@ from pathlib import Path
 from torchtitan_lite.launcher.hang_diagnosis import HangMonitor
 from torchtitan_lite.launcher.logs import ReplicaProgress, last_lines
 from torchtitan_lite.launcher.resize_request import (
-    Answer,
     Permission,
+    ResizeAnswer,
     ResizeRequest,
     permit,
     read_answer,
@@ -207,7 +207,7 @@ class ReplicaProcess:
         """Request that the agent resizes the replica in its processes. Raises OSError."""
         send_request(self._metrics.parent, request)
 
-    def resize_answer(self, request: ResizeRequest) -> Answer | None:
+    def resize_answer(self, request: ResizeRequest) -> ResizeAnswer | None:
         """Return the agent's newest answer to `request`; None if there is none yet."""
         return read_answer(self._metrics.parent, request)
 

@@ -1,5 +1,6 @@
 """Requests to resize a live run: a file in the run's folder, which the agent of its ranks, or the
-launcher of its replicas, answers by another file.
+launcher of its replicas, answers by another file. On several machines, the first agent that finds
+it passes it on to the rendezvous.
 
 Replicas are resized together by the launcher, which sends the same request to the agent of each.
 No replica may train on the new mesh while another one trains on the former. So an agent reports
@@ -8,15 +9,18 @@ continues when the launcher permits it. Layer: imports no torch, and nothing of 
 """
 
 import json
+import os
 import secrets
+import shlex
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _REQUEST, _ANSWER, _PERMISSION = "resize.json", "resize_answer.json", "resize_permission.json"
 _MAX_BYTES = 1 << 16
+_MAX_ID_CHARS = 64
 _POLL_S = 0.25
 LEAVE_S = 120.0
 """Time for the step after which all ranks leave their training."""
@@ -27,7 +31,7 @@ class ResizeState(StrEnum):
 
     ACCEPTED = "accepted"
     READY = "ready"
-    """New processes are warm; training continues on the former mesh."""
+    """New processes are warm, so that the ranks may leave the training when all others are, too."""
     LEFT = "left"
     """All ranks have left the training; the snapshots in shared memory hold the state."""
     DONE = "done"
@@ -36,6 +40,11 @@ class ResizeState(StrEnum):
     """Nothing has changed."""
     FAILED = "failed"
     """The run returns to its former mesh, or has never left it."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the request has ended."""
+        return self in (ResizeState.DONE, ResizeState.REJECTED, ResizeState.FAILED)
 
 
 class Permission(StrEnum):
@@ -61,6 +70,18 @@ class RunMesh:
         ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
         return " ".join((ranks, *self.arguments))
 
+    def to_text(self) -> str:
+        """Return the number and the arguments as words, quoted as for a shell."""
+        return shlex.join((str(self.num_ranks), *self.arguments))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Parse the form of `to_text`. Raises ValueError."""
+        number, *arguments = shlex.split(text) or [""]
+        if not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"{text!r:.60} is not a mesh")
+        return cls(int(number), tuple(arguments))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResizeRequest:
@@ -73,7 +94,7 @@ class ResizeRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ResizeAnswer:
     """The answer to a request."""
 
     id: str
@@ -85,15 +106,15 @@ class RequestInbox:
     """Receives and answers requests."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is the output folder of the run. What an earlier process left there is
+        """`folder` is the output folder of the run. A request that an earlier process left there is
         removed."""
         self._folder = folder
         self._read_at_s = self._repeated_at_s = float("-inf")
         self._has_answered = False
         """Whether there was an answer since the last look for a request."""
-        self._unwritten: Answer | None = None
+        self._unwritten: ResizeAnswer | None = None
         """The newest answer, if it could not be written."""
-        for name in (_REQUEST, _ANSWER, _PERMISSION):
+        for name in (_REQUEST, _PERMISSION):
             with suppress(OSError):
                 (folder / name).unlink()
 
@@ -107,8 +128,11 @@ class RequestInbox:
             # The answer to another request would replace it before it is read.
             self._has_answered = False
             return None
-        path = self._folder / _REQUEST
-        if not path.is_file():
+        # One agent has it, if several machines share the folder.
+        path = _own_name(self._folder / _REQUEST)
+        try:
+            (self._folder / _REQUEST).rename(path)
+        except OSError:
             return None
         content = _read(path)
         with suppress(OSError):
@@ -118,7 +142,7 @@ class RequestInbox:
                 "mesh": {"num_ranks": int(num_ranks), "arguments": list(arguments)},
                 "is_joint": bool(is_joint),
                 "id": str(key),
-            } if type(num_ranks) is int and num_ranks >= 1:
+            } if type(num_ranks) is int and num_ranks >= 1 and len(key) <= _MAX_ID_CHARS:
                 mesh = RunMesh(num_ranks, tuple(map(str, arguments)))
                 return ResizeRequest(mesh=mesh, is_joint=is_joint, id=key)
             case _:
@@ -134,7 +158,7 @@ class RequestInbox:
 
     def answer(self, request: ResizeRequest, state: ResizeState, reason: str = "") -> None:
         """Answer a request. A full disk must not end the run: `repeat` writes the answer later."""
-        self._unwritten = Answer(id=request.id, state=state, reason=reason)
+        self._unwritten = ResizeAnswer(id=request.id, state=state, reason=reason)
         self._has_answered = True
         self._write()
 
@@ -156,12 +180,12 @@ def send_request(folder: Path, request: ResizeRequest) -> None:
     _write(folder / _REQUEST, asdict(request))
 
 
-def read_answer(folder: Path, request: ResizeRequest) -> Answer | None:
+def read_answer(folder: Path, request: ResizeRequest) -> ResizeAnswer | None:
     """Return the newest answer to `request`; None if there is none yet."""
     match _read(folder / _ANSWER):
         case {"id": request.id, "state": str(state), "reason": str(reason)}:
             with suppress(ValueError):
-                return Answer(id=request.id, state=ResizeState(state), reason=reason)
+                return ResizeAnswer(id=request.id, state=ResizeState(state), reason=reason)
     return None
 
 
@@ -182,7 +206,12 @@ def _read(path: Path) -> Any:
     return None
 
 
+def _own_name(path: Path) -> Path:
+    """Return a name beside `path` for this process alone."""
+    return path.with_suffix(f".{os.getpid()}")
+
+
 def _write(path: Path, content: Any) -> None:
-    partial = path.with_suffix(".part")
+    partial = _own_name(path)
     partial.write_text(json.dumps(content), encoding="utf-8")
     partial.replace(path)

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from torchtitan_lite.launcher.local_ranks import forwarded_signal
 from torchtitan_lite.launcher.logs import mask_numbers
+from torchtitan_lite.launcher.resize_request import RunMesh
 from torchtitan_lite.launcher.restart_policy import Failure
 from torchtitan_lite.launcher.supervised import ATTEMPT, ATTEMPT_STARTED, rank_environment
 from torchtitan_lite.log import logger
@@ -85,17 +86,18 @@ class ProcessAgent(SimpleElasticAgent):
     def __init__(
         self,
         start_process: Callable[[], RankProcess],
-        num_ranks: int,
+        mesh: RunMesh,
         num_spares: int,
         *,
         rendezvous: RendezvousHandler,
         requests: Sequence[int],
     ) -> None:
-        """`start_process` starts a process that parks. `requests` receives the numbers of signals
-        to forward to the ranks."""
+        """`start_process` starts a process that parks; `mesh` is that of the first attempt, with
+        the ranks of this machine. `requests` receives the numbers of signals to forward to the
+        ranks."""
         spec = WorkerSpec(
             role="trainer",
-            local_world_size=num_ranks,
+            local_world_size=mesh.num_ranks,
             rdzv_handler=rendezvous,
             entrypoint="train",
             max_restarts=UNLIMITED,
@@ -109,8 +111,8 @@ class ProcessAgent(SimpleElasticAgent):
         self._spares: list[RankProcess] = []
         self._lost: set[int] = set()
         """Ranks whose process is to be replaced."""
-        self._changed_arguments: Sequence[str] = ()
-        """Arguments of `train` that a resize has added."""
+        self._mesh = mesh
+        """The mesh of the present or next attempt."""
         self._failed_at_s = self._restart_at_s = self._ended_at_s = 0.0
         self.exit_status = 0
         """Exit status of the run."""
@@ -162,7 +164,7 @@ class ProcessAgent(SimpleElasticAgent):
                 process.poll()
                 if process.state in (RankState.PARKED, RankState.ENDED):
                     environment = self._environment(ranks[number], worker_group)
-                    process.start_training(environment, self._changed_arguments)
+                    process.start_training(environment, self._mesh.arguments)
                 elif process.state is RankState.STARTING and time.monotonic() >= deadline_s:
                     logger.error("Rank %d did not start in %.0f s: it is killed.", number, _START_S)
                     self._kill([process])
@@ -221,9 +223,7 @@ class ProcessAgent(SimpleElasticAgent):
         for number in replaced:
             logger.warning("Rank %d did not leave its training: it is replaced.", number)
         self._kill([self._ranks.pop(number) for number in replaced])
-        # They have parked: their snapshots are in shared memory.
-        surplus = self._ranks.keys() - range(worker_group.spec.local_world_size)
-        self._kill([self._ranks.pop(number) for number in surplus])
+        self._end_surplus_ranks()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End all processes."""
@@ -285,6 +285,31 @@ class ProcessAgent(SimpleElasticAgent):
     ) -> Event:
         """Return an event without the name of the host, whose look-up may block for seconds."""
         return Event(state, source)
+
+    def _change_mesh(self, mesh: RunMesh) -> None:
+        """Let the next attempt have another mesh."""
+        self._mesh = mesh
+        self._worker_group.spec.local_world_size = mesh.num_ranks
+
+    def _prepare(self, mesh: RunMesh) -> bool:
+        """Start the processes that another mesh needs; return whether all are warm."""
+        missing = mesh.num_ranks - len(self._ranks)
+        while len(self._spares) < missing:
+            self._spares.append(self._start_process())
+        return sum(one.state is RankState.PARKED for one in self._spares) >= missing
+
+    def _end_surplus_ranks(self) -> None:
+        """End the processes that the next attempt does not have. They have parked: their snapshots
+        are in shared memory."""
+        surplus = self._ranks.keys() - range(self._worker_group.spec.local_world_size)
+        self._kill([self._ranks.pop(number) for number in surplus])
+
+    def _end_surplus_spares(self) -> None:
+        """End the spares beyond the configured number, which a resize that is not followed has
+        started."""
+        self._spares.sort(key=lambda spare: spare.state is not RankState.PARKED)
+        surplus, self._spares = self._spares[self._num_spares :], self._spares[: self._num_spares]
+        self._kill(surplus)
 
     def _take_spare(self) -> RankProcess | None:
         """Return a spare, one that is parked if possible."""

@@ -1,6 +1,7 @@
 """The agent of one of several machines. The rendezvous decides when an attempt starts and ends, and
 who takes part in it; this agent reports to it, and stops its ranks without being asked to when the
-rendezvous does not answer in time. Layer: above agent and rendezvous.
+rendezvous does not answer in time. It passes a request to resize the run on to the rendezvous,
+whose answers name the phase for all machines. Layer: above agent, resize_inbox and rendezvous.
 """
 
 import math
@@ -17,18 +18,33 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.processes import Subreaper, become_subreaper
+from torchtitan_lite.launcher.resize_request import ResizeState, RunMesh
 from torchtitan_lite.launcher.restart_policy import Failure
 from torchtitan_lite.log import logger
-from torchtitan_lite.rank_recovery.agent import AgentRendezvous, ProcessAgent, succeeded
+from torchtitan_lite.rank_recovery.agent import (
+    AgentRendezvous,
+    ProcessAgent,
+    succeeded,
+)
 from torchtitan_lite.rank_recovery.lease import kill_writers
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
+from torchtitan_lite.rank_recovery.resize_inbox import ResizeInbox
 from torchtitan_lite.rendezvous.link import RendezvousLink
-from torchtitan_lite.rendezvous.messages import Answer, FailureKind, Phase, RunState
+from torchtitan_lite.rendezvous.messages import (
+    MAX_CHARS,
+    Answer,
+    FailureKind,
+    Phase,
+    RunState,
+)
 from torchtitan_lite.rendezvous.timing import LEASE_S, PARK_S, STOP_S, lease_clock_s
 from torchtitan_lite.stores import listening_store
 
 _REAP_S = 0.5
+_HOLD_S = 60.0
+"""Time for which a request to stop waits for ranks that leave or start because of a resize."""
 
 
 class MachineAgent(ProcessAgent):
@@ -43,6 +59,7 @@ class MachineAgent(ProcessAgent):
         link: RendezvousLink,
         join_timeout_s: float,
         requests: Sequence[int],
+        inbox: ResizeInbox,
     ) -> None:
         """See `ProcessAgent`. `join_timeout_s` limits how long to wait for enough machines."""
         rendezvous = AgentRendezvous(self.join)
@@ -53,7 +70,8 @@ class MachineAgent(ProcessAgent):
             process.renew_lease(self._leased_s + STOP_S)
             return process
 
-        super().__init__(start, num_ranks, num_spares, rendezvous=rendezvous, requests=requests)
+        mesh = RunMesh(num_ranks)
+        super().__init__(start, mesh, num_spares, rendezvous=rendezvous, requests=requests)
         # All machines have equally many ranks, so that torchelastic need not compare them in a
         # store, where it would block.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
@@ -72,20 +90,32 @@ class MachineAgent(ProcessAgent):
         """Last attempt in which this machine was found to be a spare one."""
         self._excepted: int | None = None
         """Rank that raised the first exception of the attempt on this machine."""
+        self._inbox = inbox
+        self._answered: ResizeState | None = None
+        """The last answer to the request of this machine."""
+        self._left_attempt = 0
+        """Last attempt that its ranks were ordered to leave for a resize."""
+        self._stop_s = math.inf
+        """When this machine was asked to stop."""
 
     def join(self) -> RendezvousInfo:
         """Block until this machine has a node rank in a new attempt. Raises
         RendezvousGracefulExitError if the run has ended, also for this machine alone."""
         since_s = time.monotonic()
         while True:
+            self._pause()
+            answer = self._link.answer
+            self._inbox.is_open = False
+            if answer is not None:
+                self._answer_request(answer)
+                if answer.state is RunState.RUNNING:
+                    self._adopt_mesh(answer.mesh)
             for number in range(self._worker_group.spec.local_world_size):
                 if number not in self._ranks:
                     # Warm before it is needed, also on a spare machine.
                     self._ranks[number] = self._take_spare() or self._start_process()
-            self._pause()
             for process in (*self._ranks.values(), *self._spares):
                 process.poll()
-            answer = self._link.answer
             if answer is not None and self._is_spare(answer):
                 if answer.attempt != self._spare_attempt:
                     # Another machine may have taken the place that they write for.
@@ -93,7 +123,8 @@ class MachineAgent(ProcessAgent):
                 self._spare_attempt = answer.attempt
             if self._link.rejection:
                 self._leave(self._link.report.failure_status or 1, self._link.rejection)
-            if self._requests:
+            self._report_stop()
+            if self._requests and not self._stop_waits(answer):
                 silent = f", and {self._link.problem}" if self._link.problem else ""
                 self._leave(0 if self._is_spare(answer) else 1, f"it was asked to stop{silent}")
             if answer is not None and answer.state is RunState.ENDED:
@@ -139,6 +170,9 @@ class MachineAgent(ProcessAgent):
             self._link.update(
                 phase=Phase.JOINED,
                 attempt=answer.attempt,
+                mesh=answer.mesh,
+                has_left=False,
+                ready_for="",
                 seen_attempt=answer.attempt,
                 node_rank=answer.node_rank,
                 store_port=port,
@@ -222,14 +256,45 @@ class MachineAgent(ProcessAgent):
         is_going = answer.state in (RunState.RUNNING, RunState.REBUILDING)
         return not (is_in and is_going and self._link.has_lease and not self._link.rejection)
 
+    def _report_stop(self) -> None:
+        if self._requests and not self._link.report.is_stopping:
+            self._stop_s = time.monotonic()
+            self._link.update(is_stopping=True)
+
+    def _stop_waits(self, answer: Answer | None) -> bool:
+        """Whether a request to stop waits: the ranks have left their training for a resize, and
+        only ranks that train can save and exit."""
+        before = self._attempt_number - (self._link.report.phase is Phase.JOINED)
+        has_left = 0 < self._left_attempt >= before
+        is_soon = time.monotonic() < self._stop_s + _HOLD_S
+        return has_left and is_soon and self._link.has_lease and not self._is_spare(answer)
+
+    def _may_forward(self) -> bool:
+        answer, report = self._link.answer, self._link.report
+        assert answer is not None
+        # Ranks that leave would disagree with those of other machines; the rendezvous may already
+        # have decided that they do.
+        is_ready = answer.resize == report.ready_for and answer.resize_state is not ResizeState.LEFT
+        waits = self._left_attempt == self._attempt_number or (
+            bool(answer.resize) and is_ready and not self._link.problem
+        )
+        # Ranks that start would die.
+        is_first = (
+            answer.resize_state is ResizeState.LEFT
+            or self._left_attempt == self._attempt_number - 1 > 0
+        )
+        starts = is_first and not all(one.has_progress for one in self._ranks.values())
+        return not (waits or starts) or time.monotonic() >= self._stop_s + _HOLD_S
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pause()
-        if self._link.report.is_stopping is not bool(self._requests):
-            self._link.update(is_stopping=True)
+        self._report_stop()
         answer = self._link.answer
         assert answer is not None
+        self._answer_request(answer)
         if answer.state is RunState.ENDED:
             return self._finish(answer)
+        self._prepare_for(answer)
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.SUCCEEDED:
             if self._link.report.phase is not Phase.ENDED:
@@ -242,7 +307,13 @@ class MachineAgent(ProcessAgent):
                 return result
             result = RunResult(state=WorkerState.HEALTHY)
         if not self._has_ended():
-            return result
+            if result.state is not WorkerState.HEALTHY:
+                return result
+            self._order_to_leave(answer)
+            if not self._has_left():
+                return result
+            self._failed_at_s = time.monotonic()
+            return RunResult(state=WorkerState.UNHEALTHY)
         if not self._link.has_lease:
             logger.warning(
                 "No answer of the rendezvous for %.0f s (%s): the ranks of this machine stop.",
@@ -268,7 +339,7 @@ class MachineAgent(ProcessAgent):
         elif process.state is not RankState.EXITED:
             kind, age_s = FailureKind.EXCEPTION, time.monotonic() - process.failed_at_s
             self._excepted = failure.rank
-        first = self._link.report.node_rank * self._link.report.num_ranks
+        first = self._link.report.node_rank * self._mesh.num_ranks
         self._link.update(
             phase=Phase.FAILED,
             failure=kind,
@@ -284,6 +355,7 @@ class MachineAgent(ProcessAgent):
             super()._stop_workers(worker_group)
             return
         has_lost_lease = not self._link.has_lease
+        has_left = self._has_left()
         # First of all: what they write must end with the lease, too.
         self._kill_writers_without_lease()
         for process in self._ranks.values():
@@ -297,7 +369,75 @@ class MachineAgent(ProcessAgent):
         super()._stop_workers(worker_group)
         if not self._link.has_lease:
             kill_writers(os.getpid())
-        self._link.update(phase=Phase.PARKED, has_lost_lease=has_lost_lease)
+        self._link.update(
+            phase=Phase.PARKED, has_lost_lease=has_lost_lease, has_left=has_left and not failed
+        )
+
+    def _adopt_mesh(self, text: str) -> None:
+        """Let the next attempt have the mesh of an answer. Raises RendezvousGracefulExitError."""
+        if text == self._mesh.to_text():
+            return
+        try:
+            mesh = self._inbox.parse(text)
+        except (ConfigError, ValueError) as error:
+            self._leave(1, f"it cannot have the mesh of the run, {text}: {error}")
+        else:
+            logger.warning("The ranks of this machine change to %s.", mesh)
+            self._change_mesh(mesh)
+            self._end_surplus_ranks()
+
+    def _answer_request(self, answer: Answer) -> None:
+        """Report the request of this machine, and pass on what has become of it."""
+        request = self._inbox.request
+        if request is None:
+            return
+        if self._link.report.request != request.id:
+            self._answered = ResizeState.ACCEPTED
+            self._link.update(request=request.id, request_mesh=request.mesh.to_text())
+        state, reason = answer.request_state, answer.request_reason
+        if self._is_spare(answer):
+            state, reason = ResizeState.FAILED, "the machine with this request trains no more"
+        elif answer.request != request.id or state is self._answered:
+            return
+        self._answered = state
+        self._inbox.answer(state, reason)
+        if state.is_final:
+            self._link.update(request="", request_mesh="")
+
+    def _prepare_for(self, answer: Answer) -> None:
+        """Report whether this machine can follow the present resize, once the processes that it
+        needs are warm."""
+        self._inbox.is_open = self._link.report.has_progress and not self._requests
+        if answer.state is not RunState.RUNNING:
+            return
+        if not answer.resize:
+            if len(self._spares) > self._num_spares:
+                self._end_surplus_spares()
+            return
+        report = self._link.report
+        is_known = answer.resize in (report.ready_for, report.refused)
+        if is_known or answer.resize_state is ResizeState.LEFT:
+            return
+        refusal = self._inbox.refusal(answer.resize, answer.resize_mesh)
+        if refusal:
+            self._link.update(refused=answer.resize, refusal=refusal[:MAX_CHARS])
+        elif refusal is not None and self._prepare(RunMesh.from_text(answer.resize_mesh)):
+            self._link.update(ready_for=answer.resize)
+
+    def _order_to_leave(self, answer: Answer) -> None:
+        """Let the ranks leave the training if all machines are ready to."""
+        is_ordered = self._left_attempt == self._attempt_number
+        if is_ordered or answer.resize_state is not ResizeState.READY:
+            return
+        if all(process.has_progress for process in self._ranks.values()):
+            self._left_attempt = self._attempt_number
+            for process in self._ranks.values():
+                process.leave_training()
+
+    def _has_left(self) -> bool:
+        """Whether all ranks have left the training as they were ordered to."""
+        is_ordered = self._left_attempt == self._attempt_number
+        return is_ordered and all(one.state is RankState.PARKED for one in self._ranks.values())
 
     def _finish(self, answer: Answer) -> RunResult:
         """End with the run."""
@@ -317,7 +457,10 @@ class MachineAgent(ProcessAgent):
         """Do nothing: the rendezvous has seen all machines finish."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self._inbox.request is not None:
+            self._inbox.answer(ResizeState.FAILED, "the run has ended")
         super()._shutdown(death_sig, timeout)
+        self._inbox.close()
         if self._link.report.phase is not Phase.ENDED:
             # Another machine may take the place that they write for.
             kill_writers(os.getpid())
@@ -328,7 +471,7 @@ class MachineAgent(ProcessAgent):
 
     def _made_progress(self) -> None:
         if not self._link.report.has_progress:
-            self._link.update(has_progress=True)
+            self._link.update(has_progress=True, former_mesh=self._mesh.to_text())
 
     def _attempt(self) -> int:
         return self._attempt_number - 1

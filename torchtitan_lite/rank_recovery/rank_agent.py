@@ -83,13 +83,8 @@ class RankAgent(ProcessAgent):
         """See `ProcessAgent`. `inbox` receives requests to resize; `check_resize` raises
         ConfigError for one that the run cannot follow."""
         rendezvous = AgentRendezvous(_join_alone)
-        super().__init__(
-            start_process, mesh.num_ranks, num_spares, rendezvous=rendezvous, requests=requests
-        )
+        super().__init__(start_process, mesh, num_spares, rendezvous=rendezvous, requests=requests)
         self._policy, self._inbox, self._check_resize = policy, inbox, check_resize
-        self._mesh = mesh
-        """The mesh of the present attempt."""
-        self._changed_arguments = mesh.arguments
         self._resize: _Resize | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -113,10 +108,7 @@ class RankAgent(ProcessAgent):
     def _may_leave(self, resize: _Resize) -> bool:
         """Start the missing processes, which import everything while the others train; return
         whether the ranks may leave the training."""
-        missing = resize.request.mesh.num_ranks - len(self._ranks)
-        while len(self._spares) < missing:
-            self._spares.append(self._start_process())
-        if sum(one.state is RankState.PARKED for one in self._spares) < missing:
+        if not self._prepare(resize.request.mesh):
             return False
         # Ranks that start do not receive orders yet.
         if not all(one.has_progress for one in self._ranks.values()):
@@ -174,13 +166,6 @@ class RankAgent(ProcessAgent):
             logger.warning("Resizing from %s to %s.", resize.former, mesh)
         return RunResult(state=WorkerState.UNHEALTHY)
 
-    def _end_surplus_spares(self) -> None:
-        """End the spares beyond the configured number, which a resize that is not followed has
-        started."""
-        self._spares.sort(key=lambda spare: spare.state is not RankState.PARKED)
-        surplus, self._spares = self._spares[self._num_spares :], self._spares[: self._num_spares]
-        self._kill(surplus)
-
     def _may_forward(self) -> bool:
         # Ranks that leave or start cannot stop as they should: they would disagree, or die. Later
         # they may wait for other replicas, which will not come.
@@ -210,10 +195,7 @@ class RankAgent(ProcessAgent):
             self._inbox.answer(request, ResizeState.ACCEPTED)
 
     def _change_mesh(self, mesh: RunMesh) -> None:
-        """Let the next attempt have another mesh."""
-        self._mesh = mesh
-        self._worker_group.spec.local_world_size = mesh.num_ranks
-        self._changed_arguments = mesh.arguments
+        super()._change_mesh(mesh)
         self._failed_at_s = self._restart_at_s = time.monotonic()
 
     def _end_resize(self, state: ResizeState, reason: str = "") -> None:

@@ -30,8 +30,9 @@ CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
 """Environment variable: the descriptor of this process' channel to the agent."""
 _INTERRUPT = signal.SIGRTMIN + 2
 _INTERRUPT_EVERY_S = 0.2
-_ORDER_S = 5.0
-"""Time in which an order reaches all ranks."""
+ORDER_S = 5.0
+"""Time in which an order reaches all ranks; on several machines, longer than a lease, because a
+machine may receive it that late."""
 _ORDER_POLL_S = 0.02
 _RAISE_AGAIN_S = 1.0
 """Time in which the main thread leaves the training once the exception is raised. It may be lost in
@@ -92,7 +93,7 @@ class Recovery:
         """Leave the training if the ranks have agreed to stop because of an order to leave. Either
         this rank has that order or soon receives it, or it has received a signal, too. Raises
         TrainingLeft."""
-        deadline_s = time.monotonic() + _ORDER_S
+        deadline_s = time.monotonic() + ORDER_S
         while not self._is_leaving.wait(_ORDER_POLL_S):
             if stop_requested_here() or time.monotonic() >= deadline_s:
                 return

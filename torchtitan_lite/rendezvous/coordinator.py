@@ -5,6 +5,10 @@ Each attempt has a number, and a node rank for each of its members. An attempt e
 when a machine is lost or a rank fails. The next one is decided when every machine that still
 answers has parked its ranks: members keep their node ranks, spare machines fill the others.
 
+A resize, which any member may request, has three phases: all members start missing processes, all
+ranks leave the training after the same step, and the next attempt is on the new mesh. If that
+attempt ends before all ranks have committed a step, the next one is on the former mesh.
+
 Invariants: it has no clock and no I/O; a machine is recorded before others expire; what must
 survive a restart is in the reports, so that none of it is stored.
 """
@@ -16,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.errors import MACHINE_FAULT
+from torchtitan_lite.launcher.resize_request import LEAVE_S, ResizeState
 from torchtitan_lite.launcher.restart_policy import (
     HEALTHY_S,
     Failure,
@@ -29,6 +34,10 @@ _MAX_RESTARTS = 10
 _MAX_MACHINES = 4096
 _OUTAGE_DELAY_S = 1.0
 """Delay of the next attempt if all members lost their leases."""
+_PREPARE_S = 600.0
+"""Time for all machines to start the processes that a resize needs."""
+_FAILED_LEAVES = 2
+"""Attempts that may fail instead of being left for the same resize."""
 _FAILURES_OF_A_MACHINE = 2
 """Failures in a row on one machine, without progress in between, after which a spare machine takes
 its place."""
@@ -49,6 +58,21 @@ class _Machine:
     was_joined: bool = False
     """Whether it has reported the present attempt."""
     failed_at_s: float = 0.0
+
+
+@dataclass
+class _MachinesResize:
+    """A resize that has not ended."""
+
+    id: str
+    mesh: str
+    former: str
+    """The mesh before."""
+    deadline_s: float
+    """When the present phase must have ended."""
+    state: ResizeState = ResizeState.ACCEPTED
+    num_failures: int = 0
+    """Attempts that failed instead of being left."""
 
 
 class Coordinator:
@@ -89,6 +113,11 @@ class Coordinator:
         self._not_before_s = 0.0
         self._blamed = self._reason = ""
         self._status = 0
+        self._mesh = ""
+        """Mesh of the present or next attempt per machine, see `Report`."""
+        self._resize: _MachinesResize | None = None
+        self._outcomes: dict[str, tuple[ResizeState, str]] = {}
+        """Outcomes of ended requests and their reasons, as long as a member reports them."""
 
     def report(self, report: Report, now_s: float) -> Answer:
         """Record a report and return the answer. Raises Rejected or Busy."""
@@ -204,6 +233,7 @@ class Coordinator:
             self._first_report_s = now_s
         reports = [one.report for one in self._machines.values()]
         self._attempt = max(report.seen_attempt for report in reports)
+        self._mesh = max(reports, key=lambda report: report.attempt).mesh
         size = reports[0].num_machines
         seats = {r.node_rank: r for r in reports if r.attempt == self._attempt and r.attempt}
         self._members = [seats[n].machine if n in seats else "" for n in range(size)]
@@ -214,6 +244,7 @@ class Coordinator:
                 self._machines[report.machine].was_joined = True
             self._store_port = seats[0].store_port if 0 in seats else 0
             self._state = RunState.RUNNING
+            self._rebuild_resize(list(seats.values()))
             return
         if seats and self._first_member_s is None:
             self._first_member_s = now_s
@@ -224,6 +255,16 @@ class Coordinator:
             until_s = (self._first_member_s or self._first_report_s) + self._learn_s
         if now_s >= until_s:
             self._state = RunState.FORMING
+
+    def _rebuild_resize(self, members: list[Report]) -> None:
+        """Learn that the present attempt is the first one on its mesh."""
+        meshes = (one.former_mesh for one in members if not one.has_progress)
+        former = next((mesh for mesh in meshes if mesh not in ("", self._mesh)), None)
+        if former is not None:
+            request = next((one.request for one in members if one.request_mesh == self._mesh), "")
+            self._resize = _MachinesResize(
+                request, self._mesh, former, math.inf, state=ResizeState.LEFT
+            )
 
     def _watch(self, now_s: float) -> None:
         """End the attempt when a member has left it, or the run when all have finished."""
@@ -242,9 +283,60 @@ class Coordinator:
             if all(one.report.has_progress and one.was_joined for one in living):
                 self._policy.made_progress(now_s)
                 self._progress_since_s = self._progress_since_s or now_s
-            if not any(map(self._has_left, living)):
+                self._follow_requests([one.report for one in living], now_s)
+            if self._continues(living, now_s):
                 return
         self._state, self._is_judged = RunState.FORMING, False
+
+    def _continues(self, members: list[_Machine], now_s: float) -> bool:
+        """Return whether all members train, or their ranks are still leaving to resize the run."""
+        resize = self._resize
+        if resize is None or resize.state is not ResizeState.READY:
+            return not any(map(self._has_left, members))
+        if any(self._has_left(one) and not one.report.has_left for one in members):
+            return False
+        has_left = all(one.report.has_left or self._has_ended(one.report) for one in members)
+        return not has_left and now_s < resize.deadline_s
+
+    def _follow_requests(self, members: list[Report], now_s: float) -> None:
+        """Begin, continue or end a resize. All ranks of the members have committed a step, so they
+        can be ordered to leave."""
+        if self._resize is not None and self._resize.state is ResizeState.LEFT:
+            self._end_resize(ResizeState.DONE)
+        reported = {report.request: report.request_mesh for report in members if report.request}
+        self._outcomes = {key: one for key, one in self._outcomes.items() if key in reported}
+        stopping = next((report for report in members if report.is_stopping), None)
+        resize = self._resize
+        if resize is None:
+            new = next((key for key in reported if key not in self._outcomes), None)
+            if new is not None and reported[new] == self._mesh:
+                self._outcomes[new] = ResizeState.DONE, ""
+            elif new is not None and stopping is None:
+                self._resize = _MachinesResize(new, reported[new], self._mesh, now_s + _PREPARE_S)
+            return
+        if resize.state is ResizeState.READY:
+            if stopping is not None:
+                # Its ranks save and exit once they train again.
+                resize.deadline_s = min(resize.deadline_s, now_s + LOST_S)
+            return
+        refused = next((one for one in members if one.refused == resize.id), None)
+        waits_for = [one.name for one in members if one.ready_for != resize.id]
+        if refused is not None:
+            self._end_resize(ResizeState.REJECTED, refused.refusal)
+        elif stopping is not None:
+            self._end_resize(ResizeState.FAILED, f"{stopping.name} was asked to stop")
+        elif not waits_for:
+            resize.state, resize.deadline_s = ResizeState.READY, now_s + LEAVE_S
+        elif now_s >= resize.deadline_s:
+            names = ", ".join(waits_for)
+            text = f"{names} did not start missing processes in {_PREPARE_S:.0f} s"
+            self._end_resize(ResizeState.FAILED, text)
+
+    def _end_resize(self, state: ResizeState, reason: str = "") -> None:
+        """Record the outcome of the present resize."""
+        assert self._resize is not None
+        self._outcomes[self._resize.id] = state, reason
+        self._resize = None
 
     def _has_ended(self, report: Report) -> bool:
         """Return whether all ranks of a machine have finished in the present attempt."""
@@ -316,11 +408,20 @@ class Coordinator:
                 cause = min(by_kind[kind], key=lambda one: one.failed_at_s)
                 break
         stopping = next((one.report for one in former if one.report.is_stopping), None)
+        resize = self._resize
+        is_leaving = resize is not None and resize.state is ResizeState.READY
+        left = [
+            one for one in former if one.report.has_left and one.report.attempt == self._attempt
+        ]
+        if cause is None and not was_cut and (left or is_leaving):
+            self._end_leaving(stopping)
+            self._not_before_s = now_s
+            return
         if cause is None:
             names = ", ".join(self._lost or [one.report.name for one in cut])
             self._reason = f"lost {names}" if self._lost else f"{names or 'a machine'} was cut off"
             # An outage of the rendezvous cuts all of them off, and a bad network one of them.
-            suspects = cut if len(cut) < len(self._members) else []
+            suspects = cut if len(cut) < len(self._members) - len(left) else []
             failure = Failure(self._reason, "", Path(os.devnull))
         else:
             report, suspects = cause.report, [cause]
@@ -333,14 +434,27 @@ class Coordinator:
                 report.failure_rank,
                 report.failure_status,
             )
+        if resize is not None and is_leaving:
+            # It is followed once the ranks train again.
+            resize.state, resize.deadline_s = ResizeState.ACCEPTED, now_s + _PREPARE_S
+            resize.num_failures += 1
+            if resize.num_failures == _FAILED_LEAVES:
+                self._end_resize(ResizeState.FAILED, self._reason)
         if stopping is not None:
             self._end(failure.status or 1, f"{self._reason}; {stopping.name} was asked to stop")
             return
         if not suspects and not self._lost:
             self._not_before_s = now_s + _OUTAGE_DELAY_S
             return
+        is_at_fault = failure.status == MACHINE_FAULT
+        if resize is not None and resize.state is ResizeState.LEFT:
+            self._mesh = resize.former
+            self._end_resize(ResizeState.FAILED, self._reason)
+            if not is_at_fault:
+                self._not_before_s = now_s
+                return
         is_user_error = cause is not None and cause.report.failure is FailureKind.USER_ERROR
-        if is_user_error and failure.status != MACHINE_FAULT:
+        if is_user_error and not is_at_fault:
             self._end(failure.status, self._reason)
             return
         is_replaced = self._replace([one.report.machine for one in suspects], failure, now_s)
@@ -351,6 +465,19 @@ class Coordinator:
             self._end(failure.status or 1, f"{self._reason}: {decision.reason}")
         else:
             self._not_before_s = now_s + decision.delay_s
+
+    def _end_leaving(self, stopping: Report | None) -> None:
+        """Let the next attempt be on the mesh of a resize, for which all ranks have left; on the
+        former one if a machine was asked to stop: to save and exit, its ranks must train."""
+        self._reason = "all ranks have left to resize the run"
+        resize = self._resize
+        # A rendezvous that was restarted meanwhile has none.
+        if resize is None or resize.state is not ResizeState.READY:
+            return
+        if stopping is not None:
+            self._end_resize(ResizeState.FAILED, f"{stopping.name} was asked to stop")
+        else:
+            resize.state, self._mesh = ResizeState.LEFT, resize.mesh
 
     def _replace(self, machines: list[str], failure: Failure, now_s: float) -> bool:
         """Take the node ranks from those of `machines` that are at fault or cause failures
@@ -389,6 +516,11 @@ class Coordinator:
                 self._store_port = first.store_port
             store_address = first.address if self._store_port else ""
         names = sorted(one.report.name for one in self._machines.values())
+        resize = self._resize
+        request = self._machines[machine].report.request if machine in self._machines else ""
+        state, reason = self._outcomes.get(request, (ResizeState.ACCEPTED, ""))
+        if resize is not None and resize.id == request:
+            state = resize.state
         return Answer(
             state=self._state,
             attempt=self._attempt,
@@ -400,6 +532,13 @@ class Coordinator:
             status=self._status,
             num_joined=len(names),
             joined=", ".join(names)[:1000],
+            mesh=self._mesh,
+            resize=resize.id if resize else "",
+            resize_mesh=resize.mesh if resize else "",
+            resize_state=resize.state if resize else ResizeState.ACCEPTED,
+            request=request,
+            request_state=state,
+            request_reason=reason[:1000],
         )
 
 

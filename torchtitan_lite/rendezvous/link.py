@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from torchtitan_lite.errors import MACHINE_FAULT, RpcError
+from torchtitan_lite.launcher.resize_request import RunMesh
 from torchtitan_lite.log import logger
 from torchtitan_lite.rendezvous.messages import PURPOSE, SERVICE, Answer, Report
 from torchtitan_lite.rendezvous.timing import BLOCKED_S, CALL_S, LEASE_S, REPORT_S, lease_clock_s
@@ -49,6 +50,7 @@ class RendezvousLink:
             run_id=run_id,
             num_machines=num_machines,
             num_ranks=num_ranks,
+            mesh=RunMesh(num_ranks).to_text(),
             fingerprint=fingerprint,
         )
         """The report that is sent next, except for its number."""

@@ -1,5 +1,5 @@
-"""What machines report to the rendezvous, and what it answers. Layer: imports nothing of the
-project.
+"""What machines report to the rendezvous, and what it answers. Layer: above
+launcher.resize_request.
 
 Invariant: `parse` raises ValueError for whatever is not exactly such a message.
 """
@@ -9,10 +9,13 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
 
+from torchtitan_lite.launcher.resize_request import ResizeState
+
 SERVICE = "torchtitan_lite.Rendezvous"
 PURPOSE = "rendezvous"
 """Purpose of its sessions, see `rpc.authentication`."""
-_MAX_CHARS = 2000
+MAX_CHARS = 2000
+"""Maximum length of a text in a message."""
 _MAX_NUMBER = 1 << 40
 _NUMBERS = ("int", "float")
 
@@ -63,7 +66,7 @@ class _Message:
 def _checked(name: str, value: Any, kind: Any) -> Any:
     if kind is bool or kind is int or kind is float or kind is str:
         is_right = type(value) is kind or (kind is float and type(value) is int)
-        is_small = len(value) <= _MAX_CHARS if isinstance(value, str) else abs(value) < _MAX_NUMBER
+        is_small = len(value) <= MAX_CHARS if isinstance(value, str) else abs(value) < _MAX_NUMBER
         if is_right and is_small:
             return value
     elif isinstance(value, str):
@@ -86,7 +89,7 @@ class Report(_Message):
     run_id: str
     num_machines: int
     num_ranks: int
-    """Ranks per machine."""
+    """Ranks per machine with which it was started."""
     fingerprint: str
     """Fingerprint of the configuration."""
     phase: Phase = Phase.PARKED
@@ -94,6 +97,11 @@ class Report(_Message):
     """The last attempt of which it was a member; 0 if there is none."""
     node_rank: int = -1
     """Its node rank in that attempt."""
+    mesh: str
+    """Mesh of that attempt per machine, as `RunMesh.to_text`; before the first one, that with which
+    it was started."""
+    former_mesh: str = ""
+    """Mesh of the last attempt in which its ranks have committed a step; empty if there is none."""
     seen_attempt: int = 0
     """Highest attempt that any answer named."""
     store_port: int = 0
@@ -112,6 +120,17 @@ class Report(_Message):
     failure_rank: int = -1
     failure_status: int = 0
     failure_age_s: float = 0.0
+    request: str = ""
+    """Id of a resize that was requested on this machine, until it has ended."""
+    request_mesh: str = ""
+    ready_for: str = ""
+    """Id of the resize for which its new processes are warm."""
+    refused: str = ""
+    """Id of the resize that it cannot follow."""
+    refusal: str = ""
+    """Reason of that."""
+    has_left: bool = False
+    """Whether its ranks have left `attempt` to resize the run."""
 
 
 class RunState(StrEnum):
@@ -146,3 +165,16 @@ class Answer(_Message):
     num_joined: int = 0
     joined: str = ""
     """Names of the machines that have joined."""
+    mesh: str = ""
+    """Mesh of the attempt."""
+    resize: str = ""
+    """Id of the present resize; empty if there is none."""
+    resize_mesh: str = ""
+    resize_state: ResizeState = ResizeState.ACCEPTED
+    """ACCEPTED: members start missing processes. READY: all ranks leave the attempt. LEFT: the
+    attempt is the first one on the new mesh."""
+    request: str = ""
+    """Id of the request in the report."""
+    request_state: ResizeState = ResizeState.ACCEPTED
+    request_reason: str = ""
+    """Reason why that was rejected or has failed."""

@@ -227,11 +227,11 @@ def losses(output: Path, steps: int) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
-def undisturbed_losses(folder: Path, steps: int) -> list[float]:
+def undisturbed_losses(folder: Path, steps: int, *more: str) -> list[float]:
     """Return the losses of a run without faults, of two ranks on one machine."""
-    command = [sys.executable, "-m", "torchtitan_lite", "train", "--nproc=2"]
+    command = [sys.executable, "-m", "torchtitan_lite", "train", "--nproc=2", *ARGUMENTS, *more]
     done = subprocess.run(
-        [*command, *ARGUMENTS, f"--job.dump_folder={folder}", f"--training.steps={steps}"],
+        [*command, f"--job.dump_folder={folder}", f"--training.steps={steps}"],
         cwd=launch.REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,

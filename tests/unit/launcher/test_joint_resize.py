@@ -8,9 +8,9 @@ import pytest
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
 from torchtitan_lite.launcher.resize import ResizePolicy, Resizer, SlotsFile
 from torchtitan_lite.launcher.resize_request import (
-    Answer,
     Permission,
     RequestInbox,
+    ResizeAnswer,
     ResizeRequest,
     ResizeState,
     RunMesh,
@@ -29,7 +29,7 @@ class _Replica:
         self.has_agent = self.is_running = self.is_training = True
         self.is_over = self.has_left = self.is_unreachable = False
         self.request: ResizeRequest | None = None
-        self.answer: Answer | None = None
+        self.answer: ResizeAnswer | None = None
         self.permissions: list[Permission] = []
         self.num_restarts = 0
 
@@ -40,9 +40,9 @@ class _Replica:
 
     def say(self, state: ResizeState, reason: str = "") -> None:
         assert self.request is not None
-        self.answer = Answer(id=self.request.id, state=state, reason=reason)
+        self.answer = ResizeAnswer(id=self.request.id, state=state, reason=reason)
 
-    def resize_answer(self, request: ResizeRequest) -> Answer | None:
+    def resize_answer(self, request: ResizeRequest) -> ResizeAnswer | None:
         return self.answer if request is self.request else None
 
     def permit(self, request: ResizeRequest, permission: Permission, now_s: float) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.launcher.resize_request import (
-    Answer,
     Permission,
     RequestInbox,
+    ResizeAnswer,
     ResizeRequest,
     ResizeState,
     RunMesh,
@@ -28,7 +28,7 @@ def test_a_request_is_read_once_and_answered(tmp_path: Path) -> None:
     assert inbox.poll(1.0) == request and inbox.poll(2.0) is None
     assert read_answer(tmp_path, request) is None
     inbox.answer(request, ResizeState.REJECTED, "why")
-    assert read_answer(tmp_path, request) == Answer(
+    assert read_answer(tmp_path, request) == ResizeAnswer(
         id=request.id, state=ResizeState.REJECTED, reason="why"
     )
     assert read_answer(tmp_path, ResizeRequest(mesh=RunMesh(2))) is None
@@ -40,7 +40,7 @@ def test_an_agent_does_not_follow_a_request_to_an_earlier_one(tmp_path: Path) ->
     send_request(tmp_path, request)
     RequestInbox(tmp_path).answer(request, ResizeState.DONE)
     inbox = RequestInbox(tmp_path)
-    assert inbox.poll(0.0) is None and read_answer(tmp_path, request) is None
+    assert inbox.poll(0.0) is None
     send_request(tmp_path, request)
     withdraw_request(tmp_path)
     assert inbox.poll(1.0) is None

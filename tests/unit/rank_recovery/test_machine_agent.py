@@ -1,20 +1,33 @@
-"""Checkpoint writers end with the lease of their machine."""
+"""Checkpoint writers end with the lease of their machine; what a machine reports of a resize."""
 
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests import launch
+from torchtitan_lite.config import check_resize_arguments
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.processes import WRITER_MODULE, Subreaper, command_line
+from torchtitan_lite.launcher.resize_request import (
+    RequestInbox,
+    ResizeRequest,
+    ResizeState,
+    RunMesh,
+    read_answer,
+    send_request,
+)
 from torchtitan_lite.rank_recovery import machine_agent
 from torchtitan_lite.rank_recovery.machine_agent import MachineAgent
 from torchtitan_lite.rank_recovery.rank_process import RankProcess
+from torchtitan_lite.rank_recovery.resize_inbox import ResizeInbox
 from torchtitan_lite.rendezvous.link import RendezvousLink
-from torchtitan_lite.rendezvous.messages import Phase
+from torchtitan_lite.rendezvous.messages import MAX_CHARS, Answer, Phase, Report, RunState
 from torchtitan_lite.rendezvous.server import rendezvous_server
 from torchtitan_lite.rendezvous.timing import LEASE_S, PARK_S
 
@@ -32,6 +45,18 @@ class _Agent(MachineAgent):
         """Change the phase that is reported."""
         self._link.update(phase=phase)
 
+    def follow(self, answer: Answer, until: Callable[[Report], object]) -> Report:
+        """Follow an answer until the next report is as expected, and return that."""
+
+        def follows() -> object:
+            self._answer_request(answer)
+            self._prepare_for(answer)
+            return until(self._link.report)
+
+        self._made_progress()
+        launch.wait_until(follows, 10)
+        return self._link.report
+
     def end(self) -> None:
         """End the processes, and leave."""
         self._shutdown()
@@ -39,6 +64,11 @@ class _Agent(MachineAgent):
     def park_deadline_s(self) -> float:
         """Return the deadline of an order that comes now."""
         return self._park_deadline_s(time.monotonic())
+
+
+def _check_resize(request: ResizeRequest) -> None:
+    if request.mesh.num_ranks > 1:
+        raise ConfigError("It has one GPU.")
 
 
 @pytest.fixture
@@ -54,7 +84,7 @@ def writer() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Agent]:
+def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Agent]:
     """An agent without processes, which has a lease."""
     # The agents of other tests run in processes of their own.
     monkeypatch.setattr(machine_agent, "become_subreaper", lambda: None)
@@ -74,8 +104,24 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Agent]:
         )
         link.start()
         launch.wait_until(lambda: (link.beat(), link.answer)[1], 10)
-        yield _Agent(lambda: RankProcess([], {}), 1, 0, link=link, join_timeout_s=60, requests=[])
-        link.leave()
+        inbox = ResizeInbox(
+            RequestInbox(tmp_path),
+            _check_resize,
+            check_arguments=check_resize_arguments,
+            max_chars=MAX_CHARS,
+        )
+        inbox.start()
+        agent = _Agent(
+            lambda: RankProcess([], {}),
+            1,
+            0,
+            link=link,
+            join_timeout_s=60,
+            requests=[],
+            inbox=inbox,
+        )
+        yield agent
+        agent.end()
 
 
 def test_writers_end_first_when_the_lease_ends(
@@ -102,3 +148,55 @@ def test_writers_end_before_a_machine_leaves_unless_it_has_finished(
         assert writer.poll() is None
     else:
         assert writer.wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("mesh", "why"),
+    [
+        (RunMesh(2).to_text(), "It has one GPU."),
+        ("1 --experimental.custom_import=a", "a resize changes [parallelism]"),
+        ("zero --ranks", "is not a mesh"),
+        ("'open quote", "No closing quotation"),
+        ("1" * (MAX_CHARS + 1), f"at most {MAX_CHARS} fit"),
+    ],
+)
+def test_a_mesh_that_a_machine_cannot_have_is_refused(agent: _Agent, mesh: str, why: str) -> None:
+    answer = Answer(state=RunState.RUNNING, attempt=1, node_rank=0, resize="r1", resize_mesh=mesh)
+    report = agent.follow(answer, lambda report: report.refused)
+    assert report.refused == "r1" and why in report.refusal and not report.ready_for
+
+
+def _answered(folder: Path, request: ResizeRequest, state: ResizeState) -> bool:
+    found = read_answer(folder, request)
+    return found is not None and found.state is state
+
+
+def test_a_machine_passes_a_request_on_and_answers_it(agent: _Agent, tmp_path: Path) -> None:
+    request = ResizeRequest(mesh=RunMesh(1, ("--parallelism.pipeline_parallel_schedule=a b",)))
+    send_request(tmp_path, request)
+    answer = Answer(state=RunState.RUNNING, attempt=1, node_rank=0)
+    report = agent.follow(answer, lambda report: report.request)
+    assert RunMesh.from_text(report.request_mesh) == request.mesh
+    assert _answered(tmp_path, request, ResizeState.ACCEPTED)
+    # One at a time.
+    other = ResizeRequest(mesh=RunMesh(1))
+    send_request(tmp_path, other)
+    launch.wait_until(lambda: _answered(tmp_path, other, ResizeState.REJECTED), 10)
+    # The outcome of an earlier request does not end it.
+    stale = replace(answer, request="earlier", request_state=ResizeState.DONE)
+    assert agent.follow(stale, lambda _: True).request == request.id
+    for state in (ResizeState.LEFT, ResizeState.DONE):
+        named = replace(answer, request=request.id, request_state=state)
+        report = agent.follow(named, lambda _: True)
+        launch.wait_until(lambda state=state: _answered(tmp_path, request, state), 10)
+    assert not report.request
+
+
+def test_a_machine_that_becomes_a_spare_one_ends_its_request(agent: _Agent, tmp_path: Path) -> None:
+    request = ResizeRequest(mesh=RunMesh(1))
+    send_request(tmp_path, request)
+    answer = Answer(state=RunState.RUNNING, attempt=1, node_rank=0)
+    agent.follow(answer, lambda report: report.request)
+    report = agent.follow(replace(answer, node_rank=-1), lambda report: not report.request)
+    launch.wait_until(lambda: _answered(tmp_path, request, ResizeState.FAILED), 10)
+    assert not report.request

@@ -1,14 +1,14 @@
 """Decisions of the rendezvous, on a clock of the test."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.unit.rendezvous.rig import Rig, fail, park
 from torchtitan_lite.errors import MACHINE_FAULT
-from torchtitan_lite.rendezvous.coordinator import Busy, Coordinator, Rejected
-from torchtitan_lite.rendezvous.messages import Answer, FailureKind, Phase, Report, RunState
+from torchtitan_lite.rendezvous.coordinator import Busy, Rejected
+from torchtitan_lite.rendezvous.messages import FailureKind, Phase, Report, RunState
 from torchtitan_lite.rendezvous.timing import (
     ALL_LOST_S,
     BLOCKED_S,
@@ -20,92 +20,6 @@ from torchtitan_lite.rendezvous.timing import (
     REPORT_S,
     STOP_S,
 )
-
-
-class Rig:
-    """A rendezvous with machines that follow its answers."""
-
-    def __init__(self, *names: str, num_machines: int = 2) -> None:
-        self.now_s = 100.0
-        self.coordinator = Coordinator(self.now_s)
-        self.machines: dict[str, Report] = {}
-        self.answers: dict[str, Answer] = {}
-        self.silent: set[str] = set()
-        for name in names:
-            self.add(name, num_machines=num_machines)
-
-    def add(self, name: str, **changes: Any) -> None:
-        """Add a machine."""
-        report = Report(
-            machine=name,
-            sequence=0,
-            name=name,
-            address=f"10.0.0.{len(self.machines) + 1}",
-            run_id="run",
-            num_machines=2,
-            num_ranks=1,
-            fingerprint="2-abc",
-        )
-        self.machines[name] = replace(report, **changes)
-
-    def send(self, name: str, **changes: Any) -> Answer:
-        """Send the report of a machine, which then does what the answer says."""
-        before = self.machines[name]
-        report = replace(before, **changes, sequence=before.sequence + 1)
-        answer = self.coordinator.report(report, self.now_s)
-        self.answers[name] = answer
-        seen = max(report.seen_attempt, answer.attempt)
-        is_member = answer.state is RunState.RUNNING and answer.node_rank >= 0
-        if is_member and answer.attempt > report.attempt:
-            report = replace(
-                report,
-                phase=Phase.JOINED,
-                attempt=answer.attempt,
-                node_rank=answer.node_rank,
-                store_port=29000 + answer.attempt if answer.node_rank == 0 else 0,
-                has_progress=False,
-                has_lost_lease=False,
-                failure=FailureKind.NONE,
-            )
-        elif answer.state is RunState.FORMING and report.phase is not Phase.PARKED:
-            report = replace(report, phase=Phase.PARKED)
-        self.machines[name] = replace(report, seen_attempt=seen)
-        return answer
-
-    def leave(self, name: str) -> None:
-        """Let a machine leave, which then is silent."""
-        self.silent.add(name)
-        self.coordinator.leave(self.machines[name], "", self.now_s)
-
-    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Let time pass, with reports of all machines that are not silent."""
-        end_s = self.now_s + seconds
-        while self.now_s < end_s and not until():
-            for name in self.machines:
-                if name not in self.silent:
-                    self.send(name)
-            self.now_s += REPORT_S
-
-    def start(self) -> None:
-        """Pass the time until the first attempt runs."""
-        self.run(LOST_S + 2)
-        assert self.state() is RunState.RUNNING
-
-    def restart_server(self, *, outage_s: float = 0.0) -> None:
-        """Replace the server by a new one."""
-        self.now_s += outage_s
-        self.coordinator = Coordinator(self.now_s)
-
-    def state(self) -> RunState:
-        """Return the state that the last answer names."""
-        return list(self.answers.values())[-1].state
-
-    def places(self) -> Mapping[str, int]:
-        """Return the node ranks of the machines that have one."""
-        return {name: one.node_rank for name, one in self.answers.items() if one.node_rank >= 0}
-
-    def attempt(self) -> int:
-        return max(one.attempt for one in self.answers.values())
 
 
 def test_a_lease_ends_before_a_machine_counts_as_lost() -> None:
@@ -153,7 +67,7 @@ def test_a_spare_takes_the_place_of_a_lost_machine_only_after_its_lease() -> Non
 def test_a_dead_rank_keeps_all_machines_in_their_places() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    _fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
+    fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
     # Its consequence on another machine, which reports it first.
     rig.run(5)
     assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 2
@@ -165,7 +79,7 @@ def test_an_exception_that_a_lost_machine_explains_blames_nobody() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     rig.silent.add("b")
-    _fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed by peer", "closed")
+    fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed by peer", "closed")
     # A decision before the lease of b has ended would not know the cause.
     rig.run(LEASE_S)
     assert rig.attempt() == 1
@@ -180,7 +94,7 @@ def test_an_exception_that_the_end_of_a_lease_explains_blames_nobody() -> None:
     rig.restart_server(outage_s=LOST_S)
     rig.machines["b"] = replace(rig.machines["b"], phase=Phase.PARKED, has_lost_lease=True)
     closed = "rank 0: Connection closed by peer"
-    _fail(rig, "a", FailureKind.EXCEPTION, closed)
+    fail(rig, "a", FailureKind.EXCEPTION, closed)
     rig.run(5)
     assert rig.attempt() == 2 and not rig.answers["a"].is_blamed
     assert rig.answers["a"].reason == "b was cut off"
@@ -189,7 +103,7 @@ def test_an_exception_that_the_end_of_a_lease_explains_blames_nobody() -> None:
 def test_the_first_of_several_exceptions_is_the_cause() -> None:
     rig = Rig("a", "b")
     rig.start()
-    _fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed", age_s=0.6)
+    fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed", age_s=0.6)
     rig.send(
         "b",
         phase=Phase.PARKED,
@@ -207,7 +121,7 @@ def test_an_outage_of_the_server_expires_nobody(silence_s: float, first: str) ->
     rig = Rig("a", "b", "c")
     rig.start()
     rig.now_s += silence_s
-    _park(rig, "a", "b")
+    park(rig, "a", "b")
     # One machine reports for some time before the others do.
     rig.silent = set("abc") - {first}
     rig.run(4)
@@ -234,7 +148,7 @@ def test_a_restarted_server_keeps_members_and_spares(is_parked: bool) -> None:
     rig.start()
     rig.restart_server(outage_s=LOST_S if is_parked else 1)
     if is_parked:
-        _park(rig, "a", "b")
+        park(rig, "a", "b")
     # The spares come first, alone, and are enough for an attempt.
     rig.silent = {"a", "b"}
     rig.run(LOST_S - 2)
@@ -251,7 +165,7 @@ def test_members_that_reach_a_restarted_server_late_keep_their_places(late_s: fl
     # Nobody reaches it at first; then the spares do, and are enough for an attempt.
     rig.restart_server()
     rig.now_s += LOST_S + 1
-    _park(rig, "a", "b")
+    park(rig, "a", "b")
     rig.silent = {"a", "b"}
     rig.send("c")
     rig.send("d")
@@ -302,7 +216,7 @@ def test_a_member_of_an_older_attempt_does_not_displace_a_newer_one() -> None:
     assert rig.attempt() == 2
     rig.restart_server()
     rig.silent = set()
-    _park(rig, "b")
+    park(rig, "b")
     rig.run(LOST_S + 5)
     assert rig.places() == {"a": 0, "c": 1} and rig.attempt() == 2
 
@@ -366,7 +280,7 @@ def test_a_machine_that_fails_twice_in_a_row_is_replaced() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     for attempt in (2, 3):
-        _fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+        fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
         rig.run(8)
         assert rig.attempt() == attempt
     assert rig.places() == {"a": 0, "c": 1}
@@ -410,7 +324,7 @@ def test_leases_that_all_machines_lose_only_delay_the_next_attempt() -> None:
 def test_a_machine_at_fault_is_replaced_at_once_and_does_not_return() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    _fail(rig, "b", FailureKind.USER_ERROR, "rank 1: exit status 4", status=MACHINE_FAULT)
+    fail(rig, "b", FailureKind.USER_ERROR, "rank 1: exit status 4", status=MACHINE_FAULT)
     rig.silent = {"b"}
     rig.send("b", phase=Phase.PARKED)
     rig.run(5)
@@ -422,7 +336,7 @@ def test_a_machine_at_fault_is_replaced_at_once_and_does_not_return() -> None:
 def test_a_fault_without_a_spare_machine_ends_the_run() -> None:
     rig = Rig("a", "b")
     rig.start()
-    _fail(rig, "b", FailureKind.USER_ERROR, "rank 1: exit status 4", status=MACHINE_FAULT)
+    fail(rig, "b", FailureKind.USER_ERROR, "rank 1: exit status 4", status=MACHINE_FAULT)
     rig.run(5)
     assert rig.state() is RunState.ENDED and rig.answers["a"].status == MACHINE_FAULT
 
@@ -431,7 +345,7 @@ def test_the_same_exception_on_two_machines_ends_the_run() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     for name in ("b", "b", "c"):
-        _fail(rig, name, FailureKind.EXCEPTION, "rank 1: InjectedError", "InjectedError")
+        fail(rig, name, FailureKind.EXCEPTION, "rank 1: InjectedError", "InjectedError")
         rig.run(8)
     assert rig.state() is RunState.ENDED and "in the same way" in rig.answers["a"].reason
 
@@ -439,7 +353,7 @@ def test_the_same_exception_on_two_machines_ends_the_run() -> None:
 def test_a_machine_asked_to_stop_ends_the_run_for_all() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    _fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGTERM", is_stopping=True)
+    fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGTERM", is_stopping=True)
     rig.run(3)
     assert rig.state() is RunState.ENDED and "b was asked to stop" in rig.answers["c"].reason
 
@@ -493,7 +407,7 @@ def test_the_place_of_a_machine_that_has_finished_is_filled_if_another_fails() -
     rig.machines["a"] = replace(rig.machines["a"], phase=Phase.ENDED)
     rig.run(1)
     rig.leave("a")
-    _fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+    fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
     rig.run(5)
     assert rig.attempt() == 2 and (rig.answers["c"].node_rank, rig.places()["b"]) == (0, 1)
 
@@ -524,32 +438,3 @@ def test_a_malformed_report_is_rejected(change: dict[str, Any]) -> None:
     assert Report.parse(report.to_json()) == report
     with pytest.raises(ValueError):
         Report.parse({**report.to_json(), **change})
-
-
-def _park(rig: Rig, *names: str) -> None:
-    """Stop the ranks of machines whose leases have ended."""
-    for name in names:
-        rig.machines[name] = replace(rig.machines[name], phase=Phase.PARKED)
-
-
-def _fail(
-    rig: Rig,
-    name: str,
-    kind: FailureKind,
-    text: str,
-    signature: str = "",
-    *,
-    status: int = 0,
-    age_s: float = 0.0,
-    is_stopping: bool = False,
-) -> None:
-    rig.send(
-        name,
-        phase=Phase.FAILED,
-        failure=kind,
-        failure_text=text,
-        failure_signature=signature,
-        failure_status=status,
-        failure_age_s=age_s,
-        is_stopping=is_stopping,
-    )

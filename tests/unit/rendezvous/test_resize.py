@@ -1,0 +1,264 @@
+"""How the rendezvous resizes a run on several machines, on a clock of the test."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.rendezvous.rig import Rig, fail, park
+from torchtitan_lite.errors import MACHINE_FAULT
+from torchtitan_lite.launcher.resize_request import LEAVE_S, ResizeState
+from torchtitan_lite.rank_recovery.worker import ORDER_S
+from torchtitan_lite.rendezvous.messages import FailureKind, Phase, RunState
+from torchtitan_lite.rendezvous.timing import LEASE_S, LOST_S
+
+_MESH = "2 --parallelism.tensor_parallel_degree=2"
+
+
+def _training() -> Rig:
+    """Return two machines whose ranks train, and a spare machine."""
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.train("a", "b")
+    rig.run(1)
+    return rig
+
+
+def _request(rig: Rig, name: str = "b", key: str = "r1", mesh: str = _MESH) -> None:
+    rig.machines[name] = replace(rig.machines[name], request=key, request_mesh=mesh)
+
+
+def _present(rig: Rig) -> tuple[str, ResizeState]:
+    answer = rig.answers["a"]
+    return answer.resize, answer.resize_state
+
+
+def test_an_order_reaches_all_machines_in_time() -> None:
+    """Else ranks that have agreed to leave would take it for a request to stop."""
+    assert ORDER_S > LEASE_S
+
+
+def test_all_machines_resize_together() -> None:
+    rig = _training()
+    rig.slow.add("a")
+    _request(rig)
+    rig.run(20)
+    assert _present(rig) == ("r1", ResizeState.ACCEPTED) and rig.attempt() == 1
+    rig.slow.clear()
+    # The ranks of a machine are late, and nothing starts before they have left.
+    rig.stays.add("b")
+    rig.run(20)
+    assert rig.machines["a"].has_left and rig.attempt() == 1
+    rig.stays.clear()
+    rig.run(3)
+    assert rig.attempt() == 2 and rig.places() == {"a": 0, "b": 1}
+    assert {one.mesh for one in rig.answers.values()} == {_MESH}
+    assert _present(rig) == ("r1", ResizeState.LEFT)
+    rig.train("a")
+    rig.run(2)
+    assert _present(rig) == ("r1", ResizeState.LEFT)
+    rig.train("b")
+    rig.run(2)
+    assert rig.ended["r1"] == (ResizeState.DONE, "") and not rig.answers["a"].resize
+    # It is not followed again, and later attempts keep the mesh.
+    rig.run(5)
+    fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
+    rig.run(5)
+    assert rig.attempt() == 3 and rig.answers["a"].mesh == _MESH
+
+
+def test_a_spare_machine_joins_on_the_new_mesh() -> None:
+    rig = _training()
+    _request(rig)
+    rig.run(5)
+    rig.train("a", "b")
+    rig.run(2)
+    rig.silent.add("b")
+    rig.run(LOST_S + 5)
+    assert rig.places()["c"] == 1 and rig.machines["c"].mesh == _MESH
+
+
+def test_a_request_that_one_machine_refuses_is_rejected() -> None:
+    rig = _training()
+    rig.slow.add("a")
+    _request(rig)
+    rig.run(2)
+    rig.machines["a"] = replace(rig.machines["a"], refused="r1", refusal="it has one GPU")
+    rig.run(2)
+    assert rig.ended["r1"] == (ResizeState.REJECTED, "it has one GPU") and rig.attempt() == 1
+    # The next request is followed.
+    rig.slow.clear()
+    _request(rig, key="r2")
+    rig.run(5)
+    assert _present(rig) == ("r2", ResizeState.LEFT)
+
+
+def test_the_present_mesh_needs_no_resize() -> None:
+    rig = _training()
+    _request(rig, mesh="1")
+    rig.run(3)
+    assert rig.ended["r1"] == (ResizeState.DONE, "") and rig.attempt() == 1
+
+
+def test_machines_that_do_not_become_ready_end_the_request() -> None:
+    rig = _training()
+    rig.slow.add("a")
+    _request(rig)
+    rig.run(601)
+    state, reason = rig.ended["r1"]
+    assert state is ResizeState.FAILED and "a did not start missing processes in 600 s" in reason
+    assert rig.attempt() == 1
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_requests_of_two_machines_are_followed_one_after_the_other(is_restarted: bool) -> None:
+    rig = _training()
+    rig.slow.add("a")
+    _request(rig)
+    rig.run(2)
+    _request(rig, name="a", key="r2", mesh="3")
+    rig.run(2)
+    assert _present(rig) == ("r1", ResizeState.ACCEPTED)
+    if is_restarted:
+        rig.restart_server()
+    rig.slow.clear()
+    meshes = []
+    for _ in range(2):
+        rig.run(5)
+        assert _present(rig)[1] is ResizeState.LEFT
+        meshes.append(rig.answers["a"].mesh)
+        rig.train("a", "b")
+        rig.run(2)
+    rig.run(30)
+    assert sorted(meshes) == [_MESH, "3"] and rig.attempt() == 3
+    assert {state for state, _ in rig.ended.values()} == {ResizeState.DONE} and len(rig.ended) == 2
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("kind", [FailureKind.EXCEPTION, FailureKind.USER_ERROR])
+def test_a_mesh_whose_first_step_fails_is_left_again(kind: FailureKind, is_restarted: bool) -> None:
+    rig = _training()
+    _request(rig)
+    rig.run(5)
+    rig.train("a")
+    rig.run(1)
+    if is_restarted:
+        rig.restart_server()
+        rig.run(1)
+    fail(rig, "b", kind, "rank 2: out of memory", "memory", status=1)
+    rig.run(3)
+    assert rig.attempt() == 3 and rig.answers["a"].mesh == "1"
+    rig.train("a", "b")
+    rig.run(2)
+    assert rig.ended["r1"] == (ResizeState.FAILED, "b: rank 2: out of memory")
+    # It does not count as a failure of the run or of the machine.
+    fail(rig, "b", FailureKind.EXCEPTION, "rank 1: out of memory", "memory", status=1)
+    rig.run(3)
+    assert rig.attempt() == 4 and rig.places() == {"a": 0, "b": 1}
+
+
+def test_a_machine_at_fault_is_replaced_and_the_run_returns_to_its_mesh() -> None:
+    rig = _training()
+    _request(rig)
+    rig.run(5)
+    fail(rig, "b", FailureKind.USER_ERROR, "rank 2: a faulty GPU", status=MACHINE_FAULT)
+    rig.silent.add("b")
+    rig.send("b", phase=Phase.PARKED)
+    rig.run(5)
+    assert rig.places()["c"] == 1 and rig.answers["a"].mesh == "1"
+
+
+def test_a_machine_that_is_lost_while_others_leave_delays_the_resize() -> None:
+    rig = _training()
+    rig.stays.add("b")
+    _request(rig, name="a")
+    rig.run(2)
+    assert rig.machines["a"].has_left
+    rig.silent.add("b")
+    rig.run(LOST_S + 4)
+    assert rig.attempt() == 2 and rig.places()["c"] == 1 and rig.answers["a"].mesh == "1"
+    assert _present(rig) == ("r1", ResizeState.ACCEPTED)
+    rig.train("a", "c")
+    rig.run(3)
+    assert rig.attempt() == 3 and rig.answers["a"].mesh == _MESH
+
+
+def test_attempts_that_fail_instead_of_being_left_end_the_resize() -> None:
+    rig = _training()
+    rig.stays = {"a", "b"}
+    _request(rig, name="a")
+    for attempt in (1, 2):
+        rig.run(3)
+        assert _present(rig) == ("r1", ResizeState.READY)
+        fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+        rig.run(5)
+        assert rig.attempt() == attempt + 1
+        rig.train("a", "b")
+        rig.run(1)
+    rig.run(3)
+    assert rig.ended["r1"][0] is ResizeState.FAILED and rig.answers["a"].mesh == "1"
+
+
+def test_ranks_that_do_not_leave_are_stopped() -> None:
+    rig = _training()
+    rig.stays = {"a", "b"}
+    _request(rig)
+    rig.run(LEAVE_S - 5)
+    assert rig.attempt() == 1
+    rig.run(10)
+    assert rig.attempt() == 2 and rig.answers["a"].mesh == _MESH
+
+
+@pytest.mark.parametrize("state", ["preparing", "leaving", "left"])
+def test_a_machine_asked_to_stop_ends_a_resize(state: str) -> None:
+    rig = _training()
+    if state == "preparing":
+        rig.slow.add("a")
+    elif state == "leaving":
+        rig.stays = {"a", "b"}
+    _request(rig)
+    rig.run(3)
+    rig.machines["b"] = replace(rig.machines["b"], is_stopping=True)
+    rig.run(LOST_S + 5)
+    if state == "preparing":
+        assert rig.attempt() == 1
+        assert rig.ended["r1"] == (ResizeState.FAILED, "b was asked to stop")
+    else:
+        # Its ranks save and exit in the next attempt.
+        assert rig.attempt() == 2
+        is_followed = rig.answers["a"].mesh == _MESH
+        assert is_followed == (state == "left")
+
+
+def test_an_outage_while_ranks_leave_blames_no_machine() -> None:
+    rig = _training()
+    rig.stays.add("b")
+    _request(rig, name="a")
+    rig.run(2)
+    rig.now_s += LEASE_S + 1
+    rig.machines["b"] = replace(rig.machines["b"], has_lost_lease=True)
+    park(rig, "b")
+    rig.run(3)
+    rig.train("a", "b")
+    # It would be the second failure of this machine, which a spare one replaces.
+    fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+    rig.run(3)
+    assert rig.state() is RunState.RUNNING and rig.places()["b"] == 1
+
+
+@pytest.mark.parametrize("has_started", [False, True], ids=["while ranks leave", "on the new mesh"])
+def test_a_restarted_rendezvous_continues_a_resize(has_started: bool) -> None:
+    rig = _training()
+    rig.stays = set() if has_started else {"b"}
+    _request(rig)
+    rig.run(3)
+    rig.restart_server()
+    rig.stays.clear()
+    if not has_started:
+        rig.machines["b"] = replace(rig.machines["b"], phase=Phase.PARKED, has_left=True)
+    rig.run(LOST_S + 2)
+    assert rig.state() is RunState.RUNNING and rig.attempt() == 2
+    rig.train("a", "b")
+    rig.run(5)
+    rig.train("a", "b")
+    rig.run(3)
+    assert rig.ended["r1"] == (ResizeState.DONE, "") and rig.answers["a"].mesh == _MESH
