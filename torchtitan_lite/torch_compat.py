@@ -99,8 +99,8 @@ def abort_groups() -> None:
 def reset_group_names() -> None:
     """Number the groups of the next world from 0, as a new process does.
 
-    The number is the prefix under which ranks find each other in the store, and only
-    `destroy_process_group` resets it: after an `init_process_group` that has failed, a process
+    The number is the prefix under which ranks find each other in the store, and only the end of a
+    world resets it: after an `init_process_group` that has failed, a process
     would wait for its peers without end (2.13). Needed until torch resets it then, too.
     """
     from torch.distributed import distributed_c10d

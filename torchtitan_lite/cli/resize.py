@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from torchtitan_lite.launcher.resize_request import (
+    ACCEPT_S,
     ResizeRequest,
     ResizeState,
     RunMesh,
@@ -15,8 +16,6 @@ from torchtitan_lite.launcher.resize_request import (
 )
 
 _POLL_S = 0.05
-_ACCEPT_S = 20.0
-"""Time for an agent to answer, which a recovery may delay."""
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
             if answer.state in (ResizeState.REJECTED, ResizeState.FAILED):
                 print(f"resize: {answer.state}: {answer.reason}", file=sys.stderr)
                 return 1
-        if waited_s > (options.timeout if is_accepted else _ACCEPT_S):
+        if waited_s > (options.timeout if is_accepted else ACCEPT_S):
             withdraw_request(options.run)
             print(f"resize: {_silence(waited_s, is_accepted=is_accepted)}", file=sys.stderr)
             return 1

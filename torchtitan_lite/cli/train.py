@@ -359,7 +359,7 @@ def _resizing(
         check_live_resize(config, resized, is_joint=request.is_joint)
 
     folder = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
-    return RequestInbox(folder), check
+    return RequestInbox(folder, is_shared=bool(options.endpoint)), check
 
 
 def _train_on_machines(arguments: Sequence[str], options: _Options, config: Config) -> int:

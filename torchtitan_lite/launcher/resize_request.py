@@ -9,9 +9,9 @@ continues when the launcher permits it. Layer: imports no torch, and nothing of 
 """
 
 import json
-import os
 import secrets
 import shlex
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -21,7 +21,10 @@ from typing import Any, Self
 _REQUEST, _ANSWER, _PERMISSION = "resize.json", "resize_answer.json", "resize_permission.json"
 _MAX_BYTES = 1 << 16
 _MAX_ID_CHARS = 64
+_PROCESS = secrets.token_hex(8)
 _POLL_S = 0.25
+ACCEPT_S = 20.0
+"""Time for an agent to answer a request, which a recovery may delay."""
 LEAVE_S = 120.0
 """Time for the step after which all ranks leave their training."""
 
@@ -105,9 +108,9 @@ class ResizeAnswer:
 class RequestInbox:
     """Receives and answers requests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_shared: bool = False) -> None:
         """`folder` is the output folder of the run. A request that an earlier process left there is
-        removed."""
+        removed. With `is_shared`, other machines may read requests there: a new one is kept."""
         self._folder = folder
         self._read_at_s = self._repeated_at_s = float("-inf")
         self._has_answered = False
@@ -116,7 +119,8 @@ class RequestInbox:
         """The newest answer, if it could not be written."""
         for name in (_REQUEST, _PERMISSION):
             with suppress(OSError):
-                (folder / name).unlink()
+                if not (is_shared and _is_new(folder / name)):
+                    (folder / name).unlink()
 
     def poll(self, now_s: float) -> ResizeRequest | None:
         """Return a new request and remove its file, if there is one. A malformed file is removed
@@ -200,6 +204,11 @@ def withdraw_request(folder: Path) -> None:
         (folder / _REQUEST).unlink(missing_ok=True)
 
 
+def _is_new(path: Path) -> bool:
+    """Whether the process that wrote a request may still wait for an agent. Raises OSError."""
+    return time.time() - path.stat().st_mtime < ACCEPT_S
+
+
 def _read(path: Path) -> Any:
     with suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
         return json.loads(file.read(_MAX_BYTES))
@@ -207,8 +216,8 @@ def _read(path: Path) -> Any:
 
 
 def _own_name(path: Path) -> Path:
-    """Return a name beside `path` for this process alone."""
-    return path.with_suffix(f".{os.getpid()}")
+    """Return a name beside `path` for this process alone, also on storage that machines share."""
+    return path.with_suffix(f".{_PROCESS}")
 
 
 def _write(path: Path, content: Any) -> None:

@@ -39,12 +39,10 @@ from torchtitan_lite.rendezvous.messages import (
     Phase,
     RunState,
 )
-from torchtitan_lite.rendezvous.timing import LEASE_S, PARK_S, STOP_S, lease_clock_s
+from torchtitan_lite.rendezvous.timing import HOLD_S, LEASE_S, PARK_S, STOP_S, lease_clock_s
 from torchtitan_lite.stores import listening_store
 
 _REAP_S = 0.5
-_HOLD_S = 60.0
-"""Time for which a request to stop waits for ranks that leave or start because of a resize."""
 
 
 class MachineAgent(ProcessAgent):
@@ -163,6 +161,8 @@ class MachineAgent(ProcessAgent):
                 if process.state is RankState.EXITED:
                     del self._ranks[number]
             self._attempt_number = answer.attempt
+            # The ranks of the former attempt may have left before they could follow a signal.
+            self._num_forwarded = 0
             port, self._store = 0, HashStore()
             if answer.node_rank == 0:
                 self._store = listening_store(self._link.report.address)
@@ -171,6 +171,7 @@ class MachineAgent(ProcessAgent):
                 phase=Phase.JOINED,
                 attempt=answer.attempt,
                 mesh=answer.mesh,
+                leaving_for="",
                 has_left=False,
                 ready_for="",
                 seen_attempt=answer.attempt,
@@ -266,17 +267,17 @@ class MachineAgent(ProcessAgent):
         only ranks that train can save and exit."""
         before = self._attempt_number - (self._link.report.phase is Phase.JOINED)
         has_left = 0 < self._left_attempt >= before
-        is_soon = time.monotonic() < self._stop_s + _HOLD_S
+        is_soon = time.monotonic() < self._stop_s + HOLD_S
         return has_left and is_soon and self._link.has_lease and not self._is_spare(answer)
 
     def _may_forward(self) -> bool:
         answer, report = self._link.answer, self._link.report
         assert answer is not None
         # Ranks that leave would disagree with those of other machines; the rendezvous may already
-        # have decided that they do.
-        is_ready = answer.resize == report.ready_for and answer.resize_state is not ResizeState.LEFT
+        # have decided that they do, also one that was restarted and is still learning it.
+        is_present = answer.resize == report.ready_for or answer.state is RunState.REBUILDING
         waits = self._left_attempt == self._attempt_number or (
-            bool(answer.resize) and is_ready and not self._link.problem
+            bool(report.ready_for) and is_present
         )
         # Ranks that start would die.
         is_first = (
@@ -284,7 +285,7 @@ class MachineAgent(ProcessAgent):
             or self._left_attempt == self._attempt_number - 1 > 0
         )
         starts = is_first and not all(one.has_progress for one in self._ranks.values())
-        return not (waits or starts) or time.monotonic() >= self._stop_s + _HOLD_S
+        return not (waits or starts) or time.monotonic() >= self._stop_s + HOLD_S
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pause()
@@ -387,7 +388,7 @@ class MachineAgent(ProcessAgent):
             self._end_surplus_ranks()
 
     def _answer_request(self, answer: Answer) -> None:
-        """Report the request of this machine, and pass on what has become of it."""
+        """Report the request of this machine, and write its outcome."""
         request = self._inbox.request
         if request is None:
             return
@@ -396,7 +397,7 @@ class MachineAgent(ProcessAgent):
             self._link.update(request=request.id, request_mesh=request.mesh.to_text())
         state, reason = answer.request_state, answer.request_reason
         if self._is_spare(answer):
-            state, reason = ResizeState.FAILED, "the machine with this request trains no more"
+            state, reason = ResizeState.FAILED, "its machine no longer trains"
         elif answer.request != request.id or state is self._answered:
             return
         self._answered = state
@@ -421,7 +422,10 @@ class MachineAgent(ProcessAgent):
         refusal = self._inbox.refusal(answer.resize, answer.resize_mesh)
         if refusal:
             self._link.update(refused=answer.resize, refusal=refusal[:MAX_CHARS])
-        elif refusal is not None and self._prepare(RunMesh.from_text(answer.resize_mesh)):
+        elif refusal is None or not report.has_progress:
+            # The imports of new processes would compete with the start of the ranks.
+            return
+        elif self._prepare(RunMesh.from_text(answer.resize_mesh)):
             self._link.update(ready_for=answer.resize)
 
     def _order_to_leave(self, answer: Answer) -> None:
@@ -431,6 +435,7 @@ class MachineAgent(ProcessAgent):
             return
         if all(process.has_progress for process in self._ranks.values()):
             self._left_attempt = self._attempt_number
+            self._link.update(leaving_for=answer.resize_mesh)
             for process in self._ranks.values():
                 process.leave_training()
 
@@ -457,13 +462,12 @@ class MachineAgent(ProcessAgent):
         """Do nothing: the rendezvous has seen all machines finish."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if self._inbox.request is not None:
-            self._inbox.answer(ResizeState.FAILED, "the run has ended")
+        self._inbox.is_open = False
         super()._shutdown(death_sig, timeout)
-        self._inbox.close()
         if self._link.report.phase is not Phase.ENDED:
             # Another machine may take the place that they write for.
             kill_writers(os.getpid())
+        self._inbox.close("the run has ended")
         self._link.leave("it was asked to stop" if self._requests and self.exit_status else "")
 
     def _attempt_started(self) -> None:
@@ -471,7 +475,7 @@ class MachineAgent(ProcessAgent):
 
     def _made_progress(self) -> None:
         if not self._link.report.has_progress:
-            self._link.update(has_progress=True, former_mesh=self._mesh.to_text())
+            self._link.update(has_progress=True, trained_mesh=self._mesh.to_text())
 
     def _attempt(self) -> int:
         return self._attempt_number - 1

@@ -42,8 +42,10 @@ class ResizeInbox:
         """The request that was made on this machine, until its final answer."""
         self.is_open = False
         """Whether requests are received: all ranks train."""
-        self._checked: tuple[str, str | None] = "", None
-        """Id of the last request that was checked, and the outcome."""
+        self._checking = ""
+        """Id of the last request whose check was ordered."""
+        self._checked = "", ""
+        """Id of the last request that was checked, and why it is refused."""
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="resize requests", daemon=True)
@@ -62,10 +64,13 @@ class ResizeInbox:
     def refusal(self, request_id: str, mesh: str) -> str | None:
         """Return why this machine cannot follow a request, empty if it can; None until that is
         known."""
-        if self._checked[0] != request_id:
-            self._checked = request_id, None
+        checked_id, refusal = self._checked
+        if checked_id == request_id:
+            return refusal
+        if self._checking != request_id:
+            self._checking = request_id
             self._orders.put(partial(self._check_request, request_id, mesh))
-        return self._checked[1]
+        return None
 
     def answer(self, state: ResizeState, reason: str = "") -> None:
         """Answer the request of this machine; a final answer ends it."""
@@ -77,10 +82,11 @@ class ResizeInbox:
             self.request = None
         self._orders.put(partial(self._inbox.answer, request, state, reason))
 
-    def close(self) -> None:
-        """Write the last answer, if storage responds in time, and end."""
-        self._is_closed = True
-        self._orders.put(lambda: None)
+    def close(self, reason: str) -> None:
+        """Let a request that has no final answer fail because of `reason`, if storage responds in
+        time, and end."""
+        self.is_open = False
+        self._orders.put(lambda: self._close(reason))
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
 
@@ -91,6 +97,11 @@ class ResizeInbox:
             except Empty:
                 self._receive()
             self._inbox.repeat(time.monotonic())
+
+    def _close(self, reason: str) -> None:
+        self._is_closed = True
+        if self.request is not None:
+            self.answer(ResizeState.FAILED, reason)
 
     def _receive(self) -> None:
         request = self._inbox.poll(time.monotonic()) if self.is_open else None
@@ -115,6 +126,7 @@ class ResizeInbox:
             return f"its arguments have {len(text)} characters, at most {self._max_chars} fit"
         try:
             self._check(ResizeRequest(mesh=self.parse(text)))
-        except (ConfigError, OSError, ValueError) as error:
-            return str(error)
+        except Exception as error:
+            # Of whatever kind: without this thread, no request would ever be answered.
+            return str(error) if isinstance(error, ConfigError) else repr(error)
         return ""

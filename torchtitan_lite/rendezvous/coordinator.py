@@ -28,7 +28,7 @@ from torchtitan_lite.launcher.restart_policy import (
     RestartPolicy,
 )
 from torchtitan_lite.rendezvous.messages import Answer, FailureKind, Phase, Report, RunState
-from torchtitan_lite.rendezvous.timing import ALL_LOST_S, LEASE_S, LOST_S, OUTAGE_S
+from torchtitan_lite.rendezvous.timing import ALL_LOST_S, HOLD_S, LEASE_S, LOST_S, OUTAGE_S
 
 _MAX_RESTARTS = 10
 _MAX_MACHINES = 4096
@@ -37,7 +37,7 @@ _OUTAGE_DELAY_S = 1.0
 _PREPARE_S = 600.0
 """Time for all machines to start the processes that a resize needs."""
 _FAILED_LEAVES = 2
-"""Attempts that may fail instead of being left for the same resize."""
+"""Attempts that fail instead of being left, after which a resize ends."""
 _FAILURES_OF_A_MACHINE = 2
 """Failures in a row on one machine, without progress in between, after which a spare machine takes
 its place."""
@@ -71,6 +71,8 @@ class _MachinesResize:
     deadline_s: float
     """When the present phase must have ended."""
     state: ResizeState = ResizeState.ACCEPTED
+    is_late: bool = False
+    """Whether the ranks did not leave in time, so that they are aborted."""
     num_failures: int = 0
     """Attempts that failed instead of being left."""
 
@@ -244,7 +246,7 @@ class Coordinator:
                 self._machines[report.machine].was_joined = True
             self._store_port = seats[0].store_port if 0 in seats else 0
             self._state = RunState.RUNNING
-            self._rebuild_resize(list(seats.values()))
+            self._rebuild_resize(list(seats.values()), now_s)
             return
         if seats and self._first_member_s is None:
             self._first_member_s = now_s
@@ -255,12 +257,24 @@ class Coordinator:
             until_s = (self._first_member_s or self._first_report_s) + self._learn_s
         if now_s >= until_s:
             self._state = RunState.FORMING
+            self._rebuild_resize(list(seats.values()), now_s)
 
-    def _rebuild_resize(self, members: list[Report]) -> None:
-        """Learn that the present attempt is the first one on its mesh."""
-        meshes = (one.former_mesh for one in members if not one.has_progress)
-        former = next((mesh for mesh in meshes if mesh not in ("", self._mesh)), None)
-        if former is not None:
+    def _rebuild_resize(self, members: list[Report], now_s: float) -> None:
+        """Learn the present resize: the ranks leave the last attempt, or it is the first one on its
+        mesh."""
+        leaving = next((one for one in members if one.leaving_for), None)
+        if leaving is not None:
+            self._resize = _MachinesResize(
+                leaving.ready_for,
+                leaving.leaving_for,
+                self._mesh,
+                now_s + LEAVE_S,
+                state=ResizeState.READY,
+            )
+            return
+        trained = [one.trained_mesh for one in members if not one.has_progress]
+        former = next(filter(None, trained), None)
+        if former is not None and self._mesh not in trained:
             request = next((one.request for one in members if one.request_mesh == self._mesh), "")
             self._resize = _MachinesResize(
                 request, self._mesh, former, math.inf, state=ResizeState.LEFT
@@ -292,11 +306,13 @@ class Coordinator:
         """Return whether all members train, or their ranks are still leaving to resize the run."""
         resize = self._resize
         if resize is None or resize.state is not ResizeState.READY:
-            return not any(map(self._has_left, members))
-        if any(self._has_left(one) and not one.report.has_left for one in members):
+            return not any(map(self._has_stopped, members))
+        if any(self._has_stopped(one) and not one.report.has_left for one in members):
             return False
-        has_left = all(one.report.has_left or self._has_ended(one.report) for one in members)
-        return not has_left and now_s < resize.deadline_s
+        if all(one.report.has_left or self._has_ended(one.report) for one in members):
+            return False
+        resize.is_late = now_s >= resize.deadline_s
+        return not resize.is_late
 
     def _follow_requests(self, members: list[Report], now_s: float) -> None:
         """Begin, continue or end a resize. All ranks of the members have committed a step, so they
@@ -317,7 +333,7 @@ class Coordinator:
         if resize.state is ResizeState.READY:
             if stopping is not None:
                 # Its ranks save and exit once they train again.
-                resize.deadline_s = min(resize.deadline_s, now_s + LOST_S)
+                resize.deadline_s = min(resize.deadline_s, now_s + HOLD_S / 2)
             return
         refused = next((one for one in members if one.refused == resize.id), None)
         waits_for = [one.name for one in members if one.ready_for != resize.id]
@@ -342,7 +358,7 @@ class Coordinator:
         """Return whether all ranks of a machine have finished in the present attempt."""
         return report.attempt == self._attempt and report.phase is Phase.ENDED
 
-    def _has_left(self, one: _Machine) -> bool:
+    def _has_stopped(self, one: _Machine) -> bool:
         """Return whether a member does not train in the present attempt any more."""
         if one.report.attempt == self._attempt:
             return one.report.phase in (Phase.PARKED, Phase.FAILED)
@@ -403,13 +419,15 @@ class Coordinator:
             if one.report.has_lost_lease and one.report.attempt == self._attempt
         ]
         was_cut = bool(self._lost or cut)
+        resize = self._resize
+        is_leaving = resize is not None and resize.state is ResizeState.READY
+        # So do ranks that are aborted because others leave too late.
+        is_explained = was_cut or (resize is not None and is_leaving and resize.is_late)
         for kind in (FailureKind.USER_ERROR, FailureKind.DEATH, FailureKind.EXCEPTION):
-            if by_kind[kind] and (kind is not FailureKind.EXCEPTION or not was_cut):
+            if by_kind[kind] and (kind is not FailureKind.EXCEPTION or not is_explained):
                 cause = min(by_kind[kind], key=lambda one: one.failed_at_s)
                 break
         stopping = next((one.report for one in former if one.report.is_stopping), None)
-        resize = self._resize
-        is_leaving = resize is not None and resize.state is ResizeState.READY
         left = [
             one for one in former if one.report.has_left and one.report.attempt == self._attempt
         ]
@@ -437,6 +455,7 @@ class Coordinator:
         if resize is not None and is_leaving:
             # It is followed once the ranks train again.
             resize.state, resize.deadline_s = ResizeState.ACCEPTED, now_s + _PREPARE_S
+            resize.is_late = False
             resize.num_failures += 1
             if resize.num_failures == _FAILED_LEAVES:
                 self._end_resize(ResizeState.FAILED, self._reason)

@@ -100,7 +100,7 @@ class Report(_Message):
     mesh: str
     """Mesh of that attempt per machine, as `RunMesh.to_text`; before the first one, that with which
     it was started."""
-    former_mesh: str = ""
+    trained_mesh: str = ""
     """Mesh of the last attempt in which its ranks have committed a step; empty if there is none."""
     seen_attempt: int = 0
     """Highest attempt that any answer named."""
@@ -129,8 +129,10 @@ class Report(_Message):
     """Id of the resize that it cannot follow."""
     refusal: str = ""
     """Reason of that."""
+    leaving_for: str = ""
+    """Mesh for which its ranks were ordered to leave `attempt`; empty if they were not."""
     has_left: bool = False
-    """Whether its ranks have left `attempt` to resize the run."""
+    """Whether they have."""
 
 
 class RunState(StrEnum):

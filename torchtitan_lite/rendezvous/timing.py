@@ -30,6 +30,8 @@ ALL_LOST_S = 60.0
 network: then nobody is replaced before it is sure."""
 OUTAGE_S = LEASE_S
 """Time without a report of any machine that counts as such an outage."""
+HOLD_S = 60.0
+"""Time for which a request to stop waits for ranks that leave or start because of a resize."""
 CALL_S = 2.0
 """Timeout of a report. A report per lease may fail."""
 BLOCKED_S = 2.0

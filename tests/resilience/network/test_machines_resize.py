@@ -18,6 +18,8 @@ from torchtitan_lite.launcher.resize_request import ResizeState
 
 _REASON = unavailable_reason()
 pytestmark = [
+    # The decisions are tested in unit/rendezvous/test_resize, and the agents beside it.
+    pytest.mark.matrix,
     pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
     pytest.mark.timeout(600),
 ]
@@ -49,14 +51,8 @@ def _resumes(run: Machines) -> list[int]:
 
 @pytest.mark.parametrize(
     "meshes",
-    [
-        pytest.param([(2, (_TP,))], id="tensor parallel"),
-        pytest.param(
-            [(2, ()), (1, (_TP,)), (2, (_TP, _PP)), (1, ())],
-            id="several",
-            marks=pytest.mark.matrix,
-        ),
-    ],
+    [[(2, (_TP,))], [(2, ()), (1, (_TP,)), (2, (_TP, _PP)), (1, ())]],
+    ids=["one", "several"],
 )
 def test_machines_resize_together(
     meshes: list[tuple[int, tuple[str, ...]]], expected: list[float], tmp_path: Path
@@ -83,7 +79,6 @@ def test_machines_resize_together(
         assert run.num_records() == _STEPS, "a step was repeated"
 
 
-@pytest.mark.matrix
 def test_meshes_that_the_run_cannot_have(expected: list[float], tmp_path: Path) -> None:
     with machines(tmp_path, "a", "b", steps=_STEPS) as run:
         # A world of four ranks fails at its first step.
@@ -114,7 +109,6 @@ def _wait_for_answer(run: Machines, state: ResizeState) -> None:
     run.wait(has_come)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["a rank", "a machine", "the rendezvous", "SIGTERM"])
 @pytest.mark.parametrize("state", [ResizeState.ACCEPTED, ResizeState.READY, ResizeState.LEFT])
 def test_faults_during_a_resize(

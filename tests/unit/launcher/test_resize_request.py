@@ -1,6 +1,8 @@
 """Requests and answers pass through files; what is not a request changes nothing."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,25 @@ def test_an_agent_does_not_follow_a_request_to_an_earlier_one(tmp_path: Path) ->
     send_request(tmp_path, request)
     withdraw_request(tmp_path)
     assert inbox.poll(1.0) is None
+
+
+def test_one_of_the_machines_that_share_a_folder_has_a_request(tmp_path: Path) -> None:
+    inboxes = [RequestInbox(tmp_path, is_shared=True) for _ in range(3)]
+    request = ResizeRequest(mesh=RunMesh(2))
+    send_request(tmp_path, request)
+    # A machine that joins now leaves it to the others.
+    inboxes.append(RequestInbox(tmp_path, is_shared=True))
+    found = [inbox.poll(0.0) for inbox in inboxes]
+    assert [one for one in found if one is not None] == [request]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_removes_a_request_that_nobody_waits_for(tmp_path: Path) -> None:
+    send_request(tmp_path, ResizeRequest(mesh=RunMesh(2)))
+    (file,) = tmp_path.iterdir()
+    long_ago_s = time.time() - 60
+    os.utime(file, (long_ago_s, long_ago_s))
+    assert RequestInbox(tmp_path, is_shared=True).poll(0.0) is None
 
 
 def test_replicas_resize_step_by_step(tmp_path: Path) -> None:

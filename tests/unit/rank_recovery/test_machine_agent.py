@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,9 +42,14 @@ class _Agent(MachineAgent):
         """Run the main loop once."""
         self._pause()
 
-    def report(self, phase: Phase) -> None:
-        """Change the phase that is reported."""
-        self._link.update(phase=phase)
+    def report(self, phase: Phase, **changes: Any) -> None:
+        """Change the phase that is reported, and more."""
+        self._link.update(phase=phase, **changes)
+
+    def joins(self, attempt: int) -> None:
+        """Join an attempt."""
+        self._attempt_number = attempt
+        self._link.update(phase=Phase.JOINED)
 
     def follow(self, answer: Answer, until: Callable[[Report], object]) -> Report:
         """Follow an answer until the next report is as expected, and return that."""
@@ -57,6 +63,29 @@ class _Agent(MachineAgent):
         launch.wait_until(follows, 10)
         return self._link.report
 
+    def answered(self, answer: Answer) -> None:
+        """Replace the last answer of the rendezvous, which sends no other one."""
+        self._link._send = lambda now_s: None
+        self._link.answer = answer
+
+    def order_to_leave(self, answer: Answer) -> bool:
+        """Follow an answer; return whether the ranks were ordered to leave."""
+        self._order_to_leave(answer)
+        return bool(self._link.report.leaving_for)
+
+    def stop(self) -> None:
+        """Receive SIGTERM."""
+        self._requests = [signal.SIGTERM]
+        self._report_stop()
+
+    def may_forward(self) -> bool:
+        """Return whether the ranks receive it."""
+        return self._may_forward()
+
+    def may_wait(self, answer: Answer) -> bool:
+        """Return whether it waits while no rank trains."""
+        return self._stop_waits(answer)
+
     def end(self) -> None:
         """End the processes, and leave."""
         self._shutdown()
@@ -66,7 +95,13 @@ class _Agent(MachineAgent):
         return self._park_deadline_s(time.monotonic())
 
 
+_HANGS_S = 4.0
+
+
 def _check_resize(request: ResizeRequest) -> None:
+    if "--parallelism.hangs=true" in request.mesh.arguments:
+        time.sleep(_HANGS_S)
+        raise ConfigError("It is slow.")
     if request.mesh.num_ranks > 1:
         raise ConfigError("It has one GPU.")
 
@@ -200,3 +235,52 @@ def test_a_machine_that_becomes_a_spare_one_ends_its_request(agent: _Agent, tmp_
     report = agent.follow(replace(answer, node_rank=-1), lambda report: not report.request)
     launch.wait_until(lambda: _answered(tmp_path, request, ResizeState.FAILED), 10)
     assert not report.request
+
+
+def test_a_signal_does_not_split_ranks_that_may_leave(agent: _Agent) -> None:
+    mesh = RunMesh(1).to_text()
+    quiet = Answer(state=RunState.RUNNING, attempt=1, node_rank=0)
+    named = replace(quiet, resize="r1", resize_mesh=mesh)
+    agent.joins(1)
+    agent.stop()
+    agent.answered(named)
+    assert agent.may_forward()
+    # Once it is ready, the rendezvous may have decided that all ranks leave.
+    agent.report(Phase.JOINED, ready_for="r1")
+    assert not agent.may_forward()
+    agent.answered(replace(quiet, state=RunState.REBUILDING))
+    assert not agent.may_forward()
+    # It has not: the resize has ended.
+    agent.answered(quiet)
+    assert agent.may_forward()
+
+
+def test_a_signal_waits_until_ranks_that_left_train_again(agent: _Agent) -> None:
+    ready = Answer(
+        state=RunState.RUNNING, attempt=1, node_rank=0,
+        resize="r1", resize_mesh="1", resize_state=ResizeState.READY,
+    )  # fmt: skip
+    agent.joins(1)
+    assert not agent.may_wait(ready)
+    assert agent.order_to_leave(ready)
+    agent.stop()
+    agent.answered(replace(ready, resize=""))
+    assert not agent.may_forward()
+    agent.report(Phase.PARKED)
+    assert agent.may_wait(ready)
+    # Also before the store of the next attempt is known, but not on a spare machine.
+    agent.joins(2)
+    assert agent.may_wait(ready) and not agent.may_wait(replace(ready, node_rank=-1))
+    agent.joins(3)
+    assert not agent.may_wait(ready)
+
+
+def test_storage_that_hangs_does_not_block_the_main_loop(agent: _Agent, tmp_path: Path) -> None:
+    mesh = RunMesh(1, ("--parallelism.hangs=true",)).to_text()
+    answer = Answer(state=RunState.RUNNING, attempt=1, node_rank=0, resize="r1", resize_mesh=mesh)
+    for _ in range(20):
+        began_s = time.monotonic()
+        report = agent.follow(answer, lambda _: True)
+        assert time.monotonic() - began_s < _HANGS_S / 2
+        assert not report.ready_for and not report.refused
+    assert agent.follow(answer, lambda report: report.refused).refusal == "It is slow."

@@ -59,6 +59,7 @@ class Rig:
                 node_rank=answer.node_rank,
                 store_port=29000 + answer.attempt if answer.node_rank == 0 else 0,
                 mesh=answer.mesh,
+                leaving_for="",
                 has_left=False,
                 ready_for="",
                 has_progress=False,
@@ -66,6 +67,10 @@ class Rig:
                 failure=FailureKind.NONE,
             )
         elif answer.state is RunState.FORMING and report.phase is not Phase.PARKED:
+            if report.machine in self.stays:
+                # They wait for ranks of other machines, which are aborted first.
+                failure = FailureKind.EXCEPTION
+                report = replace(report, failure=failure, failure_text="connection closed")
             report = replace(report, phase=Phase.PARKED)
         elif is_member and report.phase is Phase.JOINED and report.has_progress:
             report = self._resized(report, answer)
@@ -78,15 +83,17 @@ class Rig:
     def _resized(self, report: Report, answer: Answer) -> Report:
         if answer.resize_state is ResizeState.ACCEPTED and report.machine not in self.slow:
             return replace(report, ready_for=answer.resize)
-        if answer.resize_state is ResizeState.READY and report.machine not in self.stays:
-            return replace(report, phase=Phase.PARKED, has_left=True)
+        if answer.resize_state is ResizeState.READY:
+            report = replace(report, leaving_for=answer.resize_mesh)
+            if report.machine not in self.stays:
+                report = replace(report, phase=Phase.PARKED, has_left=True)
         return report
 
     def train(self, *names: str) -> None:
         """Let the ranks of machines commit a step."""
         for name in names:
             mesh = self.machines[name].mesh
-            self.machines[name] = replace(self.machines[name], has_progress=True, former_mesh=mesh)
+            self.machines[name] = replace(self.machines[name], has_progress=True, trained_mesh=mesh)
 
     def leave(self, name: str) -> None:
         """Let a machine leave, which then is silent."""

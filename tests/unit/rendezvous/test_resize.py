@@ -9,7 +9,7 @@ from torchtitan_lite.errors import MACHINE_FAULT
 from torchtitan_lite.launcher.resize_request import LEAVE_S, ResizeState
 from torchtitan_lite.rank_recovery.worker import ORDER_S
 from torchtitan_lite.rendezvous.messages import FailureKind, Phase, RunState
-from torchtitan_lite.rendezvous.timing import LEASE_S, LOST_S
+from torchtitan_lite.rendezvous.timing import HOLD_S, LEASE_S, LOST_S
 
 _MESH = "2 --parallelism.tensor_parallel_degree=2"
 
@@ -218,7 +218,8 @@ def test_a_machine_asked_to_stop_ends_a_resize(state: str) -> None:
     _request(rig)
     rig.run(3)
     rig.machines["b"] = replace(rig.machines["b"], is_stopping=True)
-    rig.run(LOST_S + 5)
+    rig.run(HOLD_S / 2 + 5)
+    assert rig.state() is RunState.RUNNING
     if state == "preparing":
         assert rig.attempt() == 1
         assert rig.ended["r1"] == (ResizeState.FAILED, "b was asked to stop")
@@ -246,19 +247,55 @@ def test_an_outage_while_ranks_leave_blames_no_machine() -> None:
 
 
 @pytest.mark.parametrize("has_started", [False, True], ids=["while ranks leave", "on the new mesh"])
-def test_a_restarted_rendezvous_continues_a_resize(has_started: bool) -> None:
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_restarted_rendezvous_continues_a_resize(has_started: bool, is_stopping: bool) -> None:
     rig = _training()
     rig.stays = set() if has_started else {"b"}
     _request(rig)
     rig.run(3)
     rig.restart_server()
     rig.stays.clear()
-    if not has_started:
-        rig.machines["b"] = replace(rig.machines["b"], phase=Phase.PARKED, has_left=True)
+    if is_stopping:
+        rig.machines["b"] = replace(rig.machines["b"], is_stopping=True)
     rig.run(LOST_S + 2)
     assert rig.state() is RunState.RUNNING and rig.attempt() == 2
-    rig.train("a", "b")
-    rig.run(5)
+    # Ranks that have left for a machine that stops train on the former mesh, to save and exit.
+    is_followed = has_started or not is_stopping
+    assert rig.answers["a"].mesh == (_MESH if is_followed else "1")
     rig.train("a", "b")
     rig.run(3)
-    assert rig.ended["r1"] == (ResizeState.DONE, "") and rig.answers["a"].mesh == _MESH
+    assert rig.ended["r1"][0] is (ResizeState.DONE if is_followed else ResizeState.FAILED)
+
+
+def test_a_rendezvous_restarted_before_all_have_joined_knows_the_former_mesh() -> None:
+    rig = _training()
+    _request(rig)
+    rig.run(10, until=lambda: rig.machines["b"].has_left)
+    former = rig.machines["b"]
+    rig.run(3, until=lambda: rig.machines["a"].attempt == 2)
+    # The answer has not reached it.
+    rig.machines["b"] = replace(former, sequence=rig.machines["b"].sequence)
+    rig.restart_server()
+    rig.run(LOST_S + 2)
+    assert rig.attempt() == 3 and rig.answers["a"].mesh == _MESH
+    fail(rig, "b", FailureKind.USER_ERROR, "rank 2: it needs 3 ranks", status=1)
+    rig.run(3)
+    assert rig.state() is RunState.RUNNING and rig.answers["a"].mesh == "1"
+
+
+def test_a_mesh_that_was_trained_on_before_is_kept() -> None:
+    """A spare machine without a step on it takes a place, and the rendezvous is restarted."""
+    rig = _training()
+    rig.machines["c"] = replace(rig.machines["c"], trained_mesh="1")
+    _request(rig)
+    rig.run(5)
+    rig.train("a", "b")
+    rig.run(2)
+    rig.silent.add("b")
+    rig.run(LOST_S + 4)
+    assert rig.places()["c"] == 1
+    rig.restart_server()
+    rig.run(2)
+    fail(rig, "c", FailureKind.DEATH, "rank 2: killed by SIGKILL")
+    rig.run(4)
+    assert rig.answers["a"].mesh == _MESH
