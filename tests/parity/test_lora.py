@@ -174,7 +174,8 @@ def test_same_losses_in_float32(
         assert outcome.grad_norms == norms
 
 
-@pytest.mark.parametrize("mesh", ["tp-2", *long("fsdp-2", "fsdp-2-tp-2", "pp-2-tp-2")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", ["tp-2", "fsdp-2", "fsdp-2-tp-2", "pp-2-tp-2"])
 def test_same_adapters_in_compiled_blocks(
     mesh: str,
     pools: Pools,

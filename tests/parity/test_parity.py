@@ -227,6 +227,7 @@ def _run_as_on_torch_2_11(folder: Path, overrides: dict[str, Any]) -> Outcome:
         return run_job(folder, overrides)
 
 
+@pytest.mark.matrix
 def test_training_is_independent_of_string_hashes(
     reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -368,7 +369,8 @@ def test_compiled_experts_train_equally_on_meshes(
         assert_same(outcome, reference(**EXPERTS), tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("recompute", ["op", *long("none", "full")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("recompute", ["op", "none", "full"])
 def test_compiled_z_losses_train_equally(
     recompute: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -379,6 +381,7 @@ def test_compiled_z_losses_train_equally(
         assert_same(outcome, reference(**shared), tolerances.PARITY_FLOAT64)
 
 
+@pytest.mark.matrix
 def test_compiled_experts_support_another_batch_size_in_validation(
     pools: Pools, tmp_path: Path
 ) -> None:
@@ -403,7 +406,8 @@ def test_compiled_experts_support_another_batch_size_in_validation(
     assert losses[1] == pytest.approx(losses[0], rel=tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("mesh", ["accumulation-1", *long("fsdp-2")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", ["accumulation-1", "fsdp-2"])
 def test_compiled_experts_with_a_capacity(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -498,6 +502,7 @@ def test_same_loss_in_emulated_float8(
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT8_LOSS)
 
 
+@pytest.mark.matrix
 def test_compiled_blocks_with_expert_parallelism_train_equally(
     pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:

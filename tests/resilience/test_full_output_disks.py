@@ -145,6 +145,7 @@ def test_one_process_trains_on_and_completes_its_files(
     _check_state(tmp_path, run)
 
 
+@pytest.mark.matrix
 def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path: Path, disk: Path) -> None:
     run, log = disk / "run", tmp_path / "log"
     process = launch.start(
@@ -186,7 +187,11 @@ def _rank_of(launcher: subprocess.Popen[bytes], replica: int) -> psutil.Process:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("is_killed", [False, True], ids=["trains on", "restarts"])
+@pytest.mark.parametrize(
+    "is_killed",
+    [False, pytest.param(True, marks=pytest.mark.matrix)],
+    ids=["trains on", "restarts"],
+)
 def test_replicas_train_on(is_killed: bool, tmp_path: Path, disk: Path) -> None:
     """The logs of the launcher and of its ranks are on the full disk, too. A replica that is killed
     meanwhile restarts; its lines in memory are lost, and the check of samples says so."""

@@ -240,7 +240,9 @@ def test_a_replica_that_loses_a_rank_recovers_and_all_finish(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("replicas", "ranks"), [(1, "2"), (2, "1")])
+@pytest.mark.parametrize(
+    ("replicas", "ranks"), [pytest.param(1, "2", marks=pytest.mark.matrix), (2, "1")]
+)
 def test_a_replica_that_others_ask_to_stop_saves_and_is_started_again(
     tmp_path: Path, undisturbed_losses: dict[int, float], replicas: int, ranks: str
 ) -> None:

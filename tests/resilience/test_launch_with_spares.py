@@ -99,7 +99,8 @@ def check_run(folder: Path, expected: dict[int, float], steps: int = _STEPS) -> 
     }
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("rank", [1, 0])
 @pytest.mark.timeout(280)
 def test_a_dead_rank_is_replaced_within_its_replica(
     tmp_path: Path, undisturbed_losses: dict[int, float], rank: int
@@ -220,6 +221,7 @@ def resizable_run(
         yield process
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(280)
 def test_replicas_are_resized_in_their_processes(
     tmp_path: Path, undisturbed_losses: dict[int, float], monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def test_a_machine_of_another_run_names_the_difference(
     assert re.search(error, line), line
 
 
+@pytest.mark.matrix
 def test_another_token_is_rejected(endpoint: str) -> None:
     line = _fails(endpoint, "--nnodes=2", token="another secret of them")
     assert "TORCHTITAN_LITE_TOKEN must be the same" in line
@@ -79,12 +80,14 @@ def test_a_token_that_is_too_short_is_rejected(endpoint: str) -> None:
     assert "has 5 characters of at least 16" in _fails(endpoint, "--nnodes=2", token="short")
 
 
+@pytest.mark.matrix
 def test_too_few_machines_are_named() -> None:
     with rendezvous_server("127.0.0.1:0", _TOKEN) as server:
         line = _fails(server.address, "--nnodes=3", "--rdzv-timeout-s=6")
     assert "1 of 3 machines have joined in 6 s (127.0.0.1 (process" in line
 
 
+@pytest.mark.matrix
 def test_a_rendezvous_that_does_not_answer_is_named() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

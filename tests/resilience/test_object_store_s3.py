@@ -81,9 +81,10 @@ def test_a_run_saves_and_resumes(tmp_path: Path, mesh: Mesh, s3: FaultyServer) -
     assert s3.requests > 20
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "object_name",
-    ["manifest.json", pytest.param("rank-00000.safetensors", marks=pytest.mark.matrix)],
+    ["manifest.json", "rank-00000.safetensors"],
 )
 def test_killed_during_a_save(
     tmp_path: Path, mesh: Mesh, s3: FaultyServer, object_name: str

@@ -47,6 +47,7 @@ def test_one_process_killed_at_a_point_of_a_step(point: str, tmp_path: Path) -> 
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("point", _POINTS)
 def test_a_replica_killed_at_a_point_of_a_step(point: str, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def _connected(network: Network) -> set[str]:
     return {pair for pair in pairs if _echo_s(network, pair[0], pair[1]) is not None}
 
 
+@pytest.mark.matrix
 def test_links_are_cut_and_mended(network: Network) -> None:
     everything = {"ab", "ba", "ac", "ca", "bc", "cb"}
     assert _connected(network) == everything

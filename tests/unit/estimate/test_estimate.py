@@ -63,7 +63,7 @@ def test_frozen_weights_have_no_gradients_and_no_state() -> None:
     ("world_size", "num_layers", "overrides"),
     [
         (4, 8, {}),
-        (4, 8, {"activation_checkpoint.mode": "full"}),
+        pytest.param(4, 8, {"activation_checkpoint.mode": "full"}, marks=pytest.mark.matrix),
         (
             4,
             9,
@@ -72,7 +72,7 @@ def test_frozen_weights_have_no_gradients_and_no_state() -> None:
                 "activation_checkpoint.selective_ac_option": "2",
             },
         ),
-        (8, 30, PP4),
+        pytest.param(8, 30, PP4, marks=pytest.mark.matrix),
         (4, 8, {"optimizer.name": "Muon"}),
     ],
     ids=["fsdp", "recompute", "recompute-every-second", "pipeline", "muon"],
@@ -141,6 +141,7 @@ def test_recomputation_costs_flops_and_saves_memory() -> None:
     assert recomputed.fullest.peak.bytes["activations"] < plain.fullest.peak.bytes["activations"]
 
 
+@pytest.mark.matrix
 def test_meshes_are_valid_and_agree_with_traces() -> None:
     config = _config(8)
     found = estimate(config, 8, "h200")
