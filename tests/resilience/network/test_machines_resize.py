@@ -83,7 +83,6 @@ def test_meshes_that_the_run_cannot_have(expected: list[float], tmp_path: Path) 
     with machines(tmp_path, "a", "b", steps=_STEPS) as run:
         # A world of four ranks fails at its first step.
         run.train("a", "b", more=_MORE, RANK_FAULTS="slow=0.3 not_on=4")
-        before = [run.processes(name) for name in "ab"]
         for num_ranks, arguments, why in (
             (1, ("--training.steps=7",), "rejected: --training.steps=7 is given, but a resize"),
             (1, ("--parallelism.tensor_parallel_degree=3",), "rejected: "),
@@ -92,7 +91,8 @@ def test_meshes_that_the_run_cannot_have(expected: list[float], tmp_path: Path) 
             outcome = launch.resize(run.output, num_ranks, *arguments)
             assert outcome.returncode == 1 and f"resize: {why}" in outcome.stderr, outcome.stderr
         run.wait_for_step(_resumes(run)[-1] + 3)
-        run.wait(lambda: [run.processes(name) for name in "ab"] == before)
+        # A process whose training has raised an exception may be replaced.
+        run.wait(lambda: [len(run.processes(name)) for name in "ab"] == [1, 1])
         assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)
 
 
