@@ -373,7 +373,6 @@ def _train_on_machines(arguments: Sequence[str], options: _Options, config: Conf
     from torchtitan_lite.rank_recovery.rank_process import RankProcess
     from torchtitan_lite.rank_recovery.resize_inbox import ResizeInbox
     from torchtitan_lite.rendezvous.link import RendezvousLink
-    from torchtitan_lite.rendezvous.messages import MAX_CHARS
 
     address = _own_address(options)
     link = RendezvousLink(
@@ -387,9 +386,7 @@ def _train_on_machines(arguments: Sequence[str], options: _Options, config: Conf
         fingerprint=config_fingerprint(config, options.num_ranks * options.num_machines),
     )
     inbox = ResizeInbox(
-        *_resizing(arguments, options, config),
-        check_arguments=check_resize_arguments,
-        max_chars=MAX_CHARS,
+        *_resizing(arguments, options, config), check_arguments=check_resize_arguments
     )
     environment = _of_agent()
     with _received_signals() as received:

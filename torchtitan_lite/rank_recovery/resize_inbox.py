@@ -1,6 +1,6 @@
 """Requests to resize a run on several machines, received, checked and answered by a thread: storage
 that hangs must not block the agent's main loop, which keeps the lease. Layer: above
-launcher.resize_request.
+launcher.resize_request and rendezvous.messages.
 """
 
 import threading
@@ -17,6 +17,7 @@ from torchtitan_lite.launcher.resize_request import (
     RunMesh,
 )
 from torchtitan_lite.log import logger
+from torchtitan_lite.rendezvous.messages import MAX_CHARS
 
 _POLL_S = 0.25
 _CLOSE_S = 2.0
@@ -31,13 +32,10 @@ class ResizeInbox:
         check: Callable[[ResizeRequest], None],
         *,
         check_arguments: Callable[[Sequence[str]], None],
-        max_chars: int,
     ) -> None:
         """`check` raises ConfigError for a request that the run cannot follow, and
-        `check_arguments`, which reads no file, for arguments that may not change; the text of a
-        mesh has at most `max_chars`."""
-        self._inbox, self._check, self._max_chars = inbox, check, max_chars
-        self._check_arguments = check_arguments
+        `check_arguments`, which reads no file, for arguments that may not change."""
+        self._inbox, self._check, self._check_arguments = inbox, check, check_arguments
         self.request: ResizeRequest | None = None
         """The request that was made on this machine, until its final answer."""
         self.is_open = False
@@ -107,14 +105,17 @@ class ResizeInbox:
         request = self._inbox.poll(time.monotonic()) if self.is_open else None
         if request is None:
             return
-        refusal = self._refusal(request.mesh.to_text())
         if self.request is not None:
             refusal = f"a resize to {self.request.mesh} has not ended"
+        else:
+            refusal = self._refusal(request.mesh.to_text())
         if refusal:
             logger.warning("Resize to %s rejected: %s", request.mesh, refusal)
             self._inbox.answer(request, ResizeState.REJECTED, refusal)
         else:
             self._inbox.answer(request, ResizeState.ACCEPTED)
+            # The rendezvous will name it to this machine, too.
+            self._checked = request.id, ""
             self.request = request
 
     def _check_request(self, request_id: str, mesh: str) -> None:
@@ -122,8 +123,8 @@ class ResizeInbox:
 
     def _refusal(self, text: str) -> str:
         """Return why the run cannot have a mesh; empty if it can."""
-        if len(text) > self._max_chars:
-            return f"its arguments have {len(text)} characters, at most {self._max_chars} fit"
+        if len(text) > MAX_CHARS:
+            return f"its arguments have {len(text)} characters, at most {MAX_CHARS} fit"
         try:
             self._check(ResizeRequest(mesh=self.parse(text)))
         except Exception as error:

@@ -143,7 +143,6 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Agent]:
             RequestInbox(tmp_path),
             _check_resize,
             check_arguments=check_resize_arguments,
-            max_chars=MAX_CHARS,
         )
         inbox.start()
         agent = _Agent(

@@ -27,6 +27,17 @@ def _request(rig: Rig, name: str = "b", key: str = "r1", mesh: str = _MESH) -> N
     rig.machines[name] = replace(rig.machines[name], request=key, request_mesh=mesh)
 
 
+def _resize_and_lose_b(rig: Rig) -> None:
+    """Resize the run, train on the new mesh, and replace a machine by the spare one."""
+    _request(rig)
+    rig.run(5)
+    rig.train("a", "b")
+    rig.run(2)
+    rig.silent.add("b")
+    rig.run(LOST_S + 5)
+    assert rig.places()["c"] == 1
+
+
 def _present(rig: Rig) -> tuple[str, ResizeState]:
     answer = rig.answers["a"]
     return answer.resize, answer.resize_state
@@ -68,13 +79,8 @@ def test_all_machines_resize_together() -> None:
 
 def test_a_spare_machine_joins_on_the_new_mesh() -> None:
     rig = _training()
-    _request(rig)
-    rig.run(5)
-    rig.train("a", "b")
-    rig.run(2)
-    rig.silent.add("b")
-    rig.run(LOST_S + 5)
-    assert rig.places()["c"] == 1 and rig.machines["c"].mesh == _MESH
+    _resize_and_lose_b(rig)
+    assert rig.machines["c"].mesh == _MESH
 
 
 def test_a_request_that_one_machine_refuses_is_rejected() -> None:
@@ -287,13 +293,7 @@ def test_a_mesh_that_was_trained_on_before_is_kept() -> None:
     """A spare machine without a step on it takes a place, and the rendezvous is restarted."""
     rig = _training()
     rig.machines["c"] = replace(rig.machines["c"], trained_mesh="1")
-    _request(rig)
-    rig.run(5)
-    rig.train("a", "b")
-    rig.run(2)
-    rig.silent.add("b")
-    rig.run(LOST_S + 4)
-    assert rig.places()["c"] == 1
+    _resize_and_lose_b(rig)
     rig.restart_server()
     rig.run(2)
     fail(rig, "c", FailureKind.DEATH, "rank 2: killed by SIGKILL")
