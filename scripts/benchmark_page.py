@@ -332,7 +332,8 @@ def _summary(
             _number(value) + own.get((name, processes, metric), "")
             for name, value in (("median", statistics.median(ratios)), ("worst", max(ratios)))
         )
-        goals = ", ".join(sorted({_goal(row) for row in group}))
+        by_goal = sorted(group, key=lambda row: row.get("goal", 0))
+        goals = " to ".join(dict.fromkeys((_goal(by_goal[0]), _goal(by_goal[-1]))))
         lines.append(
             f"| {processes.split()[0]} | {metric} | {len(group)} | {median} | {worst} | {goals} | "
             f"{sum(row['met'] for row in group)} of {len(group)} |"
@@ -348,7 +349,7 @@ def _goal(row: dict[str, Any]) -> str:
     if "goal" not in row:
         return "-"
     kind = row.get("kind")
-    return f"{kind} {row['goal']:g}" if kind else f"{row['goal']:g}"
+    return f"{kind} {row['goal']:.4g}" if kind else f"{row['goal']:.4g}"
 
 
 def _ratio(row: dict[str, Any]) -> float | None:

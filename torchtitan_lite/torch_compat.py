@@ -281,9 +281,21 @@ def as_dtensor(
     dict, and treats the shape of a scalar as missing. Needed until there is a public way without
     autograd.
     """
-    if mesh.get_coordinate() is None:
-        local = local.new_zeros((0,) * len(shape))
-    spec = DTensorSpec(mesh, placements, tensor_meta=_contiguous(shape, local.dtype))
+    return with_spec(local, contiguous_spec(mesh, placements, shape, local.dtype))
+
+
+def contiguous_spec(
+    mesh: DeviceMesh, placements: Placements, shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """Return the spec of a contiguous DTensor of global `shape`. Making it takes most of the time
+    of `as_dtensor`; several tensors may share one."""
+    return DTensorSpec(mesh, placements, tensor_meta=_contiguous(shape, dtype))
+
+
+def with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a shard as `as_dtensor` does."""
+    if spec.mesh.get_coordinate() is None:
+        local = local.new_zeros((0,) * spec.ndim)
     return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 

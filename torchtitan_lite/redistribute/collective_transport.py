@@ -22,7 +22,6 @@ from torchtitan_lite.redistribute.program import (
     Slices,
     TensorTask,
     assign_buckets,
-    empty_raw_tensor,
     group_by_region,
     local_reduction,
     raw_array,
@@ -149,8 +148,9 @@ class CollectiveTransport:
 
 
 class ScratchBuffers:
-    """Buffers that exchanges of a group use in turn. They are kept, because the first touch of
-    fresh memory takes as long as everything else, and never exceed two buckets."""
+    """Buffers that exchanges of a group use in turn. They are kept at their largest size, because
+    the first touch of fresh memory takes as long as everything else, and never exceed two of the
+    largest buckets."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,12 +159,14 @@ class ScratchBuffers:
     def words(self, number: int, count: int, width: int) -> torch.Tensor:
         """Return one of the buffers as `count` uninitialized raw elements of `width` bytes."""
         kept = self._kept.get(number)
-        if kept is None or kept.nbytes != count * width:
-            # What another exchange needed goes first, so that both are never there at once.
+        nbytes = count * width
+        if kept is None or kept.nbytes < nbytes:
+            # The smaller one goes first, so that both are never there at once.
             kept = None
             self._kept.pop(number, None)
-            kept = self._kept[number] = empty_raw_tensor(count, width, self._device)
-        return kept.view(RAW_DTYPES[width])
+            kept = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._kept[number] = kept
+        return kept[:nbytes].view(RAW_DTYPES[width])
 
 
 @lru_cache(maxsize=16)

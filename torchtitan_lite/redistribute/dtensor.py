@@ -14,7 +14,7 @@ from torchtitan_lite.redistribute.execute import check_out, execute_exchange
 from torchtitan_lite.redistribute.layout import Layout, TensorSpec
 from torchtitan_lite.redistribute.placements import HolderMesh, StridedReading
 from torchtitan_lite.redistribute.plan import Plan, plan
-from torchtitan_lite.torch_compat import DTensorSpec, spec_of
+from torchtitan_lite.torch_compat import DTensorSpec, spec_of, with_spec
 
 
 @torch.no_grad()
@@ -58,13 +58,17 @@ def redistribute_state_dict(
         of_tensors = (t.device_mesh for t in (*tensors.values(), *out.values()))
         # Of equal ones the last, which is the one that the caller gave.
         by_holders = {HolderMesh.from_device_mesh(mesh): mesh for mesh in (*of_tensors, *meshes)}
+    specs: dict[Plan, DTensorSpec] = {}
     for name, found, local in zip(layouts, plans, moved, strict=True):
         if name in out:
             results[name] = out[name]
         elif name in tensors and found.is_noop:
             results[name] = tensors[name]
         elif found.dst.mesh in by_holders:
-            results[name] = found.dst.to_dtensor(local, by_holders[found.dst.mesh], found.shape)
+            if found not in specs:
+                mesh = by_holders[found.dst.mesh]
+                specs[found] = found.dst.dtensor_spec(mesh, found.shape, found.dtype)
+            results[name] = with_spec(local, specs[found])
         elif local.numel() > 0:
             raise LayoutError(
                 f"{name} goes to {found.dst.mesh}, and no DeviceMesh of these ranks was given. Add "

@@ -34,12 +34,13 @@ from torchtitan_lite.redistribute.placements import (
 )
 from torchtitan_lite.torch_compat import (
     DTensorSpec,
-    as_dtensor,
+    contiguous_spec,
     is_strided_shard,
     shard_order_of,
     spec_of,
     split_factor,
     strided_shard,
+    with_spec,
 )
 
 
@@ -303,14 +304,20 @@ class Layout:
     def to_dtensor(
         self, local: torch.Tensor, device_mesh: DeviceMesh, shape: Sequence[int]
     ) -> DTensor:
-        """Build a DTensor of global `shape` from this rank's shard, outside of autograd; another
-        order of axes is encoded as strided shards, as FSDP2 does. Raises LayoutError for a mesh of
-        other ranks."""
+        """Build a DTensor of global `shape` from this rank's shard, outside of autograd. Raises
+        LayoutError for a mesh of other ranks."""
+        return with_spec(local, self.dtensor_spec(device_mesh, shape, local.dtype))
+
+    def dtensor_spec(
+        self, device_mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype
+    ) -> DTensorSpec:
+        """Return the spec of such a DTensor; another order of axes is encoded as strided shards, as
+        FSDP2 does."""
         if HolderMesh.from_device_mesh(device_mesh) != self.mesh:
             raise LayoutError(
                 f"{self} cannot be made a DTensor on {HolderMesh.from_device_mesh(device_mesh)}."
             )
-        return as_dtensor(local, device_mesh, self.dtensor_placements, torch.Size(shape))
+        return contiguous_spec(device_mesh, self.dtensor_placements, torch.Size(shape), dtype)
 
     @cached_property
     def dtensor_placements(self) -> tuple[Placement, ...]:

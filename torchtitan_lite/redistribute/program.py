@@ -67,9 +67,14 @@ class TensorTask:
     @cached_property
     def sender(self) -> Holder | None:
         """The holder whose data this rank sends."""
+        return next(iter(self.senders([self.me])), None)
+
+    def senders(self, ranks: Iterable[Holder]) -> list[Holder]:
+        """Return the holders whose data some ranks send: themselves, if they are processes."""
+        ranks = set(ranks)
         if not self.readers:
-            return self.me
-        return next((source for source, reader in self.readers.items() if reader == self.me), None)
+            return list(ranks)
+        return [source for source, reader in self.readers.items() if reader in ranks]
 
     def reader(self, holder: Holder) -> Holder:
         """Reader of each source that is not a process, such as a file. Only their data is moved;
@@ -102,11 +107,6 @@ class TensorTask:
         """Return the transfers of round `number`; None if the plan has fewer."""
         rounds = self.plan.rounds
         return rounds[number] if number < len(rounds) else None
-
-    def max_local_raw(self, number: int) -> int:
-        """Return the raw elements of the largest shard sent from in round `number`."""
-        kind = self.kind(number)
-        return 0 if kind is None else self.plan.exchange.max_local_numel(kind) * self.ratio
 
     def max_moved_raw(self, number: int) -> int:
         """Return the maximum raw elements that a holder sends and receives in round `number`."""
@@ -374,11 +374,6 @@ def _strides(shape: Sequence[int]) -> list[int]:
     for length in reversed(shape[1:]):
         strides.append(strides[-1] * max(length, 1))
     return strides[::-1]
-
-
-def empty_raw_tensor(count: int, width: int, device: torch.device) -> torch.Tensor:
-    """Allocate uninitialized memory for raw elements of `width` bytes."""
-    return torch.empty(count, dtype=RAW_DTYPES[width], device=device)
 
 
 def raw_numpy_dtype(width: int) -> type[np.integer]:

@@ -70,7 +70,8 @@ class SharedMemory:
 
     def __init__(self, group: dist.ProcessGroup, region_bytes: int) -> None:
         """Every rank of the group must call it, with the same `region_bytes`. `peers` are the group
-        ranks whose regions are mapped: only this rank if there is too little memory."""
+        ranks whose regions are mapped, and which have the same peers: only this rank if there is
+        too little memory."""
         self.rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.region_bytes = region_bytes
         self.timeout_s = 300.0
@@ -101,12 +102,12 @@ class SharedMemory:
             dist.all_gather(sees, seen, group=group)
         finally:
             paths[self.rank].unlink(missing_ok=True)
-        self.peers = frozenset(
-            rank
-            for rank in range(size)
-            if rank == self.rank or (sees[self.rank][rank] and sees[rank][self.rank])
-        )
-        self.covers_all = all(bool(row.all()) for row in sees)
+        matrix = torch.stack(sees).bool()
+        mutual = matrix & matrix.T
+        # The ranks that see the same ones, so that they all have the same peers.
+        same = (mutual == mutual[self.rank]).all(1) & mutual[self.rank]
+        self.peers = frozenset(same.nonzero().flatten().tolist()) | {self.rank}
+        self.covers_all = bool(matrix.all())
         """Whether all ranks of the group share memory."""
         self._counters = {
             rank: np.frombuffer(mapped, np.int64, 2) for rank, mapped in self._maps.items()

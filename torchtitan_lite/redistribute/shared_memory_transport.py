@@ -1,7 +1,8 @@
 """A round of an exchange through shared memory: one copy in, one copy out.
 
 A sender writes its data into its slot in the shape of its own shard, so that a receiver computes
-the position by arithmetic, and data that several receivers need is written once.
+the position by arithmetic, and data that several receivers need is written once. If at most half of
+the shard is sent, the slot omits the indices of each dim that are not.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 
 from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.placements import Holder
+from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.program import (
     BucketRange,
     LocalReduction,
@@ -49,6 +51,24 @@ class _SlotCopy(NamedTuple):
     inside: Slices
 
 
+class _SentPart(NamedTuple):
+    """The part of a sender's shard that its slot holds."""
+
+    intervals: tuple[tuple[tuple[int, int, int], ...], ...]
+    """Per dim: (start and stop in the shard, start in the part), in order."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(stop - start for start, stop, _ in dim) for dim in self.intervals)
+
+    def position(self, first: Sequence[int]) -> list[int]:
+        """Return the position in the part of the element `first` of the shard."""
+        return [
+            next(at + index - start for start, stop, at in dim if start <= index < stop)
+            for index, dim in zip(first, self.intervals, strict=True)
+        ]
+
+
 class _SharedBucket(NamedTuple):
     writes: list[_SlotCopy]
     reads: list[_SlotCopy]
@@ -82,7 +102,8 @@ class SharedMemoryTransport:
         self._reductions = [local_reduction(task, scales) for task in tasks]
         self._width = tasks[0].width
         numbers: dict[Holder, int] = {rank: n for n, rank in enumerate(ranks)}
-        weights = [task.max_local_raw(number) for task in tasks]
+        self._parts: dict[tuple[Plan, Holder], _SentPart] = {}
+        weights = [self._max_sent(task, [ranks[n] for n in memory.peers]) for task in tasks]
         line = _LINE_BYTES // self._width
         capacity = min(bucket_bytes, memory.slot_bytes) // self._width // line * line
         self._buckets = [
@@ -116,6 +137,14 @@ class SharedMemoryTransport:
             self._memory, self._buckets, self._slots, writes, reads, reductions
         )
 
+    def _max_sent(self, task: TensorTask, ranks: Iterable[Holder]) -> int:
+        """Determine the parts of a tensor that `ranks` send; return the elements of the largest."""
+        senders = [] if task.kind(self._number) is None else task.senders(ranks)
+        for sender in senders:
+            if (task.plan, sender) not in self._parts:
+                self._parts[task.plan, sender] = _sent_part(task, sender, self._number)
+        return max((prod(self._parts[task.plan, sender].shape) for sender in senders), default=0)
+
     def _bucket(self, ranges: Sequence[BucketRange], numbers: dict[Holder, int]) -> _SharedBucket:
         """Return what this rank writes and reads of a bucket."""
         me = self._memory.rank
@@ -148,7 +177,8 @@ class SharedMemoryTransport:
     ) -> Iterator[_SlotCopy]:
         """Yield the rectangles of a transfer in the part of a tensor that a bucket holds."""
         task = self._tasks[bounds.tensor]
-        shape = task.raw_local_shape(sender, self._number)
+        part = self._parts[task.plan, sender]
+        shape = part.shape
         size = prod(shape)
         offset = bounds.offset
         windows = []
@@ -157,14 +187,15 @@ class SharedMemoryTransport:
             windows.append((span, run, offset))
             offset += prod(run)
         for block in task.rectangles(piece, self._number):
+            first = part.position(block.src)
+            tensor_first = block.src if writes else block.dst
             for span, run, at in windows:
-                common = intersect_span(block.src, block.shape, span)
+                common = intersect_span(first, block.shape, span)
                 if common is None:
                     continue
                 begin, lengths = common
                 inside = [b - low for b, (low, _) in zip(begin, span, strict=True)]
-                if not writes:
-                    begin = [b - s + d for b, s, d in zip(begin, block.src, block.dst, strict=True)]
+                begin = [b - f + t for b, f, t in zip(begin, first, tensor_first, strict=True)]
                 place = slices(begin, lengths)
                 yield _SlotCopy(rank, bounds.tensor, place, at, run, slices(inside, lengths))
 
@@ -181,9 +212,43 @@ class SharedMemoryTransport:
         return views
 
 
+def _sent_part(task: TensorTask, sender: Holder, number: int) -> _SentPart:
+    """Return the part of a shard that a slot holds in round `number`. All contributions to a
+    reduction have a place at the same position, so that they are reduced at once."""
+    shape = task.raw_local_shape(sender, number)
+    whole = _SentPart(tuple(((0, length, 0),) for length in shape))
+    if task.kind(number) == "reduce":
+        return whole
+    blocks = [
+        block
+        for piece in task.plan.transfers(sender)[number].sends
+        for block in task.rectangles(piece, number)
+    ]
+    intervals = [
+        _without_gaps((block.src[dim], block.src[dim] + block.shape[dim]) for block in blocks)
+        for dim in range(len(shape))
+    ]
+    part = _SentPart(tuple(intervals))
+    return part if 2 * prod(part.shape) <= prod(shape) else whole
+
+
+def _without_gaps(intervals: Iterable[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Merge intervals that overlap or touch; return each with its start if gaps are omitted."""
+    merged: list[tuple[int, int, int]] = []
+    length = 0
+    for start, stop in sorted(set(intervals)):
+        if merged and start <= merged[-1][1]:
+            first, last, at = merged.pop()
+            start, stop, length = first, max(last, stop), at
+        merged.append((start, stop, length))
+        length += stop - start
+    return tuple(merged)
+
+
 def _joined_writes(writes: Iterable[_SlotCopy]) -> list[_SlotCopy]:
-    """Write the rectangle around several of one run at once if they are most of it: several
-    receivers of parts of each row would make many short copies, and nobody reads the rest."""
+    """Write the rectangle around several of one run at once if they are most of it and it has no
+    gaps in the tensor: several receivers of parts of each row would make many short copies, and
+    nobody reads the rest."""
     by_run: dict[tuple[int, int], list[_SlotCopy]] = {}
     for write in writes:
         by_run.setdefault((write.tensor, write.offset), []).append(write)
@@ -198,12 +263,16 @@ def _joined_writes(writes: Iterable[_SlotCopy]) -> list[_SlotCopy]:
         )
         around = some[0]._replace(region=region, inside=inside)
         is_most = 2 * sum(map(_num_elements, some)) >= _num_elements(around)
-        found += [around] if is_most else some
+        found += [around] if is_most and _lengths(region) == _lengths(inside) else some
     return found
 
 
 def _num_elements(copy: _SlotCopy) -> int:
-    return prod(one.stop - one.start for one in copy.inside)
+    return prod(_lengths(copy.inside))
+
+
+def _lengths(place: Slices) -> list[int]:
+    return [one.stop - one.start for one in place]
 
 
 class BoundSharedMemoryTransport:
