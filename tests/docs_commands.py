@@ -48,6 +48,8 @@ _SETTINGS = {
     "freq": "2",
     "held_out_fraction": "0.2",
 }
+_ESTIMATED = ("llama3_8b.toml",)
+"""Configs that are estimated, not run: they keep their settings."""
 _ENDLESS = "100000"
 """Steps of a run that a later command stops."""
 _PGREP = """
@@ -126,7 +128,7 @@ def copy_tree(folder: Path) -> None:
     for config in (ROOT / "configs").glob("*.toml"):
         text = config.read_text(encoding="utf-8")
         settings = _SETTINGS | ({"steps": _ENDLESS} if config.stem.endswith("_ft") else {})
-        for key, value in settings.items():
+        for key, value in () if config.name in _ESTIMATED else settings.items():
             text = re.sub(rf"^{key} = [\d.]+$", f"{key} = {value}", text, flags=re.MULTILINE)
         # Corpora of the size of the standard library take a minute to tokenize.
         corpus = f'dataset_path = "{FIXTURE}"'

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,17 +14,40 @@ import pytest
 
 from tests.launch import REPOSITORY, SMALL, wait_until
 
+_started: list[subprocess.Popen[bytes]] = []
 
-def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Kill what a test that fails leaves."""
+    yield
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                one.kill()
+            process.wait()
+
+
+def start(
+    *arguments: str, log: Path, hangup: signal.Handlers = signal.SIG_DFL
+) -> subprocess.Popen[bytes]:
+    """Start a run that inherits `hangup` for SIGHUP, also if the tests run under nohup."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torchtitan_lite", "train", *arguments],
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "torchtitan_lite", "train", *arguments],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    _started.append(process)
+    return process
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -92,11 +116,7 @@ def test_a_killed_rank_is_one_line_and_an_exit_status(waits: bool, tmp_path: Pat
 @pytest.mark.matrix
 def test_nohup_survives_a_closed_terminal(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process = start("--nproc=2", *run_without_end(folder), log=log)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    process = start("--nproc=2", *run_without_end(folder), log=log, hangup=signal.SIG_IGN)
     wait_until(lambda: has_stepped(folder), 120)
     process.send_signal(signal.SIGHUP)
     before_step = num_steps(folder)

@@ -17,11 +17,17 @@ _SCRIPTS = Path(__file__).parent / "scripts"
 TORCH = "torch==2.13.0"
 
 
-def run_script(environment: str, requirements: tuple[str, ...], script: str, *words: object) -> Any:
+def run_script(
+    environment: str,
+    requirements: tuple[str, ...],
+    script: str,
+    *words: object,
+    without: tuple[str, ...] = (),
+) -> Any:
     """Return the JSON that a script of `scripts` writes to the path given as its last argument,
-    when run in an environment with these requirements. Skips the test if they cannot be
-    installed."""
-    python = _python(environment, (TORCH, *requirements))
+    when run in an environment with these requirements, and `without` some that they require.
+    Skips the test if they cannot be installed."""
+    python = _python(environment, (TORCH, *requirements), without)
     out = Path(str(words[0])) / f"{Path(script).stem}.json"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -38,10 +44,10 @@ def run_script(environment: str, requirements: tuple[str, ...], script: str, *wo
     return json.loads(out.read_text())
 
 
-def _python(name: str, requirements: tuple[str, ...]) -> str:
+def _python(name: str, requirements: tuple[str, ...], without: tuple[str, ...]) -> str:
     folder = _ENVIRONMENTS / name
     python, marker = folder / "bin" / "python", folder / ".installed"
-    expected = "\n".join(requirements)
+    expected = "\n".join((*requirements, *(f"without {one}" for one in without)))
     _ENVIRONMENTS.mkdir(exist_ok=True)
     with (_ENVIRONMENTS / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -50,6 +56,7 @@ def _python(name: str, requirements: tuple[str, ...]) -> str:
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(folder)],
             [str(python), "-m", "pip", "install", "--quiet", *requirements],
+            *([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", one] for one in without),
         ):
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
