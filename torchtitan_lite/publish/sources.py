@@ -6,12 +6,13 @@ error says that it is gone. Nothing is unpickled. Layer: above pins.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -43,7 +44,10 @@ _POLL_S = 0.002
 """Time between two looks into shared memory, or for a version of another rank."""
 _RETRY_S = 0.05
 """Longest time between two attempts."""
+_MAX_CONNECTIONS = 16
+"""Servers that are asked at the same time."""
 
+T = TypeVar("T")
 
 Block = tuple[str, tuple[slice, ...]]
 """A block of a local tensor, by its name."""
@@ -324,6 +328,14 @@ class Publication:
             time.sleep(min(timeout_s, _RETRY_S, _POLL_S * 2 ** min(num_retries - 1, 10)))
         else:
             self.ranks[0].wait(timeout_s)
+
+    def map_ranks(self, action: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
+        """Return the results of `action` for some ranks. Servers are asked at the same time; all
+        have answered before an error is raised."""
+        if len(ranks) < 2 or not self.ranks[0].is_remote:
+            return list(map(action, ranks))
+        with ThreadPoolExecutor(min(len(ranks), _MAX_CONNECTIONS), "subscriber") as pool:
+            return list(pool.map(action, ranks))
 
     def newest(self) -> int | None:
         """Return the newest version that every rank has, as far as known; None if there is none."""

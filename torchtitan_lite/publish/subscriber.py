@@ -194,23 +194,29 @@ class Subscription:
     def _pinned(self, publication: Publication, version: int, stack: ExitStack) -> "_Pinned":
         """Pin a version until `stack` closes, and receive what comes from servers, which may die.
         Raises VersionGone."""
-        parts: dict[int, PinnedPart] = {}
-        for rank in sorted({read.rank for read in self._reads}):
-            parts[rank] = publication.ranks[rank].pin(version)
-            stack.callback(parts[rank].release)
+
+        def pin(rank: int) -> PinnedPart:
+            part = publication.ranks[rank].pin(version)
+            stack.callback(part.release)
+            return part
+
+        numbers = sorted({read.rank for read in self._reads})
+        parts = dict(zip(numbers, publication.map_ranks(pin, numbers), strict=True))
         digests = {
             (read.rank, read.name): parts[read.rank].digests[read.name] for read in self._reads
         }
         changed = {key for key, digest in digests.items() if self._digests.get(key) != digest}
         reads = [read for read in self._reads if (read.rank, read.name) in changed]
         total = sum(read.num_bytes for read in self._reads)
-        blocks: list[torch.Tensor] = []
-        for rank, some in groupby(reads, attrgetter("rank")):
-            blocks += parts[rank].blocks([(read.name, read.source) for read in some])
+        wanted = {
+            rank: [(read.name, read.source) for read in some]
+            for rank, some in groupby(reads, attrgetter("rank"))
+        }
+        blocks = publication.map_ranks(lambda rank: parts[rank].blocks(wanted[rank]), list(wanted))
         return _Pinned(
             digests=digests,
             reads=reads,
-            blocks=blocks,
+            blocks=[block for some in blocks for block in some],
             num_bytes_unchanged=total - sum(read.num_bytes for read in reads),
         )
 

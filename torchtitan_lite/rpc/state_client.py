@@ -29,6 +29,8 @@ from torchtitan_lite.rpc.state_server import (
 
 _CHUNK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20
+_TICK_MS = 50
+"""Time that a peer waits for a state that it does not serve yet, before it says so."""
 _POLL_S = 0.01
 _MAX_HEADER_BYTES = 256 << 20
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -57,6 +59,10 @@ class _NotReady(RpcError):
 
 class _SessionRejected(RpcError):
     """Session that the peer does not accept, or no longer."""
+
+
+class _OutOfRange(RpcError):
+    """Bytes that the state does not have."""
 
 
 class _ConnectionLost(RpcError):
@@ -121,6 +127,8 @@ class StateConnection:
         self._session = ClientSession(endpoint.secret, endpoint.purpose)
         self._serial = 0
         """Of the offer that the last response was from."""
+        self._header_bytes = 0
+        """Of the last header: the next one is expected to be as long."""
 
     def select(self, version: int) -> None:
         """Fetch from this state from now on."""
@@ -135,14 +143,20 @@ class StateConnection:
         peer serves it. `tick` is called while waiting, and may raise; `on_progress`, when the peer
         has made progress in preparing the state, without which the wait ends after the timeout.
         Raises RpcError."""
-        length = bytearray(8)
-        self._fetch_when_ready(0, [memoryview(length)], tick, on_progress)
-        size = int.from_bytes(length, "little")
+        begin = bytearray(8 + self._header_bytes)
+        try:
+            self._fetch_when_ready(0, [memoryview(begin)], tick, on_progress)
+        except _OutOfRange:
+            begin = bytearray(8)
+            self.fetch_range(0, [memoryview(begin)])
+        size = int.from_bytes(begin[:8], "little")
         if not 0 < size <= _MAX_HEADER_BYTES:
             raise RpcError(f"{self._endpoint.url} sent an invalid header of {size} bytes.")
-        content = bytearray(size)
-        self.fetch_range(8, [memoryview(content)])
-        return bytes(content)
+        rest = bytearray(max(0, 8 + size - len(begin)))
+        if rest:
+            self.fetch_range(len(begin), [memoryview(rest)])
+        self._header_bytes = size
+        return bytes(begin[8 : 8 + size] + rest)
 
     def _fetch_when_ready(
         self,
@@ -154,9 +168,10 @@ class StateConnection:
         """Fetch as `fetch` does, as soon as the peer serves the state."""
         deadline = time.monotonic() + self._endpoint.timeout_s
         prepared = -1
+        rows = ByteRows(start, sum(map(len, targets)))
         while True:
             try:
-                self.fetch_range(start, targets)
+                self.fetch([rows], targets, {WAIT: f"0 {_TICK_MS}"})
                 return
             except _NotReady as error:
                 tick()
@@ -258,6 +273,8 @@ class StateConnection:
             return _SessionRejected(message)
         if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
             return _NotReady(message, _number(answer.headers.get(PREPARED)))
+        if answer.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return _OutOfRange(message)
         return RpcError(message)
 
     def _open_session(self) -> None:

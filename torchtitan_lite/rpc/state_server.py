@@ -40,7 +40,7 @@ SERIAL = "X-Serial"
 """Header of a response: the number of the offer that is served, which increases."""
 WAIT = "X-Wait"
 """Header of a request, "SERIAL MILLISECONDS": it is answered once the state is not from this offer
-any more, or after this time."""
+any more, or after this time. Serial 0 is that of a state that is not offered."""
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _WAIT = re.compile(r"(\d{1,18}) (\d{1,5})", re.ASCII)
 _PATH = re.compile(r"/state/(\d{1,18})", re.ASCII)
@@ -221,11 +221,11 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def wait_for_change(self, version: int, serial: int, timeout_s: float) -> None:
-        """Block while `version` is served from this offer."""
+        """Block while `version` is served from this offer, or, for serial 0, is not served."""
 
         def has_changed() -> bool:
             offer = self.offered.get(version)
-            return offer is None or offer.serial != serial
+            return (0 if offer is None else offer.serial) != serial
 
         with self.changed:
             self.changed.wait_for(has_changed, min(timeout_s, MAX_WAIT_S))

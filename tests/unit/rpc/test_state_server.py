@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from torchtitan_lite.errors import RpcError
-from torchtitan_lite.rpc import state_server
+from torchtitan_lite.rpc import state_client, state_server
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.rpc.state_server import (
     MAX_RANGES,
@@ -155,3 +155,36 @@ def test_a_session_of_an_earlier_server_is_replaced(server: StateServer) -> None
     connection.close()
     with pytest.raises(RpcError, match="cannot be read"):
         fetched(connection, [ByteRows(0, 1)])
+
+
+def test_headers_of_other_lengths_follow_each_other(
+    server: StateServer, connection: StateConnection
+) -> None:
+    # The same, a longer, a shorter one, and one of a state that is shorter than the last header.
+    for header, data in (
+        (HEADER, DATA),
+        (HEADER, DATA),
+        (HEADER * 3, DATA),
+        (HEADER, DATA),
+        (HEADER * 9, b""),
+        (b"h", b""),
+        (HEADER, DATA),
+    ):
+        server.offer(3, FramedState(header, data))
+        assert connection.fetch_header() == header
+
+
+def test_a_state_is_awaited_at_the_server(
+    server: StateServer, connection: StateConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection.select(5)
+    # As a publisher does its status; what is older than the newest state is gone.
+    server.offer(1 << 59, FramedState(HEADER), keep=[3])
+    with pytest.raises(RpcError, match="HTTP 404"):
+        connection.fetch_header()
+    monkeypatch.setattr(state_client, "_TICK_MS", 5000)
+    offer = partial(server.offer, 5, FramedState(HEADER, DATA), keep=[1 << 59])
+    timer = threading.Timer(0.2, offer)
+    timer.start()
+    assert connection.fetch_header() == HEADER
+    timer.join()
