@@ -44,7 +44,6 @@ class HolderIndex:
         self.num_contributions = math.prod(mesh.shape[axis] for axis in partial)
         self.num_replicas = math.prod(mesh.shape[axis] for axis in same)
         self._order = (*cutting, *partial, *same)
-        self._replicas: dict[tuple[int, int], tuple[Holder, ...]] = {}
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -77,11 +76,19 @@ class HolderIndex:
 
     def holders(self, part: int, contribution: int = 0) -> Sequence[Holder]:
         """Return the replicas of one contribution to one shard."""
-        key = part, contribution
-        if key not in self._replicas:
-            holders = self.layout.mesh.holders
-            self._replicas[key] = tuple(holders[one] for one in self.positions[key].tolist())
-        return self._replicas[key]
+        return self._holders[part][contribution]
+
+    @cached_property
+    def _holders(self) -> list[list[list[Holder]]]:
+        """[shard][contribution][replica]"""
+        mesh = self.layout.mesh
+        ranks = mesh.ranks_array
+        if ranks is not None:
+            return ranks[self.positions].tolist()
+        return [
+            [[mesh.holders[one] for one in replicas] for replicas in contributions]
+            for contributions in self.positions.tolist()
+        ]
 
     def position(self, holder: Holder) -> int | None:
         """Return a holder's position in the mesh; None if absent."""

@@ -90,7 +90,7 @@ class HolderMesh:
     @cached_property
     def ranks_array(self) -> np.ndarray | None:
         """The holders as int64; None if some are not ranks."""
-        if not all(isinstance(holder, int) for holder in self.holders):
+        if set(map(type, self.holders)) != {int}:
             return None
         return np.array(self.holders, np.int64)
 
