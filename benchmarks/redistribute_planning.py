@@ -80,6 +80,7 @@ def _rows(case: PlannerCase) -> Iterator[Result]:
         where += f", nodes of {per_node}" if per_node else ""
         name = f"random layouts on {' x '.join(map(str, shape))} ranks, {where}, cold"
         median_s = statistics.median(one.seconds for one in timed)
+        usual_s = [one.seconds for one in timed if one.transfers <= _MANY_TRANSFERS]
         what = f"of {len(timed)} plans and parts"
         if per_node:
             without = _random_pairs(shape, base, case.pairs)
@@ -87,7 +88,7 @@ def _rows(case: PlannerCase) -> Iterator[Result]:
             yield _nodes_row(name, f"median {what}, and without nodes", median_s, without_s)
         else:
             yield _row(name, f"median {what}", median_s * 1e3, "ms", goals_ms[0])
-        usual_s = [one.seconds for one in timed if one.transfers <= _MANY_TRANSFERS]
+        what = f"of {len(usual_s)} plans and parts"
         yield _row(name, f"worst {what}", max(usual_s) * 1e3, "ms", goals_ms[1])
         for one in timed:
             if one.transfers > _MANY_TRANSFERS:

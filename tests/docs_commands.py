@@ -128,7 +128,9 @@ def copy_tree(folder: Path) -> None:
     for config in (ROOT / "configs").glob("*.toml"):
         text = config.read_text(encoding="utf-8")
         settings = _SETTINGS | ({"steps": _ENDLESS} if config.stem.endswith("_ft") else {})
-        for key, value in () if config.name in _ESTIMATED else settings.items():
+        if config.name in _ESTIMATED:
+            settings = {}
+        for key, value in settings.items():
             text = re.sub(rf"^{key} = [\d.]+$", f"{key} = {value}", text, flags=re.MULTILINE)
         # Corpora of the size of the standard library take a minute to tokenize.
         corpus = f'dataset_path = "{FIXTURE}"'

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,13 +20,15 @@ _started: list[subprocess.Popen[bytes]] = []
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
-    """Kill what a test that fails leaves."""
+    """Kill the runs that a failed test leaves."""
     yield
     while _started:
         process = _started.pop()
         if process.poll() is None:
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                one.kill()
+            for one in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.kill()
             process.wait()
 
 

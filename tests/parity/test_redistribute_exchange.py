@@ -31,6 +31,7 @@ from torchtitan_lite.redistribute import (
     plan,
     redistribute_state_dict,
 )
+from torchtitan_lite.redistribute.collective_transport import ScratchBuffers
 from torchtitan_lite.redistribute.execute import FusedExchange
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.program import TensorTask
@@ -109,6 +110,49 @@ class _Watch(TorchDispatchMode):
         if isinstance(tensor, DTensor):
             return False
         return any(start <= tensor.data_ptr() < stop for start, stop in self._known)
+
+
+def test_replicas_send_parts_of_their_shards_in_several_buckets(pools: Pools) -> None:
+    pools(4).run(_shard_experts)
+
+
+def _shard_experts() -> None:
+    """From experts that are replicated over an axis and sharded over another to whole ones."""
+    mesh = HolderMesh.ranks(2, 2)
+    src = Layout(mesh, [R, S1])
+    wholes = {
+        "w1": torch.arange(8.0 * 64 * 128).view(8, 64, 128),
+        # In the same exchange, elements of half the size.
+        "w2": torch.arange(8.0 * 96 * 32).view(8, 96, 32).bfloat16(),
+    }
+    for dst in (Layout(mesh, [S0, S0]), Layout(mesh, [S0, S0], {0: (1, 0)}), Layout(mesh, [S0, R])):
+        sources = {
+            name: src.to_dtensor(_box(src, whole), device_mesh(mesh), whole.shape)
+            for name, whole in wholes.items()
+        }
+        for bucket_bytes in (1 << 14, 1 << 20):
+            options = ExchangeOptions(bucket_bytes=bucket_bytes, transport="shared_memory")
+            moved = redistribute_state_dict(sources, dict.fromkeys(wholes, dst), options=options)
+            for name, whole in wholes.items():
+                assert torch.equal(moved[name].to_local(), _box(dst, whole)), (name, dst)
+
+
+def _box(layout: Layout, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, which is one box."""
+    (box,) = layout.boxes(whole.shape, dist.get_rank())
+    return whole[box.slices].clone(memory_format=torch.contiguous_format)
+
+
+def test_buffers_of_collectives_are_kept_up_to_a_bucket() -> None:
+    scratch = ScratchBuffers(torch.device("cpu"))
+    first = scratch.buffer(0, 1000, 4096).data_ptr()
+    assert scratch.buffer(0, 600, 4096).data_ptr() == first
+    assert len(scratch.buffer(0, 600, 4096)) == 600
+    assert scratch.buffer(1, 600, 4096).data_ptr() != first
+    # An exchange with smaller buckets does not keep it.
+    assert scratch.buffer(0, 600, 800).untyped_storage().nbytes() == 600
+    assert scratch.buffer(0, 5000, 4096).untyped_storage().nbytes() == 5000
+    assert scratch.buffer(0, 4096, 4096).untyped_storage().nbytes() == 4096
 
 
 def test_a_rank_without_shared_memory_is_not_a_peer(pools: Pools) -> None:

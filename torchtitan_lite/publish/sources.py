@@ -7,7 +7,7 @@ error says that it is gone. Nothing is unpickled. Layer: above pins.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import prod
@@ -46,8 +46,7 @@ _RETRY_S = 0.05
 """Longest time between two attempts."""
 _MAX_CONNECTIONS = 16
 """Servers that are asked at the same time."""
-
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 Block = tuple[str, tuple[slice, ...]]
 """A block of a local tensor, by its name."""
@@ -65,9 +64,12 @@ class PinnedPart(Protocol):
         """Checksums of the local tensors, by name."""
         ...
 
-    def blocks(self, wanted: Sequence[Block]) -> list[torch.Tensor]:
+    def blocks(
+        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool]
+    ) -> list[torch.Tensor]:
         """Return blocks of local tensors, which may share the publisher's memory; what comes from a
-        server, which may die, is received completely. Raises VersionGone."""
+        server, which may die, is received completely. Raises VersionGone, also if it is cancelled
+        in between."""
         ...
 
     def release(self) -> None:
@@ -113,7 +115,9 @@ class _SharedPart:
         self._data, self._held, self._lock = region.data(slot), held, lock
         self.digests: Mapping[str, str] = region.values(slot)["digests"]
 
-    def blocks(self, wanted: Sequence[Block]) -> list[torch.Tensor]:
+    def blocks(
+        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool]
+    ) -> list[torch.Tensor]:
         found = []
         for name, block in wanted:
             held = self._held[name]
@@ -195,7 +199,9 @@ class _ServedPart:
         self._data_start = 8 + len(header)
         self.digests: Mapping[str, str] = read_json(header)["digests"]
 
-    def blocks(self, wanted: Sequence[Block]) -> list[torch.Tensor]:
+    def blocks(
+        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool]
+    ) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         rows: list[ByteRows] = []
         targets: list[memoryview] = []
@@ -215,6 +221,8 @@ class _ServedPart:
         self._connection.select(self._version)
         try:
             for first, stop in _requests(rows):
+                if is_cancelled():
+                    raise VersionGone(f"Version {self._version} is not needed any more.")
                 self._connection.fetch(rows[first:stop], targets[first:stop])
         except RpcError as error:
             raise VersionGone(str(error)) from None
@@ -329,13 +337,38 @@ class Publication:
         else:
             self.ranks[0].wait(timeout_s)
 
-    def map_ranks(self, action: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
-        """Return the results of `action` for some ranks. Servers are asked at the same time; all
-        have answered before an error is raised."""
+    def map_ranks(
+        self, action: Callable[[int, Callable[[], bool]], _T], ranks: Sequence[int]
+    ) -> list[_T]:
+        """Return the results of `action` for some ranks. Servers are asked at the same time. If one
+        fails, the function that `action` also gets tells the others that they are cancelled; the
+        first error is raised once none is running."""
+        errors: list[BaseException] = []
+
+        def is_cancelled() -> bool:
+            return bool(errors)
+
         if len(ranks) < 2 or not self.ranks[0].is_remote:
-            return list(map(action, ranks))
+            return [action(rank, is_cancelled) for rank in ranks]
+
+        def run(rank: int) -> _T:
+            try:
+                return action(rank, is_cancelled)
+            except BaseException as error:
+                errors.append(error)
+                raise
+
         with ThreadPoolExecutor(min(len(ranks), _MAX_CONNECTIONS), "subscriber") as pool:
-            return list(pool.map(action, ranks))
+            futures = [pool.submit(run, rank) for rank in ranks]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException as error:
+                errors.append(error)
+            for future in futures if errors else ():
+                future.cancel()
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
 
     def newest(self) -> int | None:
         """Return the newest version that every rank has, as far as known; None if there is none."""

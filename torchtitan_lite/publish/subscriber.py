@@ -195,7 +195,7 @@ class Subscription:
         """Pin a version until `stack` closes, and receive what comes from servers, which may die.
         Raises VersionGone."""
 
-        def pin(rank: int) -> PinnedPart:
+        def pin(rank: int, is_cancelled: Callable[[], bool]) -> PinnedPart:
             part = publication.ranks[rank].pin(version)
             stack.callback(part.release)
             return part
@@ -212,7 +212,11 @@ class Subscription:
             rank: [(read.name, read.source) for read in some]
             for rank, some in groupby(reads, attrgetter("rank"))
         }
-        blocks = publication.map_ranks(lambda rank: parts[rank].blocks(wanted[rank]), list(wanted))
+
+        def receive(rank: int, is_cancelled: Callable[[], bool]) -> list[torch.Tensor]:
+            return parts[rank].blocks(wanted[rank], is_cancelled)
+
+        blocks = publication.map_ranks(receive, list(wanted))
         return _Pinned(
             digests=digests,
             reads=reads,

@@ -30,6 +30,9 @@ from torchtitan_lite.redistribute.program import (
 )
 from torchtitan_lite.redistribute.transfers import Transfer
 
+_LINE_BYTES = 64
+"""Alignment of buffers: cache lines."""
+
 
 class _PackedCopy(NamedTuple):
     """A rectangle of a tensor, and its raw elements in a buffer."""
@@ -72,6 +75,7 @@ class CollectiveTransport:
         skipped. `scales`: as `local_reduction`."""
         self._tasks, self._number = tasks, number
         self.group, self._device, self.width = group, device, tasks[0].width
+        self._bucket_bytes = bucket_bytes
         self._kinds = [task.kind(number) for task in tasks]
         self._reductions = [local_reduction(task, scales) for task in tasks]
         self._numbers: dict[Holder, int] = {
@@ -102,11 +106,13 @@ class CollectiveTransport:
         mine = self.buckets[parity::2]
         sent = max(sum(bucket.sent_elements) for bucket in mine)
         received = max(sum(bucket.received_elements) for bucket in mine)
+        # Both are aligned for any dtype.
+        line = _LINE_BYTES // self.width
+        first = -(-sent // line) * line
+        nbytes = (first + received) * self.width
         scratch = scratch_buffers(self.group, self._device)
-        return (
-            scratch.words(2 * parity, sent, self.width),
-            scratch.words(2 * parity + 1, received, self.width),
-        )
+        words = scratch.buffer(parity, nbytes, self._bucket_bytes).view(RAW_DTYPES[self.width])
+        return words[:sent], words[first:]
 
     def _bucket(self, ranges: Sequence[BucketRange], num_ranks: int) -> _CollectiveBucket:
         """Return what this rank sends and receives in a bucket, by peer, then by tensor."""
@@ -148,25 +154,24 @@ class CollectiveTransport:
 
 
 class ScratchBuffers:
-    """Buffers that exchanges of a group use in turn. They are kept at their largest size, because
-    the first touch of fresh memory takes as long as everything else, and never exceed two of the
-    largest buckets."""
+    """Two buffers that exchanges of a group use in turn. They are kept, because the first touch of
+    fresh memory takes as long as everything else, unless they exceed a bucket of the exchange."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[int, torch.Tensor] = {}
 
-    def words(self, number: int, count: int, width: int) -> torch.Tensor:
-        """Return one of the buffers as `count` uninitialized raw elements of `width` bytes."""
+    def buffer(self, number: int, nbytes: int, max_bytes: int) -> torch.Tensor:
+        """Return `nbytes` uninitialized bytes of one of the buffers, which keeps at most
+        `max_bytes` if it needs no more."""
         kept = self._kept.get(number)
-        nbytes = count * width
-        if kept is None or kept.nbytes < nbytes:
-            # The smaller one goes first, so that both are never there at once.
+        if kept is None or not nbytes <= kept.nbytes <= max(nbytes, max_bytes):
+            # The former one goes first, so that both are never there at once.
             kept = None
             self._kept.pop(number, None)
             kept = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             self._kept[number] = kept
-        return kept[:nbytes].view(RAW_DTYPES[width])
+        return kept[:nbytes]
 
 
 @lru_cache(maxsize=16)

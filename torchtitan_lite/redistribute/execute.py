@@ -217,7 +217,7 @@ class FusedExchange:
         for number in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
             # A rank that shares memory with none, such as one that has too little, does all by
             # the group.
-            if memory is not None and len(near) > 1:
+            if memory is not None and len(memory.peers) > 1:
                 most = options.bucket_bytes
                 self._transports.append(
                     SharedMemoryTransport(

@@ -290,10 +290,6 @@ class Layout:
             for dim, length in enumerate(shape)
         )
 
-    def max_local_numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of the largest shard, that of the first holder."""
-        return math.prod(self.local_shape(shape, self.mesh.holders[0]))
-
     def shard_index(self, dim: int, coordinate: Sequence[int]) -> int:
         """Return the shard index in `dim` of the holder at `coordinate`."""
         number = 0
@@ -311,8 +307,9 @@ class Layout:
     def dtensor_spec(
         self, device_mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype
     ) -> DTensorSpec:
-        """Return the spec of such a DTensor; another order of axes is encoded as strided shards, as
-        FSDP2 does."""
+        """Return the spec of a contiguous DTensor of global `shape` in this layout; another order
+        of axes is encoded as strided shards, as FSDP2 does. Raises LayoutError for a mesh of other
+        ranks."""
         if HolderMesh.from_device_mesh(device_mesh) != self.mesh:
             raise LayoutError(
                 f"{self} cannot be made a DTensor on {HolderMesh.from_device_mesh(device_mesh)}."

@@ -108,6 +108,11 @@ class TensorTask:
         rounds = self.plan.rounds
         return rounds[number] if number < len(rounds) else None
 
+    def max_local_raw(self, number: int) -> int:
+        """Return the raw elements of the largest shard sent from in round `number`."""
+        kind = self.kind(number)
+        return 0 if kind is None else self.plan.exchange.max_local_numel(kind) * self.ratio
+
     def max_moved_raw(self, number: int) -> int:
         """Return the maximum raw elements that a holder sends and receives in round `number`."""
         kind = self.kind(number)

@@ -103,10 +103,7 @@ class SharedMemory:
         finally:
             paths[self.rank].unlink(missing_ok=True)
         matrix = torch.stack(sees).bool()
-        mutual = matrix & matrix.T
-        # The ranks that see the same ones, so that they all have the same peers.
-        same = (mutual == mutual[self.rank]).all(1) & mutual[self.rank]
-        self.peers = frozenset(same.nonzero().flatten().tolist()) | {self.rank}
+        self.peers = _peers(matrix, self.rank)
         self.covers_all = bool(matrix.all())
         """Whether all ranks of the group share memory."""
         self._counters = {
@@ -226,6 +223,14 @@ _syscall.argtypes = [
     ctypes.c_void_p,
     ctypes.c_uint32,
 ]
+
+
+def _peers(sees: torch.Tensor, rank: int) -> frozenset[int]:
+    """Return the ranks that see the same ones as `rank`, among them each other: they all have the
+    same peers. `sees`: [rank, other], bool."""
+    mutual = sees & sees.T
+    same = (mutual == mutual[rank]).all(1) & mutual[rank]
+    return frozenset(same.nonzero().flatten().tolist()) | {rank}
 
 
 def _futex_wait(address: int, known: int) -> None:

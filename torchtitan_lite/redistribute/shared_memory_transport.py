@@ -1,12 +1,14 @@
 """A round of an exchange through shared memory: one copy in, one copy out.
 
 A sender writes its data into its slot in the shape of its own shard, so that a receiver computes
-the position by arithmetic, and data that several receivers need is written once. If at most half of
-the shard is sent, the slot omits the indices of each dim that are not.
+the position by arithmetic, and data that several receivers need is written once. If that needs
+fewer buckets, slots omit the indices of each dim that are not sent.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -63,10 +65,11 @@ class _SentPart(NamedTuple):
 
     def position(self, first: Sequence[int]) -> list[int]:
         """Return the position in the part of the element `first` of the shard."""
-        return [
-            next(at + index - start for start, stop, at in dim if start <= index < stop)
-            for index, dim in zip(first, self.intervals, strict=True)
-        ]
+        position = []
+        for index, dim in zip(first, self.intervals, strict=True):
+            start, _, at = dim[bisect_right(dim, index, key=itemgetter(0)) - 1]
+            position.append(at + index - start)
+        return position
 
 
 class _SharedBucket(NamedTuple):
@@ -102,15 +105,19 @@ class SharedMemoryTransport:
         self._reductions = [local_reduction(task, scales) for task in tasks]
         self._width = tasks[0].width
         numbers: dict[Holder, int] = {rank: n for n, rank in enumerate(ranks)}
-        self._parts: dict[tuple[Plan, Holder], _SentPart] = {}
-        weights = [self._max_sent(task, [ranks[n] for n in memory.peers]) for task in tasks]
         line = _LINE_BYTES // self._width
         capacity = min(bucket_bytes, memory.slot_bytes) // self._width // line * line
-        self._buckets = [
-            self._bucket(ranges, numbers)
-            for ranges in assign_buckets(weights, capacity, line)
-            if ranges
-        ]
+        # The peers must have equally many buckets, also those that others near them are not near.
+        self._parts: dict[tuple[Plan, Holder], _SentPart] = {}
+        buckets = assign_buckets([task.max_local_raw(number) for task in tasks], capacity, line)
+        if len(buckets) > 1:
+            peers = [ranks[n] for n in memory.peers]
+            fewer = assign_buckets([self._max_sent(task, peers) for task in tasks], capacity, line)
+            if len(fewer) < len(buckets):
+                buckets = fewer
+            else:
+                self._parts.clear()
+        self._buckets = [self._bucket(ranges, numbers) for ranges in buckets if ranges]
         self._slots = [
             [
                 (self._map(bucket.writes, slot), self._map(bucket.reads + bucket.joins, slot))
@@ -177,7 +184,7 @@ class SharedMemoryTransport:
     ) -> Iterator[_SlotCopy]:
         """Yield the rectangles of a transfer in the part of a tensor that a bucket holds."""
         task = self._tasks[bounds.tensor]
-        part = self._parts[task.plan, sender]
+        part = self._parts.get((task.plan, sender)) or _whole_part(task, sender, self._number)
         shape = part.shape
         size = prod(shape)
         offset = bounds.offset
@@ -213,23 +220,26 @@ class SharedMemoryTransport:
 
 
 def _sent_part(task: TensorTask, sender: Holder, number: int) -> _SentPart:
-    """Return the part of a shard that a slot holds in round `number`. All contributions to a
-    reduction have a place at the same position, so that they are reduced at once."""
-    shape = task.raw_local_shape(sender, number)
-    whole = _SentPart(tuple(((0, length, 0),) for length in shape))
+    """Return the part of a shard that a slot holds in round `number`: the indices of each dim that
+    are sent if they are at most half of it. Of a reduction it is the whole shard, so that all
+    contributions to an element have the same position and are reduced at once."""
+    whole = _whole_part(task, sender, number)
     if task.kind(number) == "reduce":
         return whole
-    blocks = [
-        block
-        for piece in task.plan.transfers(sender)[number].sends
-        for block in task.rectangles(piece, number)
-    ]
+    # Not cached: it is that of another rank, and may be long.
+    sends = task.plan.exchange.transfers(sender)[number].sends
+    blocks = [block for piece in sends for block in task.rectangles(piece, number)]
     intervals = [
         _without_gaps((block.src[dim], block.src[dim] + block.shape[dim]) for block in blocks)
-        for dim in range(len(shape))
+        for dim in range(len(whole.intervals))
     ]
     part = _SentPart(tuple(intervals))
-    return part if 2 * prod(part.shape) <= prod(shape) else whole
+    return part if 2 * prod(part.shape) <= prod(whole.shape) else whole
+
+
+def _whole_part(task: TensorTask, sender: Holder, number: int) -> _SentPart:
+    shape = task.raw_local_shape(sender, number)
+    return _SentPart(tuple(((0, length, 0),) for length in shape))
 
 
 def _without_gaps(intervals: Iterable[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:

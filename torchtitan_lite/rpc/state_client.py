@@ -30,7 +30,7 @@ from torchtitan_lite.rpc.state_server import (
 _CHUNK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20
 _TICK_MS = 50
-"""Time that a peer waits for a state that it does not serve yet, before it says so."""
+"""Time that a peer waits for a state that it does not serve, before it says so."""
 _POLL_S = 0.01
 _MAX_HEADER_BYTES = 256 << 20
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -145,30 +145,33 @@ class StateConnection:
         Raises RpcError."""
         begin = bytearray(8 + self._header_bytes)
         try:
-            self._fetch_when_ready(0, [memoryview(begin)], tick, on_progress)
+            self._fetch_when_ready([memoryview(begin)], tick, on_progress)
         except _OutOfRange:
             begin = bytearray(8)
             self.fetch_range(0, [memoryview(begin)])
-        size = int.from_bytes(begin[:8], "little")
+        size, serial = int.from_bytes(begin[:8], "little"), self._serial
         if not 0 < size <= _MAX_HEADER_BYTES:
             raise RpcError(f"{self._endpoint.url} sent an invalid header of {size} bytes.")
         rest = bytearray(max(0, 8 + size - len(begin)))
         if rest:
             self.fetch_range(len(begin), [memoryview(rest)])
+            if self._serial != serial:
+                # Another state was offered in between.
+                return self.fetch_header(tick, on_progress)
         self._header_bytes = size
         return bytes(begin[8 : 8 + size] + rest)
 
     def _fetch_when_ready(
         self,
-        start: int,
         targets: Sequence[memoryview],
         tick: Callable[[], None],
         on_progress: Callable[[], None],
     ) -> None:
-        """Fetch as `fetch` does, as soon as the peer serves the state."""
+        """Fill `targets` with the first bytes as soon as the peer serves the state, for which it is
+        asked to wait."""
         deadline = time.monotonic() + self._endpoint.timeout_s
         prepared = -1
-        rows = ByteRows(start, sum(map(len, targets)))
+        rows = ByteRows(0, sum(map(len, targets)))
         while True:
             try:
                 self.fetch([rows], targets, {WAIT: f"0 {_TICK_MS}"})

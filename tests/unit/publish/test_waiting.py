@@ -1,6 +1,7 @@
 """How a subscriber waits for the next version."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -64,3 +65,42 @@ def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for timeout_s, num_retries in ((9.0, 0), (0.001, 0), (9.0, 1), (9.0, 2), (9.0, 99), (0.0, 3)):
         publication.wait(timeout_s, num_retries)
     assert slept == [0.05, 0.001, 0.002, 0.004, 0.05, 0.0]
+
+
+def _served(num_ranks: int) -> Publication:
+    return Publication(where="here", ranks=(ServerSource.__new__(ServerSource),) * num_ranks)
+
+
+def test_servers_are_asked_at_the_same_time() -> None:
+    asked: list[int] = []
+
+    def ask(rank: int, is_cancelled: Callable[[], bool]) -> int:
+        asked.append(rank)
+        deadline = time.monotonic() + 30
+        while len(asked) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return 10 * rank
+
+    assert _served(4).map_ranks(ask, [0, 1, 2, 3]) == [0, 10, 20, 30]
+    # More ranks than connections.
+    assert _served(40).map_ranks(ask, list(range(40))) == list(range(0, 400, 10))
+
+
+def test_the_others_are_cancelled_if_a_server_fails() -> None:
+    cancelled: list[int] = []
+
+    def ask(rank: int, is_cancelled: Callable[[], bool]) -> int:
+        if rank == 2:
+            raise RpcError("rank 2 is gone")
+        deadline = time.monotonic() + 30
+        while not is_cancelled():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        cancelled.append(rank)
+        raise sources.VersionGone("cancelled")
+
+    with pytest.raises(RpcError, match="rank 2 is gone"):
+        _served(40).map_ranks(ask, list(range(40)))
+    assert {0, 1} <= set(cancelled) <= set(range(40))
+    assert len(cancelled) < 39

@@ -186,5 +186,7 @@ def test_a_state_is_awaited_at_the_server(
     offer = partial(server.offer, 5, FramedState(HEADER, DATA), keep=[1 << 59])
     timer = threading.Timer(0.2, offer)
     timer.start()
+    began_s = time.monotonic()
     assert connection.fetch_header() == HEADER
+    assert time.monotonic() - began_s < 4.0
     timer.join()
