@@ -116,7 +116,9 @@ def test_faults_during_a_resize(
 ) -> None:
     """Whether the resize succeeds or not, the losses stay."""
     with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
-        run.train("a", "b", "c", more=(*_MORE, "--checkpoint.buddy_interval=2"))
+        # So slow that new processes are ready before the last step, also on a busy machine.
+        more = (*_MORE, "--checkpoint.buddy_interval=2")
+        run.train("a", "b", "c", more=more, RANK_FAULTS="slow=0.8")
         with subprocess.Popen(
             launch.resize_command(run.output, 2, _TP),
             cwd=launch.REPOSITORY,
