@@ -24,6 +24,7 @@ NOT_RUN = {
     "tests/end_to_end/test_pretrained_guide.py runs the guide",
     r"torchtitan-lite train --nproc 8 ": "needs a file of torchtitan and 8 processes",
     r"torchrun \.\.\.": "stands for the options of a cluster",
+    r"export TORCHTITAN_LITE_TOKEN=\.\.\.": "stands for a secret",
     r"torchtitan-lite launch .* 1:4 ": "8 ranks; see tests/resilience/test_launch.py",
     r"python -m tests\.chaos ": "takes many minutes; tests/resilience/test_chaos.py injects fewer",
     r"make test-gpu|python -m benchmarks\.gpu |bash scripts/gpu_suite\.sh (test|bench) ": "needs a "
