@@ -438,6 +438,9 @@ def _replicas(config: Config) -> Iterator[str]:
         packages = ("torchft", "grpc", "google.protobuf")
         errors = (missing(package, "fault_tolerance.enable = true") for package in packages)
         yield from (error for error in errors if error is not None)
+        # The launcher makes one for its replicas if there is none.
+        if (token := os.environ.get(TOKEN)) and (problem := secret_problem(token)):
+            yield f"fault_tolerance.enable = true: {problem}"
     if section.enable and path and section.world_size_mode != "dynamic":
         yield (
             f'parallelism.pipeline_parallel_schedule_csv = "{path}" is for one number of '

@@ -487,6 +487,17 @@ def test_a_replica_waits_for_the_missing_ones_before_it_ends(config) -> None:
     check_against(config(*arguments, "--fault_tolerance.join_timeout_s=30"), 1)
 
 
+def test_a_secret_of_replicas_is_checked_before_they_start(
+    config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable = "--fault_tolerance.enable=true"
+    monkeypatch.setenv("TORCHTITAN_LITE_TOKEN", "...")
+    assert "TORCHTITAN_LITE_TOKEN has 3 characters of at least 16" in config_error(config(enable))
+    check_against(config(), 1)
+    monkeypatch.setenv("TORCHTITAN_LITE_TOKEN", "")
+    check_against(config(enable), 1)
+
+
 _SEMI_SYNC = (
     "--fault_tolerance.enable=true",
     "--fault_tolerance.sync_steps=10",
