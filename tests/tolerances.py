@@ -102,8 +102,9 @@ sums the same terms in another order, as another mesh does, and AdamW propagates
 through some 1e2 steps."""
 
 PRETRAINED_LOGITS = 1e-5
-"""Absolute, float32, of logits about 1 with the weights of transformers: the documented
-accuracy of a conversion. Both sides round the same formula in another order."""
+"""Relative to the standard deviation of the logits, float32, with the weights of transformers: the
+documented accuracy of a conversion. Both sides round the same formula in another order; most of the
+difference is that of the angles of RoPE, which both compute in float32."""
 
 PRETRAINED_GRADIENTS = 2e-5
 """Relative to the largest element of a gradient, float32: sums over some 80 tokens, in another

@@ -71,8 +71,9 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_
     }
     logits_BSV = ours(tokens_BS, **context)
     expected_BSV = theirs(tokens_BS).logits
-    assert expected_BSV.std() > 1
-    torch.testing.assert_close(logits_BSV, expected_BSV, atol=tolerance, rtol=0)
+    scale = expected_BSV.std().item()
+    assert scale > 1
+    torch.testing.assert_close(logits_BSV, expected_BSV, atol=tolerance * scale, rtol=0)
 
     loss = ours(tokens_BS, **context, targets_BS=targets_BS, loss=cross_entropy()) / 80
     expected = F.cross_entropy(expected_BSV.flatten(0, 1), targets_BS.flatten())
