@@ -63,6 +63,10 @@ class Goal:
         """The time of flat copies as a part of that of the floor; 0 without `flat`."""
         return 0.0 if self.flat is None else seconds[self.flat] / seconds[self.floor]
 
+    def goal(self, seconds: Mapping[str, float]) -> float:
+        """The goal of a case."""
+        return max(self.worst, FLAT_WORST * self.flat_share(seconds))
+
 
 GOALS = [
     *(
@@ -221,7 +225,7 @@ def _comparison(
 def _time_rows(comparison: Comparison, seconds: dict[str, float]) -> Iterator[Result]:
     for variant in GOALS:
         ours, floor = seconds[variant.name], seconds[variant.floor]
-        goal = max(variant.worst, FLAT_WORST * variant.flat_share(seconds))
+        goal = variant.goal(seconds)
         yield comparison.ratio(variant.metric, "s", ours, floor=floor, goal=goal)
     for planner in PLANNERS:
         peer = seconds.get(f"DTensor {planner}")
@@ -265,13 +269,13 @@ def _summary_rows(
     num_processes: int,
     wrong: Sequence[str],
 ) -> Iterator[Result]:
-    """The median and the worst ratio to the floor, over all cases."""
+    """The median ratio to the floor over all cases, and the one that is worst for its goal."""
     ratios = [seconds[variant.name] / seconds[variant.floor] for seconds in all_seconds]
     shares = list(map(variant.flat_share, all_seconds))
-    goals = [max(variant.worst, FLAT_WORST * share) for share in shares]
-    median = statistics.median
+    goals = list(map(variant.goal, all_seconds))
+    median_goal = max(variant.median, FLAT_MEDIAN * statistics.median(shares))
     for what, (ours, goal) in {
-        "median": (median(ratios), max(variant.median, FLAT_MEDIAN * median(shares))),
+        "median": (statistics.median(ratios), median_goal),
         # The one that is closest to its goal, or beyond it.
         "worst": max(zip(ratios, goals, strict=True), key=lambda one: one[0] / one[1]),
     }.items():

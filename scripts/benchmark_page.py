@@ -315,13 +315,14 @@ def _summary(
     groups: dict[tuple[str, str], list[dict[str, Any]]], rows: list[dict[str, Any]]
 ) -> list[str]:
     own = {
-        (match[1], match[2], row["metric"]): f" (goal {_goal(row)}: {_met(row)})"
+        (match[1], match[2], row["metric"]): row
         for row in rows
         if (match := _CASES.fullmatch(row["case"]))
     }
     lines = [
         "Ratios over all cases of a metric; lower is better. Goals of the benchmark for the median "
-        "or the worst case are in brackets.",
+        "or the worst case are in brackets; the worst case is the one that is closest to its goal "
+        "or beyond it.",
         "",
         "| processes | metric | cases | median ratio | worst ratio | goal per case | cases met |",
         "|---|---|---|---|---|---|---|",
@@ -329,7 +330,7 @@ def _summary(
     for (processes, metric), group in groups.items():
         ratios = [ratio for row in group if (ratio := _ratio(row)) is not None]
         median, worst = (
-            _number(value) + own.get((name, processes, metric), "")
+            _over_cases(own.get((name, processes, metric)), value)
             for name, value in (("median", statistics.median(ratios)), ("worst", max(ratios)))
         )
         by_goal = sorted(group, key=lambda row: row.get("goal", 0))
@@ -339,6 +340,13 @@ def _summary(
             f"{sum(row['met'] for row in group)} of {len(group)} |"
         )
     return lines
+
+
+def _over_cases(row: dict[str, Any] | None, value: float) -> str:
+    """Show the row of a benchmark over all cases, or the value if it has none."""
+    if row is None:
+        return _number(value)
+    return f"{_number(row['ours'])} (goal {_goal(row)}: {_met(row)})"
 
 
 def _met(row: dict[str, Any]) -> str:

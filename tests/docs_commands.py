@@ -127,9 +127,8 @@ def copy_tree(folder: Path) -> None:
     (folder / "configs").mkdir()
     for config in (ROOT / "configs").glob("*.toml"):
         text = config.read_text(encoding="utf-8")
-        settings = _SETTINGS | ({"steps": _ENDLESS} if config.stem.endswith("_ft") else {})
-        if config.name in _ESTIMATED:
-            settings = {}
+        endless = {"steps": _ENDLESS} if config.stem.endswith("_ft") else {}
+        settings = {} if config.name in _ESTIMATED else _SETTINGS | endless
         for key, value in settings.items():
             text = re.sub(rf"^{key} = [\d.]+$", f"{key} = {value}", text, flags=re.MULTILINE)
         # Corpora of the size of the standard library take a minute to tokenize.

@@ -102,18 +102,19 @@ sums the same terms in another order, as another mesh does, and AdamW propagates
 through some 1e2 steps."""
 
 PRETRAINED_LOGITS = 1e-5
-"""Relative to the standard deviation of the logits, float32, with the weights of transformers: the
-documented accuracy of a conversion. Both sides round the same formula in another order; most of the
-difference is that of the angles of RoPE, which both compute in float32."""
+"""Relative to the standard deviation of the logits, and absolute of their mean loss, float32, with
+the weights of transformers: the documented accuracy of a conversion. Both sides round the same
+formula in another order; most of the difference is that of the angles of RoPE, which both compute
+in float32."""
 
 PRETRAINED_GRADIENTS = 2e-5
 """Relative to the largest element of a gradient, float32: sums over some 80 tokens, in another
 order."""
 
 PRETRAINED_DELTA = 5e-4
-"""Absolute for logits about 1, and relative to the largest element of a gradient, float32, with
-Gated DeltaNet: norms of heads divide by outputs that may be near 0, and so enlarge rounding errors.
-Both sides are that far from float64, in which they agree to 1e-6."""
+"""Relative to the standard deviation of the logits and to the largest element of a gradient,
+float32, with Gated DeltaNet: norms of heads divide by outputs that may be near 0, and so enlarge
+rounding errors. Both sides are that far from float64, in which they agree to 1e-6."""
 
 GPU_FLOAT32_LOSS = 1e-4
 """Relative, of losses of a GPU against a CPU, both in float32 without TF32: other orders of sums in

@@ -25,11 +25,13 @@ def no_process_is_left() -> Iterator[None]:
     while _started:
         process = _started.pop()
         if process.poll() is None:
-            for one in psutil.Process(process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
+            ranks = psutil.Process(process.pid).children(recursive=True)
+            # First what may start others.
             process.kill()
             process.wait()
+            for one in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
 
 
 def start(

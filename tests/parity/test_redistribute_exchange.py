@@ -28,6 +28,7 @@ from torchtitan_lite.redistribute import (
     ExchangeOptions,
     HolderMesh,
     Layout,
+    TensorSpec,
     plan,
     redistribute_state_dict,
 )
@@ -68,6 +69,35 @@ def test_temporary_memory_is_at_most_two_buckets(
         assert bucket_bytes < extra <= 2 * bucket_bytes + SLACK_BYTES
 
 
+def test_sends_and_receives_share_the_two_buckets(pools: Pools) -> None:
+    """Of one exchange, in which rank 0 receives one tensor and sends another."""
+    assert max(pools(4).run(_extra_bytes_of_both_ways)) <= 2 * MIB + SLACK_BYTES
+
+
+def _extra_bytes_of_both_ways() -> int:
+    all_ranks, first = Layout(FOUR, [S0]), Layout(HolderMesh.ranks(1), [R])
+    shape = (2 * MIB // 1024, 256)
+    sources = {"gathered": _empty(all_ranks, shape)}
+    outs = {"scattered": _empty(all_ranks, shape)}
+    if dist.get_rank() == 0:
+        sources["scattered"], outs["gathered"] = _empty(first, shape), _empty(first, shape)
+    specs = {
+        "gathered": TensorSpec(all_ranks, shape, torch.float32),
+        "scattered": TensorSpec(first, shape, torch.float32),
+    }
+    options = ExchangeOptions(bucket_bytes=MIB, transport="collective")
+    with _Watch([*sources.values(), *outs.values()]) as watch:
+        redistribute_state_dict(
+            sources,
+            {"gathered": first, "scattered": all_ranks},
+            remote_specs=specs,
+            out=outs,
+            meshes=[device_mesh(FOUR), device_mesh(first.mesh)],
+            options=options,
+        )
+    return watch.live.take_peak() - watch.before
+
+
 def _extra_bytes(src: Placement, dst: Placement, bucket_bytes: int, is_transposed: bool) -> int:
     """The peak of live bytes beyond sources and destinations."""
     # A rank sends and receives at least three buckets.
@@ -86,7 +116,7 @@ def _extra_bytes(src: Placement, dst: Placement, bucket_bytes: int, is_transpose
 def _empty(layout: Layout, shape: tuple[int, ...], is_transposed: bool = False) -> DTensor:
     own = layout.local_shape(shape, dist.get_rank())
     local = torch.zeros(own[::-1]).t() if is_transposed else torch.zeros(own)
-    return layout.to_dtensor(local, device_mesh(FOUR), shape)
+    return layout.to_dtensor(local, device_mesh(layout.mesh), shape)
 
 
 class _Watch(TorchDispatchMode):

@@ -233,7 +233,7 @@ def test_a_publisher_skips_versions_while_all_slots_are_read(folder: Path) -> No
         time.sleep(0.5)
         assert subscriber.newest() == last
         wanted = [("a", (slice(0, 1), slice(0, 1)))]
-        held = [parts[0].blocks(wanted, lambda: False)[0] for parts in pins.values()]
+        held = [parts[0].blocks(wanted)[0] for parts in pins.values()]
         assert [int(block) for block in held] == list(pins)
         for part in (part for parts in pins.values() for part in parts):
             part.release()

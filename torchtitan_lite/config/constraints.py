@@ -439,7 +439,8 @@ def _replicas(config: Config) -> Iterator[str]:
         errors = (missing(package, "fault_tolerance.enable = true") for package in packages)
         yield from (error for error in errors if error is not None)
         # The launcher makes one for its replicas if there is none.
-        if (token := os.environ.get(TOKEN)) and (problem := secret_problem(token)):
+        token = os.environ.get(TOKEN)
+        if token is not None and (problem := secret_problem(token)):
             yield f"fault_tolerance.enable = true: {problem}"
     if section.enable and path and section.world_size_mode != "dynamic":
         yield (

@@ -7,11 +7,18 @@ error says that it is gone. Nothing is unpickled. Layer: above pins.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_EXCEPTION,
+    CancelledError,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from threading import Event
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -53,7 +60,8 @@ Block = tuple[str, tuple[slice, ...]]
 
 
 class VersionGone(PublishError):
-    """A version that its publisher has overwritten or withdrawn. A newer one exists or will."""
+    """A version that its publisher has overwritten or withdrawn, or whose receipt was cancelled. A
+    newer one exists or will."""
 
 
 class PinnedPart(Protocol):
@@ -65,7 +73,7 @@ class PinnedPart(Protocol):
         ...
 
     def blocks(
-        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool]
+        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
     ) -> list[torch.Tensor]:
         """Return blocks of local tensors, which may share the publisher's memory; what comes from a
         server, which may die, is received completely. Raises VersionGone, also if it is cancelled
@@ -116,7 +124,7 @@ class _SharedPart:
         self.digests: Mapping[str, str] = region.values(slot)["digests"]
 
     def blocks(
-        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool]
+        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
     ) -> list[torch.Tensor]:
         found = []
         for name, block in wanted:
@@ -200,7 +208,7 @@ class _ServedPart:
         self.digests: Mapping[str, str] = read_json(header)["digests"]
 
     def blocks(
-        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool]
+        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
     ) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         rows: list[ByteRows] = []
@@ -341,34 +349,34 @@ class Publication:
         self, action: Callable[[int, Callable[[], bool]], _T], ranks: Sequence[int]
     ) -> list[_T]:
         """Return the results of `action` for some ranks. Servers are asked at the same time. If one
-        fails, the function that `action` also gets tells the others that they are cancelled; the
-        first error is raised once none is running."""
-        errors: list[BaseException] = []
-
-        def is_cancelled() -> bool:
-            return bool(errors)
-
+        fails, or this is interrupted, the function that `action` also gets tells the others that
+        they are cancelled; the error is raised once none is running."""
+        cancelled = Event()
         if len(ranks) < 2 or not self.ranks[0].is_remote:
-            return [action(rank, is_cancelled) for rank in ranks]
+            return [action(rank, cancelled.is_set) for rank in ranks]
 
         def run(rank: int) -> _T:
-            try:
-                return action(rank, is_cancelled)
-            except BaseException as error:
-                errors.append(error)
-                raise
+            if cancelled.is_set():
+                raise CancelledError
+            return action(rank, cancelled.is_set)
 
-        with ThreadPoolExecutor(min(len(ranks), _MAX_CONNECTIONS), "subscriber") as pool:
-            futures = [pool.submit(run, rank) for rank in ranks]
-            try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-            except BaseException as error:
-                errors.append(error)
-            for future in futures if errors else ():
-                future.cancel()
-        if errors:
-            raise errors[0]
-        return [future.result() for future in futures]
+        futures: list[Future[_T]] = []
+        try:
+            with ThreadPoolExecutor(min(len(ranks), _MAX_CONNECTIONS), "subscriber") as pool:
+                try:
+                    futures += [pool.submit(run, rank) for rank in ranks]
+                    done = wait(futures, return_when=FIRST_EXCEPTION).done
+                    # Before the others are cancelled, so that it is none of their errors.
+                    error = next(filter(None, (one.exception() for one in done)), None)
+                finally:
+                    cancelled.set()
+            if error is not None:
+                raise error
+            return [future.result() for future in futures]
+        finally:
+            # An error refers to this frame: it must not keep what was received.
+            del futures[:]
+            done = error = None
 
     def newest(self) -> int | None:
         """Return the newest version that every rank has, as far as known; None if there is none."""

@@ -195,7 +195,7 @@ class Subscription:
         """Pin a version until `stack` closes, and receive what comes from servers, which may die.
         Raises VersionGone."""
 
-        def pin(rank: int, is_cancelled: Callable[[], bool]) -> PinnedPart:
+        def pin(rank: int, _: Callable[[], bool]) -> PinnedPart:
             part = publication.ranks[rank].pin(version)
             stack.callback(part.release)
             return part

@@ -21,6 +21,7 @@ from torchtitan_lite.redistribute.program import (
     RawArray,
     Slices,
     TensorTask,
+    aligned,
     assign_buckets,
     group_by_region,
     local_reduction,
@@ -29,9 +30,6 @@ from torchtitan_lite.redistribute.program import (
     slices,
 )
 from torchtitan_lite.redistribute.transfers import Transfer
-
-_LINE_BYTES = 64
-"""Alignment of buffers: cache lines."""
 
 
 class _PackedCopy(NamedTuple):
@@ -101,18 +99,27 @@ class CollectiveTransport:
         unpacks = [[into[c.tensor][c.region] for c in bucket.unpacks] for bucket in self.buckets]
         return BoundCollectiveTransport(self, packs, unpacks)
 
-    def buffers(self, parity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send and receive buffers, for alternating buckets."""
-        mine = self.buckets[parity::2]
-        sent = max(sum(bucket.sent_elements) for bucket in mine)
-        received = max(sum(bucket.received_elements) for bucket in mine)
-        # Both are aligned for any dtype.
-        line = _LINE_BYTES // self.width
-        first = -(-sent // line) * line
-        nbytes = (first + received) * self.width
+    def buffer(self, parity: int) -> torch.Tensor:
+        """Return the buffer of alternating buckets, each of which sends and receives in it."""
+        nbytes = max(
+            aligned(sum(bucket.sent_elements) * self.width)
+            + sum(bucket.received_elements) * self.width
+            for bucket in self.buckets[parity::2]
+        )
         scratch = scratch_buffers(self.group, self._device)
-        words = scratch.buffer(parity, nbytes, self._bucket_bytes).view(RAW_DTYPES[self.width])
-        return words[:sent], words[first:]
+        return scratch.buffer(parity, nbytes, self._bucket_bytes).view(RAW_DTYPES[self.width])
+
+    def split(self, buffer: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a bucket sends and receives, both aligned for any dtype."""
+        sent, received = (
+            sum(elements)
+            for elements in (
+                self.buckets[number].sent_elements,
+                self.buckets[number].received_elements,
+            )
+        )
+        first = aligned(sent * self.width) // self.width
+        return buffer[:sent], buffer[first : first + received]
 
     def _bucket(self, ranges: Sequence[BucketRange], num_ranks: int) -> _CollectiveBucket:
         """Return what this rank sends and receives in a bucket, by peer, then by tensor."""
@@ -155,15 +162,15 @@ class CollectiveTransport:
 
 class ScratchBuffers:
     """Two buffers that exchanges of a group use in turn. They are kept, because the first touch of
-    fresh memory takes as long as everything else, unless they exceed a bucket of the exchange."""
+    fresh memory takes as long as everything else."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[int, torch.Tensor] = {}
 
     def buffer(self, number: int, nbytes: int, max_bytes: int) -> torch.Tensor:
-        """Return `nbytes` uninitialized bytes of one of the buffers, which keeps at most
-        `max_bytes` if it needs no more."""
+        """Return `nbytes` uninitialized bytes of one of the buffers. It is replaced if it is too
+        small, or larger than both `nbytes` and `max_bytes`."""
         kept = self._kept.get(number)
         if kept is None or not nbytes <= kept.nbytes <= max(nbytes, max_bytes):
             # The former one goes first, so that both are never there at once.
@@ -195,16 +202,16 @@ class BoundCollectiveTransport:
     def run(self) -> None:
         """Execute the round. All ranks of the group must call it."""
         transport, count = self._transport, len(self._transport.buckets)
-        buffers = [transport.buffers(parity) for parity in range(min(2, count))]
+        buffers = [transport.buffer(parity) for parity in range(min(2, count))]
         flying: list[dist.Work | None] = [None, None]
         for number in range(count + 1):
             if number < count:
                 bucket = transport.buckets[number]
-                sent, received = buffers[number % 2]
+                sent, received = transport.split(buffers[number % 2], number)
                 self._pack(number, sent)
                 flying[number % 2] = dist.all_to_all_single(
-                    received[: sum(bucket.received_elements)].view(torch.uint8),
-                    sent[: sum(bucket.sent_elements)].view(torch.uint8),
+                    received.view(torch.uint8),
+                    sent.view(torch.uint8),
                     [words * transport.width for words in bucket.received_elements],
                     [words * transport.width for words in bucket.sent_elements],
                     group=transport.group,
@@ -214,7 +221,8 @@ class BoundCollectiveTransport:
                 work = flying[(number - 1) % 2]
                 assert work is not None
                 work.wait()
-                self._unpack(number - 1, buffers[(number - 1) % 2][1])
+                _, received = transport.split(buffers[(number - 1) % 2], number - 1)
+                self._unpack(number - 1, received)
 
     def _pack(self, number: int, buffer: torch.Tensor) -> None:
         words = raw_array(buffer, self._transport.width)

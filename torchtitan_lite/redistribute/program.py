@@ -40,6 +40,9 @@ _NUMPY_RAW_DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 _REDUCE = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 
+LINE_BYTES = 64
+"""Alignment of buffers, and of tensors in a slot: cache lines."""
+
 _WIDE_ELEMENTS = 1 << 16
 """Elements reduced in float32 at a time."""
 
@@ -149,6 +152,11 @@ class BucketRange(NamedTuple):
     stop: int
     whole: int
     offset: int
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the number of bytes up to the next cache line."""
+    return -(-num_bytes // LINE_BYTES) * LINE_BYTES
 
 
 def assign_buckets(weights: Sequence[int], capacity: int, align: int) -> list[list[BucketRange]]:

@@ -18,6 +18,7 @@ from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.program import (
+    LINE_BYTES,
     BucketRange,
     LocalReduction,
     RawArray,
@@ -34,9 +35,6 @@ from torchtitan_lite.redistribute.program import (
 )
 from torchtitan_lite.redistribute.shared_memory import SharedMemory
 from torchtitan_lite.redistribute.transfers import Transfer
-
-_LINE_BYTES = 64
-"""Alignment of tensors in a slot: cache lines."""
 
 
 class _SlotCopy(NamedTuple):
@@ -105,10 +103,11 @@ class SharedMemoryTransport:
         self._reductions = [local_reduction(task, scales) for task in tasks]
         self._width = tasks[0].width
         numbers: dict[Holder, int] = {rank: n for n, rank in enumerate(ranks)}
-        line = _LINE_BYTES // self._width
+        line = LINE_BYTES // self._width
         capacity = min(bucket_bytes, memory.slot_bytes) // self._width // line * line
-        # The peers must have equally many buckets, also those that others near them are not near.
+        # All peers must count the same buckets, near or not.
         self._parts: dict[tuple[Plan, Holder], _SentPart] = {}
+        """Parts of the shards in slots; of the others, all of it."""
         buckets = assign_buckets([task.max_local_raw(number) for task in tasks], capacity, line)
         if len(buckets) > 1:
             peers = [ranks[n] for n in memory.peers]
@@ -226,8 +225,9 @@ def _sent_part(task: TensorTask, sender: Holder, number: int) -> _SentPart:
     whole = _whole_part(task, sender, number)
     if task.kind(number) == "reduce":
         return whole
-    # Not cached: it is that of another rank, and may be long.
-    sends = task.plan.exchange.transfers(sender)[number].sends
+    # That of another rank is not kept: it may be long.
+    of_plan = task.plan if sender == task.sender else task.plan.exchange
+    sends = of_plan.transfers(sender)[number].sends
     blocks = [block for piece in sends for block in task.rectangles(piece, number)]
     intervals = [
         _without_gaps((block.src[dim], block.src[dim] + block.shape[dim]) for block in blocks)

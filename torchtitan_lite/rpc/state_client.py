@@ -143,23 +143,22 @@ class StateConnection:
         peer serves it. `tick` is called while waiting, and may raise; `on_progress`, when the peer
         has made progress in preparing the state, without which the wait ends after the timeout.
         Raises RpcError."""
-        begin = bytearray(8 + self._header_bytes)
-        try:
-            self._fetch_when_ready([memoryview(begin)], tick, on_progress)
-        except _OutOfRange:
-            begin = bytearray(8)
-            self.fetch_range(0, [memoryview(begin)])
-        size, serial = int.from_bytes(begin[:8], "little"), self._serial
-        if not 0 < size <= _MAX_HEADER_BYTES:
-            raise RpcError(f"{self._endpoint.url} sent an invalid header of {size} bytes.")
-        rest = bytearray(max(0, 8 + size - len(begin)))
-        if rest:
-            self.fetch_range(len(begin), [memoryview(rest)])
-            if self._serial != serial:
-                # Another state was offered in between.
-                return self.fetch_header(tick, on_progress)
-        self._header_bytes = size
-        return bytes(begin[8 : 8 + size] + rest)
+        while True:
+            content = bytearray(8 + self._header_bytes)
+            try:
+                self._fetch_when_ready([memoryview(content)], tick, on_progress)
+            except _OutOfRange:
+                if not self._header_bytes:
+                    raise
+                self._header_bytes = 0
+                continue
+            size = int.from_bytes(content[:8], "little")
+            if not 0 < size <= _MAX_HEADER_BYTES:
+                raise RpcError(f"{self._endpoint.url} sent an invalid header of {size} bytes.")
+            self._header_bytes = size
+            # Otherwise all of the next one, because another state may be offered in between.
+            if 8 + size <= len(content):
+                return bytes(content[8 : 8 + size])
 
     def _fetch_when_ready(
         self,

@@ -495,6 +495,8 @@ def test_a_secret_of_replicas_is_checked_before_they_start(
     assert "TORCHTITAN_LITE_TOKEN has 3 characters of at least 16" in config_error(config(enable))
     check_against(config(), 1)
     monkeypatch.setenv("TORCHTITAN_LITE_TOKEN", "")
+    assert "TORCHTITAN_LITE_TOKEN" in config_error(config(enable))
+    monkeypatch.delenv("TORCHTITAN_LITE_TOKEN")
     check_against(config(enable), 1)
 
 
