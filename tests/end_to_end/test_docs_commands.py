@@ -26,6 +26,8 @@ NOT_RUN = {
     r"torchrun \.\.\.": "stands for the options of a cluster",
     r"export TORCHTITAN_LITE_TOKEN=\.\.\.": "stands for a secret",
     r"torchtitan-lite launch .* 1:4 ": "8 ranks; see tests/resilience/test_launch.py",
+    r"torchtitan-lite launch .* --spares 1 ": "does not end; "
+    "tests/resilience/test_launch_with_spares.py launches it",
     r"python -m tests\.chaos ": "takes many minutes; tests/resilience/test_chaos.py injects fewer",
     r"make test-gpu|python -m benchmarks\.gpu |bash scripts/gpu_suite\.sh (test|bench) ": "needs a "
     "GPU; tests/end_to_end/test_gpu_preparation.py runs them on a CPU",
