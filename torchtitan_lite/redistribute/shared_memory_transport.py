@@ -70,6 +70,10 @@ class _SentPart(NamedTuple):
         return position
 
 
+_SentParts = dict[tuple[Plan, Holder], _SentPart]
+"""By plan, which tensors share, and sender."""
+
+
 class _SharedBucket(NamedTuple):
     writes: list[_SlotCopy]
     reads: list[_SlotCopy]
@@ -105,17 +109,15 @@ class SharedMemoryTransport:
         numbers: dict[Holder, int] = {rank: n for n, rank in enumerate(ranks)}
         line = LINE_BYTES // self._width
         capacity = min(bucket_bytes, memory.slot_bytes) // self._width // line * line
-        # All peers must count the same buckets, near or not.
-        self._parts: dict[tuple[Plan, Holder], _SentPart] = {}
-        """Parts of the shards in slots; of the others, all of it."""
+        self._parts: _SentParts = {}
+        """Of a shard that is not in it, a slot holds all."""
         buckets = assign_buckets([task.max_local_raw(number) for task in tasks], capacity, line)
         if len(buckets) > 1:
-            peers = [ranks[n] for n in memory.peers]
-            fewer = assign_buckets([self._max_sent(task, peers) for task in tasks], capacity, line)
+            # All peers must count the same buckets, near or not.
+            parts, weights = _sent_parts(tasks, number, [ranks[n] for n in memory.peers])
+            fewer = assign_buckets(weights, capacity, line)
             if len(fewer) < len(buckets):
-                buckets = fewer
-            else:
-                self._parts.clear()
+                self._parts, buckets = parts, fewer
         self._buckets = [self._bucket(ranges, numbers) for ranges in buckets if ranges]
         self._slots = [
             [
@@ -142,14 +144,6 @@ class SharedMemoryTransport:
         return BoundSharedMemoryTransport(
             self._memory, self._buckets, self._slots, writes, reads, reductions
         )
-
-    def _max_sent(self, task: TensorTask, ranks: Iterable[Holder]) -> int:
-        """Determine the parts of a tensor that `ranks` send; return the elements of the largest."""
-        senders = [] if task.kind(self._number) is None else task.senders(ranks)
-        for sender in senders:
-            if (task.plan, sender) not in self._parts:
-                self._parts[task.plan, sender] = _sent_part(task, sender, self._number)
-        return max((prod(self._parts[task.plan, sender].shape) for sender in senders), default=0)
 
     def _bucket(self, ranges: Sequence[BucketRange], numbers: dict[Holder, int]) -> _SharedBucket:
         """Return what this rank writes and reads of a bucket."""
@@ -216,6 +210,22 @@ class SharedMemoryTransport:
             run = words[copy.rank][start : start + prod(copy.run)].reshape(copy.run)
             views.append(run[copy.inside])
         return views
+
+
+def _sent_parts(
+    tasks: Sequence[TensorTask], number: int, ranks: Sequence[Holder]
+) -> tuple[_SentParts, list[int]]:
+    """Return the parts of all tensors that `ranks` send in round `number`, and, of each tensor, the
+    elements of the largest part."""
+    parts: _SentParts = {}
+    largest = []
+    for task in tasks:
+        senders = [] if task.kind(number) is None else task.senders(ranks)
+        for sender in senders:
+            if (task.plan, sender) not in parts:
+                parts[task.plan, sender] = _sent_part(task, sender, number)
+        largest.append(max((prod(parts[task.plan, one].shape) for one in senders), default=0))
+    return parts, largest
 
 
 def _sent_part(task: TensorTask, sender: Holder, number: int) -> _SentPart:

@@ -146,7 +146,7 @@ class StateConnection:
         while True:
             content = bytearray(8 + self._header_bytes)
             try:
-                self._fetch_when_ready([memoryview(content)], tick, on_progress)
+                self._fetch_when_ready(memoryview(content), tick, on_progress)
             except _OutOfRange:
                 if not self._header_bytes:
                     raise
@@ -162,18 +162,17 @@ class StateConnection:
 
     def _fetch_when_ready(
         self,
-        targets: Sequence[memoryview],
+        target: memoryview,
         tick: Callable[[], None],
         on_progress: Callable[[], None],
     ) -> None:
-        """Fill `targets` with the first bytes as soon as the peer serves the state, for which it is
+        """Fill `target` with the first bytes as soon as the peer serves the state, for which it is
         asked to wait."""
         deadline = time.monotonic() + self._endpoint.timeout_s
         prepared = -1
-        rows = ByteRows(0, sum(map(len, targets)))
         while True:
             try:
-                self.fetch([rows], targets, {WAIT: f"0 {_TICK_MS}"})
+                self.fetch([ByteRows(0, len(target))], [target], {WAIT: f"0 {_TICK_MS}"})
                 return
             except _NotReady as error:
                 tick()
