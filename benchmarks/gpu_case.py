@@ -227,9 +227,11 @@ class Recording:
         if self._steps == 1:
             # The first step compiles; its autotuning may take memory that no step needs.
             torch.cuda.reset_peak_memory_stats()
-        elif self._steps == self.case.total_steps:
+        elif self._steps <= self.case.total_steps:
+            # In every step: a trainer that logs its peak begins a new one.
+            self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated())
+        if self._steps == self.case.total_steps:
             torch.cuda.synchronize()
-            self._peak_bytes = torch.cuda.max_memory_allocated()
             if not self.case.save_every:
                 self._profiler = torch.profiler.profile(
                     activities=[torch.profiler.ProfilerActivity.CUDA]

@@ -71,16 +71,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         starts = range(0, hidden_TD.shape[0], size)
         for start in starts:
             part = slice(start, start + size)
-            summed, hidden_grad, grad = chunk(hidden_TD[part], weight_VD, targets_T[part], shard)
+            summed, hidden_grad, grad_CV = chunk(hidden_TD[part], weight_VD, targets_T[part], shard)
             total = total + summed
+            if chunk is _chunk_loss:
+                continue
             hidden_grads.append(hidden_grad)
-            if weight_grad is not None:
-                weight_grad += grad
+            if len(starts) == 1:
+                weight_grad = grad_CV.T @ hidden_TD
             else:
-                # Chunks add up in float32: in bfloat16 the later ones would be lost.
-                is_only = len(starts) == 1
-                weight_grad = grad if is_only else grad.to(_accumulator(weight_VD.dtype))
-        if chunk is not _chunk_loss and weight_grad is not None:
+                weight_grad = _add_product(weight_grad, grad_CV.T, hidden_TD[part])
+            del grad_CV  # Before the next chunk's logits.
+        if weight_grad is not None:
             hidden_grad = hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads)
             ctx.save_for_backward(hidden_grad, weight_grad.to(weight_VD.dtype))
         return total.to(_accumulator(hidden_TD.dtype))
@@ -106,7 +107,7 @@ def _chunk_loss_and_gradients(
     z_loss_weight: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the summed loss of a chunk of C tokens, and the gradients of it and of its z-loss for
-    hidden states and weight."""
+    hidden states [C, D] and logits [C, V]."""
     logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
     rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
     counted_C1 = (targets_C != IGNORE_INDEX)[:, None]
@@ -125,7 +126,7 @@ def _chunk_loss_and_gradients(
         grad_CV *= 1 + 2 * z_loss_weight * log_z_C1
     grad_CV.scatter_add_(1, rows_C1, -is_mine_C1.to(grad_CV.dtype))
     grad_CV = grad_CV.mul_(counted_C1).to(hidden_CD.dtype)
-    return losses_C1.sum(), grad_CV @ weight_VD, grad_CV.T @ hidden_CD
+    return losses_C1.sum(), grad_CV @ weight_VD, grad_CV
 
 
 def _chunk_loss(
@@ -140,6 +141,21 @@ def _chunk_loss(
     losses_C1 = _log_sum_exp(logits_CV, shard) - _picked(logits_CV, rows_C1, is_mine_C1, shard)
     none = hidden_CD.new_empty(0)
     return (losses_C1 * (targets_C != IGNORE_INDEX)[:, None]).sum(), none, none
+
+
+def _add_product(
+    total_VD: torch.Tensor | None, a_VC: torch.Tensor, b_CD: torch.Tensor
+) -> torch.Tensor:
+    """Return `total + a @ b`; chunks add up in float32, because in bfloat16 the later ones would be
+    lost. `total` may be overwritten."""
+    dtype = _accumulator(a_VC.dtype)
+    if a_VC.is_cuda and a_VC.dtype != dtype:
+        # The product itself adds: no product in bfloat16 is written, read and rounded.
+        if total_VD is None:
+            return torch.mm(a_VC, b_CD, out_dtype=dtype)
+        return torch.addmm(total_VD, a_VC, b_CD, out_dtype=dtype, out=total_VD)
+    product_VD = (a_VC @ b_CD).to(dtype)
+    return product_VD if total_VD is None else total_VD.add_(product_VD)
 
 
 def _rows(

@@ -86,6 +86,23 @@ def _failure(rank: int, what: str, folder: Path) -> RankFailed:
     return RankFailed(f"rank {rank}: {what}\n{log.read_text(errors='replace')[-4000:]}", log)
 
 
+def _replace_functional_gather() -> None:
+    """Replace the all-gather of functional collectives, by which DTensor gathers, for GPU tensors:
+    it crashes the process over gloo (a segmentation fault in torch 2.11), where that of
+    torch.distributed works."""
+    import torch
+    import torch.distributed as dist
+
+    @torch.library.impl("_c10d_functional::all_gather_into_tensor", "CUDA")
+    def gather(x: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
+        from torch._C._distributed_c10d import _resolve_process_group
+
+        whole = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
+        group = _resolve_process_group(group_name)
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        return whole
+
+
 def main(target: str, arguments: str, out: str) -> None:
     """Run the function in this rank and write its result."""
     import torch.distributed as dist
@@ -93,6 +110,7 @@ def main(target: str, arguments: str, out: str) -> None:
     is_alone = "WORLD_SIZE" not in os.environ
     if not is_alone:
         dist.init_process_group("gloo")
+        _replace_functional_gather()
     module, _, name = target.partition(":")
     value = getattr(import_module(module), name)(**json.loads(arguments))
     Path(out).write_text(json.dumps(value), encoding="utf-8")

@@ -10,7 +10,7 @@ sharded weights are gathered only inside their module's forward. Layer: above sp
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -294,4 +294,5 @@ class Decoder(nn.Module):
 
     def _tie(self) -> None:
         if self.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
-            self.output.weight = cast(nn.Parameter, self.tok_embeddings.weight)
+            # Not the attribute, which a single rank in mixed precision reads as a cast.
+            (self.output.weight,) = self.tok_embeddings.parameters(recurse=False)

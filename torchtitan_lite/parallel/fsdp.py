@@ -6,6 +6,7 @@ Layer: above nn, mesh and spec; `expert`.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,8 +40,10 @@ def apply(
 ) -> None:
     """Shard the parameters of each unit of `spec` over `dp_shard`, replicate over `dp_replicate`.
 
-    A single rank in full precision is left unwrapped; with mixed precision or offload it runs the
-    same code as several ranks, and so the same arithmetic.
+    A single rank shards nothing: its modules cast their parameters to the compute dtype where they
+    read them, which is the arithmetic of several ranks without FSDP's copies. With offload it runs
+    the code of several ranks, and so it does with mixed precision under tensor parallelism, whose
+    DTensors make many casts costly.
     """
     compute_dtype = compute_dtype_of(precision, mesh.device)
     parameter_dtype = getattr(torch, precision.dtype)
@@ -49,7 +52,9 @@ def apply(
     is_alone = mesh.degrees.batch * mesh.degrees.cp == 1 and not (
         experts_apart and mesh.expert_mesh.size(2) > 1
     )
-    if is_alone and not mixed and not precision.enable_cpu_offload:
+    if is_alone and not precision.enable_cpu_offload and not (mixed and mesh.degrees.tp > 1):
+        if mixed:
+            _cast_where_read(model, compute_dtype)
         return
     placement = None
     apart: dict[str, Any] | None = None
@@ -70,6 +75,8 @@ def apply(
                 if compute_dtype.itemsize < torch.float32.itemsize
                 else None
             ),
+            # The tables of cosines and sines stay in float32, as they are on a single rank.
+            cast_forward_inputs=False,
         ),
         "offload_policy": (
             CPUOffloadPolicy(pin_memory=mesh.device.pin_memory)
@@ -110,6 +117,28 @@ def compute_dtype_of(precision: PrecisionConfig, device: Device) -> torch.dtype:
     if precision.mixed_precision_param != "auto":
         return getattr(torch, precision.mixed_precision_param)
     return torch.bfloat16 if device.kind == "cuda" else getattr(torch, precision.dtype)
+
+
+def _cast_where_read(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let modules read their parameters in `dtype`. Parameters, gradients and the state dict keep
+    their own; a compiled block casts in its graph. The way is that of torchtitan's SimpleFSDP."""
+    for module in model.modules():
+        names = tuple(
+            name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+        )
+        if names:
+            module.__class__ = _casting_class(type(module), names, dtype)
+
+
+@cache
+def _casting_class(base: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type:
+    """Return a subclass whose parameters `names` are cast by their properties. One for all modules
+    of a kind, so that equal blocks share compiled code."""
+
+    def reading(name: str) -> property:
+        return property(lambda module: module._parameters[name].to(dtype))
+
+    return type(base.__name__, (base,), {name: reading(name) for name in names})
 
 
 def reshard(model: nn.Module) -> None:

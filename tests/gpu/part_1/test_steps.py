@@ -60,7 +60,7 @@ def test_the_first_step_of_1B_is_that_of_a_cpu(cuda: str, tmp_path: Path, figure
         tmp_path / "run",
         folder=str(tmp_path),
         device=cuda,
-        overrides=ONE_BILLION | BFLOAT16 | {"training.steps": 3},
+        overrides=ONE_BILLION | BFLOAT16,
         with_known_weights=True,
     )
     expected = json.loads(REFERENCE.read_text())["1B"]
@@ -68,14 +68,13 @@ def test_the_first_step_of_1B_is_that_of_a_cpu(cuda: str, tmp_path: Path, figure
     assert ours["grad_norms"][0] == pytest.approx(
         expected["grad_norms"][0], rel=10 * GPU_BFLOAT16_LOSS
     )
-    assert ours["losses"][2] < ours["losses"][0]
     figure("1B, eager: peak memory", ours["peak_gib"], "GiB")
 
 
 @pytest.mark.parametrize("variant", ["eager", "compiled", "compiled, checkpointing per operation"])
 def test_steps_of_1B(variant: str, cuda: str, tmp_path: Path, figure: Figure) -> None:
     changes = BFLOAT16 | {"training.steps": 8, "training.local_batch_size": 4}
-    changes |= {"training.global_batch_size": 4, "training.seq_len": 1024}
+    changes |= {"training.global_batch_size": 4, "training.seq_len": 1024, "optimizer.lr": 1e-4}
     changes |= {"training.dataset_path": str(long_text(tmp_path))}
     changes |= COMPILE if "compiled" in variant else {}
     changes |= PER_OP if "per operation" in variant else {}

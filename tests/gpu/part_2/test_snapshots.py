@@ -30,8 +30,8 @@ def test_checkpoints_under_load_equal_the_state(offload: bool, device: str, tmp_
         },
         keeps_saved_states=True,
     )
-    # The last step is saved at the end of training, with nothing beside it.
-    assert set(ours["saved"]) >= {"2", "12"}
+    # A save that is due while another is written is left out.
+    assert {"2"} < set(ours["saved"])
     assert {step: names for step, names in ours["saved"].items() if names} == {}
 
 
@@ -44,8 +44,9 @@ def test_snapshots_of_9_GB(cuda: str, tmp_path: Path, figure: Figure) -> None:
         "training.steps": 31,
         "training.seq_len": 1024,
         "training.dataset_path": str(long_text(tmp_path)),
-        "checkpoint.interval": 10,
-        "checkpoint.keep_latest_k": 1,
+        # In shared memory alone: a slow disk would decide how long the test takes.
+        "checkpoint.interval": 1000,
+        "checkpoint.ram_interval": 10,
         "checkpoint.last_save_model_only": True,
         "checkpoint.enable_first_step_checkpoint": False,
     }

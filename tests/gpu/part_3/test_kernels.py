@@ -119,7 +119,7 @@ def test_ring_kernels_in_two_parts_equal_sdpa(
         ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
         try:
             # Not through autograd: its one thread per device cannot run two ranks at a time.
-            out = ring.forward(ctx, q, k, v, sharding, rank)
+            out = ring.forward(ctx, q, k, v, sharding, rank, None)
             grads = ring.backward(ctx, grad_out[:, :, own[rank]].contiguous())
             parts[rank] = [out, *grads[:3]]
         except BaseException as error:

@@ -19,6 +19,8 @@ from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.schema.training import PrecisionConfig
 
 _MIXED = PrecisionConfig(mixed_precision_param="bfloat16")
+_OFFLOADED = _MIXED.model_copy(update={"enable_cpu_offload": True})
+"""A single rank uses FSDP for offload alone."""
 
 
 def test_one_rank_in_full_precision_is_not_wrapped(mesh: Mesh) -> None:
@@ -51,6 +53,34 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
         scale = full.grad.abs().max()
         error = (sharded.grad.full_tensor() - full.grad.float()).abs().max()
         assert error <= CHUNKED_LOSS_BFLOAT16 * scale
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_single_rank_computes_what_fsdp_does_without_its_copies(mesh: Mesh, tied: bool) -> None:
+    plain, wrapped = (tiny_decoder(torch.float32, tied_embeddings=tied) for _ in range(2))
+    spec = tiny_spec(tied_embeddings=tied)
+    fsdp.apply(plain, spec, mesh, ParallelismConfig(), _MIXED)
+    fsdp.apply(wrapped, spec, mesh, ParallelismConfig(), _OFFLOADED)
+    assert not any(isinstance(module, FSDPModule) for module in plain.modules())
+    assert torch.equal(_backward(plain), _backward(wrapped))
+    assert plain.state_dict().keys() == wrapped.state_dict().keys()
+    for name, parameter in plain.named_parameters():
+        other = wrapped.get_parameter(name).grad
+        assert parameter.grad is not None and isinstance(other, DTensor)
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        # Tied weights are read twice: FSDP adds their gradients in bfloat16, casts in float32.
+        if not tied or "embeddings" not in name:
+            assert torch.equal(parameter.grad, other.full_tensor())
+
+
+def test_weights_stay_tied_where_they_are_read_as_casts(mesh: Mesh) -> None:
+    model = tiny_decoder(torch.float32, tied_embeddings=True)
+    fsdp.apply(model, tiny_spec(tied_embeddings=True), mesh, ParallelismConfig(), _MIXED)
+    num_parameters = len(list(model.parameters()))
+    model.to_empty(device="cpu")
+    assert len(list(model.parameters())) == num_parameters
+    assert model.tok_embeddings is not None
+    assert model.tok_embeddings.weight.dtype == torch.bfloat16
 
 
 def test_gradients_of_offloaded_weights_equal_those_without_offload(mesh: Mesh) -> None:
@@ -103,22 +133,19 @@ def test_the_compute_dtype_on_a_gpu_defaults_to_bfloat16() -> None:
     assert fsdp.compute_dtype_of(plain, gpu) == torch.float32
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_single_shard_keeps_its_cast_weights_until_backward(mesh: Mesh, offload: bool) -> None:
-    model = tiny_decoder(torch.float32)
-    precision = _MIXED.model_copy(update={"enable_cpu_offload": offload})
-    fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), precision)
+def test_an_offloaded_shard_is_freed_after_forward(mesh: Mesh) -> None:
+    model = _sharded(mesh)
     model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy())
     *blocks, _ = [module for module in model.modules() if isinstance(module, FSDPModule)][1:]
-    kept = [not isinstance(next(block.parameters()), DTensor) for block in blocks]
-    # Offloaded, they would fill the device.
-    assert len(kept) > 2 and set(kept) == {not offload}
+    assert len(blocks) > 2
+    # They would fill the device.
+    assert all(isinstance(next(block.parameters()), DTensor) for block in blocks)
 
 
 def _sharded(mesh: Mesh, policy: str = "default", **changes: Any) -> Decoder:
     model = tiny_decoder(torch.float32, **changes)
     parallelism = ParallelismConfig.model_validate({"fsdp_reshard_after_forward": policy})
-    fsdp.apply(model, tiny_spec(**changes), mesh, parallelism, _MIXED)
+    fsdp.apply(model, tiny_spec(**changes), mesh, parallelism, _OFFLOADED)
     return model
 
 
