@@ -2,18 +2,19 @@
 # The GPU tests and the GPU benchmark on a machine that may have no package index (docs/gpu.md).
 #
 #   scripts/gpu_suite.sh prepare WHEELS [PYTHON_VERSION]   download what such a machine lacks (here)
-#   scripts/gpu_suite.sh test WHEELS RESULTS PART [...]    part 1, 2, 3 or 4 of tests/gpu (there)
+#   scripts/gpu_suite.sh test WHEELS RESULTS [...]         tests/gpu (there), with options of pytest
 #   scripts/gpu_suite.sh bench WHEELS RESULTS CASE [...]   case a, b, c or saves (there)
 #
-# PYTHON names the interpreter of the GPU machine (default python3), BUDGET_S the time after which
-# no further test starts (default 520). Each result is written to RESULTS when it is known.
+# PYTHON names the interpreter of the GPU machine (default python3), WORKERS the number of tests at
+# a time (default 12), BUDGET_S the time after which no further test starts (default 520). Each
+# result is written to RESULTS when it is known.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 site=${SITE:-${TMPDIR:-/tmp}/gpu_suite_site}
 
-usage() { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 prepare() {
   version=${2:-3.12}
@@ -43,6 +44,17 @@ install() {
   export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONUNBUFFERED=1
 }
 
+# Runs the tests that a marker selects; it is no error if none are left.
+run_tests() {
+  results=$1 marker=$2 number=$3
+  shift 3
+  # The machine's own plugins may not fit this pytest. Another version of torch or numpy may warn
+  # where the pinned one does not.
+  PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$python" -m pytest -p pytest_timeout -p xdist tests/gpu \
+    -m "gpu and $marker" -W default --durations 10 -n "$number" --dist load \
+    --gpu-results "$results" --budget-s "${BUDGET_S:-520}" "$@" || [ $? -eq 5 ]
+}
+
 # Read as a whole before it runs, so that the file may change meanwhile.
 main() {
   [ $# -ge 2 ] || usage
@@ -53,15 +65,14 @@ main() {
       prepare "$@"
       ;;
     test)
-      [ $# -ge 3 ] || usage
-      wheels=$1 results=$2 part=$3
-      shift 3
+      [ $# -ge 2 ] || usage
+      wheels=$1 results=$2
+      shift 2
       install "$wheels"
-      # The machine's own plugins may not fit this pytest. Another version of torch or numpy may warn
-      # where the pinned one does not.
-      PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$python" -m pytest -p pytest_timeout "tests/gpu/part_$part" \
-        -m gpu -W default --durations 10 \
-        --gpu-results "$results" --budget-s "${BUDGET_S:-520}" "$@"
+      failed=0
+      OMP_NUM_THREADS=2 run_tests "$results" "not alone" "${WORKERS:-12}" "$@" || failed=$?
+      run_tests "$results" alone 0 "$@" || failed=$?
+      return $failed
       ;;
     bench)
       [ $# -ge 3 ] || usage

@@ -29,8 +29,9 @@ NOT_RUN = {
     r"torchtitan-lite launch .* --spares 1 ": "does not end; "
     "tests/resilience/test_launch_with_spares.py launches it",
     r"python -m tests\.chaos ": "takes many minutes; tests/resilience/test_chaos.py injects fewer",
-    r"make test-gpu|python -m benchmarks\.gpu |bash scripts/gpu_suite\.sh (test|bench) ": "needs a "
-    "GPU; tests/end_to_end/test_gpu_preparation.py runs them on a CPU",
+    r"make test-gpu|python -m benchmarks\.gpu |(\S+ )?bash scripts/gpu_suite\.sh (test|bench) ": (
+        "needs a GPU; tests/end_to_end/test_gpu_preparation.py runs them on a CPU"
+    ),
     r"bash scripts/gpu_suite\.sh prepare ": "downloads; see the same test",
     r"torchtitan-lite subscribe ": "needs a run that continues; tests/end_to_end/test_publish.py",
     r"torchtitan-lite resize ": "needs a run that continues; tests/resilience/test_live_resize.py",

@@ -59,7 +59,8 @@ class _Results:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--gpu-results"):
+    # The controller of several workers gets the outcomes of all.
+    if config.getoption("--gpu-results") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Results(config), "gpu results")
 
 

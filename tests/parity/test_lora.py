@@ -144,6 +144,16 @@ def test_same_adapters_as_one_process(
         assert outcome.state.keys() == expected.state.keys()
 
 
+def test_one_rank_casts_its_weights_as_fsdp_does(reference: Callable[..., Outcome]) -> None:
+    mixed = {"training.mixed_precision_param": "bfloat16"}
+    casts, copies = (
+        reference("dense", "float32", **mixed, **{"training.enable_cpu_offload": offload})
+        for offload in (False, True)
+    )
+    assert casts.losses == copies.losses
+    assert casts.grad_norms == copies.grad_norms
+
+
 @pytest.mark.parametrize("mesh", ["fsdp-2-tp-2", *long("tp-2", "fsdp-2", "pp-2")])
 def test_the_first_loss_is_that_of_the_frozen_weights_bit_by_bit(
     mesh: str, pools: Pools, base: Callable[..., dict[str, Any]], tmp_path: Path

@@ -291,6 +291,49 @@ def test_same_loss_in_bfloat16_compute(
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_BFLOAT16_LOSS)
 
 
+BFLOAT16 = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
+
+
+def test_same_loss_in_bfloat16_compute_with_tied_embeddings(
+    pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES["pp-2"]
+    shared = {**BFLOAT16, "model.flavor": "odd_tied"}
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_BFLOAT16_LOSS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation_checkpoint.mode": "full", "model.dropout": 0.2},
+        OP_CHECKPOINT,
+        {"compile.enable": True, "compile.backend": "aot_eager"},
+        {**OP_CHECKPOINT, "compile.enable": True, "compile.backend": "aot_eager"},
+        {"model.name": "qwen3", "model.flavor": "odd_experts"},
+        {"model.flavor": "odd_tied"},
+    ],
+    ids=["dense", "full", "op", "compiled", "compiled-op", "experts", "tied"],
+)
+def test_one_rank_casts_its_weights_as_fsdp_does(
+    changes: dict[str, Any], reference: Callable[..., Outcome]
+) -> None:
+    casts, copies = (
+        reference(**BFLOAT16, **changes, **{"training.enable_cpu_offload": offload})
+        for offload in (False, True)
+    )
+    if changes.get("model.flavor") == "odd_tied":
+        # FSDP adds the two gradients of the weight in bfloat16.
+        assert casts.losses == pytest.approx(copies.losses, rel=tolerances.PARITY_BFLOAT16_LOSS)
+        return
+    assert casts.losses == copies.losses
+    assert casts.grad_norms == copies.grad_norms
+    for name, weight in casts.weights.items():
+        assert torch.equal(weight, copies.weights[name]), name
+
+
 @pytest.mark.parametrize(
     "backend",
     # inductor needs a minute for the C++ compiler.

@@ -75,11 +75,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What a block needs beside its input; created once per forward and kind of attention.
-
-    A plain object and not a pytree: FSDP casts the floating-point tensors among a block's arguments
-    to its compute dtype, and the rotations must stay float32.
-    """
+    """What a block needs beside its input; created once per forward and kind of attention. The
+    rotations are float32 in any precision."""
 
     cos_BS1E: torch.Tensor | None
     """None without rotary embedding."""

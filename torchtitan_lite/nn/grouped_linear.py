@@ -115,5 +115,5 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
     if last != 1 or any(step % 8 for step in strides):
         return False
     # The compiler cannot trace storage_offset. Its own buffers are aligned, and so are parameters:
-    # FSDP2 gathers each into a storage of its own.
+    # FSDP2 gathers each into a storage of its own, and a cast returns one.
     return torch.compiler.is_compiling() or tensor.storage_offset() % 8 == 0

@@ -40,10 +40,12 @@ def apply(
 ) -> None:
     """Shard the parameters of each unit of `spec` over `dp_shard`, replicate over `dp_replicate`.
 
-    A single rank shards nothing: its modules cast their parameters to the compute dtype where they
-    read them, which is the arithmetic of several ranks without FSDP's copies. With offload it runs
-    the code of several ranks, and so it does with mixed precision under tensor parallelism, whose
-    DTensors make many casts costly.
+    A rank without peers along these axes is left unwrapped in full precision. In mixed precision
+    and without any other parallelism its modules cast their parameters where they read them, which
+    saves FSDP's copies of weights and gradients. The arithmetic is FSDP's, except that gradients of
+    a weight that is read twice add up in float32, and that inductor may fuse a cast and leave out
+    its rounding. Everything else runs the code of several ranks: a pipeline, for one, would cast
+    again for each microbatch.
     """
     compute_dtype = compute_dtype_of(precision, mesh.device)
     parameter_dtype = getattr(torch, precision.dtype)
@@ -52,10 +54,12 @@ def apply(
     is_alone = mesh.degrees.batch * mesh.degrees.cp == 1 and not (
         experts_apart and mesh.expert_mesh.size(2) > 1
     )
-    if is_alone and not precision.enable_cpu_offload and not (mixed and mesh.degrees.tp > 1):
-        if mixed:
+    if is_alone and not precision.enable_cpu_offload:
+        if not mixed:
+            return
+        if mesh.degrees.tp == mesh.degrees.pp == 1:
             _cast_where_read(model, compute_dtype)
-        return
+            return
     placement = None
     apart: dict[str, Any] | None = None
     if experts_apart:
@@ -121,7 +125,8 @@ def compute_dtype_of(precision: PrecisionConfig, device: Device) -> torch.dtype:
 
 def _cast_where_read(model: nn.Module, dtype: torch.dtype) -> None:
     """Let modules read their parameters in `dtype`. Parameters, gradients and the state dict keep
-    their own; a compiled block casts in its graph. The way is that of torchtitan's SimpleFSDP."""
+    their own dtype. Each attribute returns a new tensor, so that a parameter is changed through
+    `parameters()` only. The way is that of torchtitan's SimpleFSDP."""
     for module in model.modules():
         names = tuple(
             name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
@@ -138,7 +143,8 @@ def _casting_class(base: type[nn.Module], names: tuple[str, ...], dtype: torch.d
     def reading(name: str) -> property:
         return property(lambda module: module._parameters[name].to(dtype))
 
-    return type(base.__name__, (base,), {name: reading(name) for name in names})
+    names_of_class = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), names_of_class | {name: reading(name) for name in names})
 
 
 def reshard(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_t
 from torchtitan_lite.device import Device, detect_device
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.parallel import fsdp
 from torchtitan_lite.schema.parallelism import ParallelismConfig
@@ -20,7 +21,7 @@ from torchtitan_lite.schema.training import PrecisionConfig
 
 _MIXED = PrecisionConfig(mixed_precision_param="bfloat16")
 _OFFLOADED = _MIXED.model_copy(update={"enable_cpu_offload": True})
-"""A single rank uses FSDP for offload alone."""
+"""With offload, a single rank in mixed precision uses FSDP."""
 
 
 def test_one_rank_in_full_precision_is_not_wrapped(mesh: Mesh) -> None:
@@ -73,8 +74,26 @@ def test_a_single_rank_computes_what_fsdp_does_without_its_copies(mesh: Mesh, ti
             assert torch.equal(parameter.grad, other.full_tensor())
 
 
+@pytest.mark.parametrize("precision", [_MIXED, _OFFLOADED], ids=["casts", "FSDP"])
+def test_rotations_stay_float32(mesh: Mesh, precision: PrecisionConfig) -> None:
+    model = tiny_decoder(torch.float32)
+    fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), precision)
+    found: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def record(module: Any, inputs: tuple[torch.Tensor, BlockContext], out: Any) -> None:
+        x_BSD, context = inputs
+        assert context.cos_BS1E is not None
+        found.append((x_BSD.dtype, context.cos_BS1E.dtype))
+
+    for block in model.layers.values():
+        block.register_forward_hook(record)
+    model(**tiny_samples())
+    assert found == [(torch.bfloat16, torch.float32)] * 3
+
+
 def test_weights_stay_tied_where_they_are_read_as_casts(mesh: Mesh) -> None:
-    model = tiny_decoder(torch.float32, tied_embeddings=True)
+    with torch.device("meta"):
+        model = tiny_decoder(torch.float32, tied_embeddings=True)
     fsdp.apply(model, tiny_spec(tied_embeddings=True), mesh, ParallelismConfig(), _MIXED)
     num_parameters = len(list(model.parameters()))
     model.to_empty(device="cpu")

@@ -71,6 +71,7 @@ def test_the_first_step_of_1B_is_that_of_a_cpu(cuda: str, tmp_path: Path, figure
     figure("1B, eager: peak memory", ours["peak_gib"], "GiB")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("variant", ["eager", "compiled", "compiled, checkpointing per operation"])
 def test_steps_of_1B(variant: str, cuda: str, tmp_path: Path, figure: Figure) -> None:
     changes = BFLOAT16 | {"training.steps": 8, "training.local_batch_size": 4}

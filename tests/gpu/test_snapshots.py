@@ -35,6 +35,7 @@ def test_checkpoints_under_load_equal_the_state(offload: bool, device: str, tmp_
     assert {step: names for step, names in ours["saved"].items() if names} == {}
 
 
+@pytest.mark.alone
 def test_snapshots_of_9_GB(cuda: str, tmp_path: Path, figure: Figure) -> None:
     if shutil.disk_usage("/dev/shm").free < 30e9:
         pytest.skip("three snapshots need 30 GB of shared memory")
