@@ -7,6 +7,7 @@ With a vocabulary sharded over ranks, forward communicates three numbers per tok
 nothing. Layer: above spec.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -53,10 +54,17 @@ def cross_entropy(
             targets_T,
             shard,
             chunk if wanted else _chunk_loss,
-            max(_MIN_CHUNK_TOKENS, logits_per_chunk // weight_VD.shape[0]),
+            _chunk_size(len(hidden_TD), max(_MIN_CHUNK_TOKENS, logits_per_chunk // len(weight_VD))),
         )
 
     return loss
+
+
+def _chunk_size(num_tokens: int, most: int) -> int:
+    """Return the tokens of each of the fewest chunks of at most `most`. They are equal, so that one
+    compiled function serves all, and rarely a number that fills the tiles of a product badly."""
+    num_chunks = max(1, math.ceil(num_tokens / most))
+    return max(1, math.ceil(num_tokens / num_chunks))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

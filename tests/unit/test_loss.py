@@ -169,6 +169,9 @@ def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "_chunk_loss_and_gradients", recording)
     cross_entropy(logits_per_chunk=10 * _VOCAB)(*_inputs(torch.float32))
     assert sizes == [10] * 10 + [1]
+    sizes.clear()
+    cross_entropy(logits_per_chunk=60 * _VOCAB)(*_inputs(torch.float32))
+    assert sizes == [51, 50], "chunks are unequal"
 
 
 def _inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

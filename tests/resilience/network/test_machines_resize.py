@@ -13,7 +13,7 @@ import pytest
 from tests import launch
 from tests.resilience.network.machines import STEP_S, Machines, machines, undisturbed_losses
 from tests.resilience.network.namespaces import unavailable_reason
-from tests.tolerances import FAULTS_FLOAT64
+from tests.tolerances import FAULTS_FLOAT64, RESIZED_FLOAT32_LOSS
 from torchtitan_lite.launcher.resize_request import ResizeState
 
 _REASON = unavailable_reason()
@@ -49,18 +49,18 @@ def _resumes(run: Machines) -> list[int]:
     return [one["step"] for one in resumes]
 
 
-@pytest.mark.parametrize(
-    "meshes",
-    [[(2, (_TP,))], [(2, ()), (1, (_TP,)), (2, (_TP, _PP)), (1, ())]],
-    ids=["one", "several"],
-)
-def test_machines_resize_together(
-    meshes: list[tuple[int, tuple[str, ...]]], expected: list[float], tmp_path: Path
+def _check_resizes(
+    meshes: list[tuple[int, tuple[str, ...]]],
+    expected: list[float],
+    tolerance: float,
+    tmp_path: Path,
+    *more: str,
 ) -> None:
+    """Resize a run to each of the meshes in turn, and compare its losses."""
     with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
         # New processes start while training continues.
         slow_s = STEP_S if len(meshes) == 1 else 2.0
-        run.train("a", "b", "c", more=_MORE, RANK_FAULTS=f"slow={slow_s}")
+        run.train("a", "b", "c", more=(*_MORE, *more), RANK_FAULTS=f"slow={slow_s}")
         for num_ranks, arguments in meshes:
             before = {name: run.processes(name) for name in "abc"}
             step = run.last_step()
@@ -75,8 +75,27 @@ def test_machines_resize_together(
                 kept = earlier & run.processes(name)
                 assert len(kept) == min(len(earlier), num_ranks)
         assert run.last_step() < _STEPS, "the run ended before its last resize"
-        assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)
+        assert run.finish() == pytest.approx(expected, rel=tolerance)
         assert run.num_records() == _STEPS, "a step was repeated"
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [[(2, (_TP,))], [(2, ()), (1, (_TP,)), (2, (_TP, _PP)), (1, ())]],
+    ids=["one", "several"],
+)
+def test_machines_resize_together(
+    meshes: list[tuple[int, tuple[str, ...]]], expected: list[float], tmp_path: Path
+) -> None:
+    _check_resizes(meshes, expected, FAULTS_FLOAT64, tmp_path)
+
+
+def test_machines_resize_together_in_float32(tmp_path: Path) -> None:
+    float32 = "--training.dtype=float32"
+    expected = undisturbed_losses(tmp_path / "undisturbed", _STEPS, *_MORE, float32)
+    meshes: list[tuple[int, tuple[str, ...]]] = [(2, (_TP,)), (1, ())]
+    (tmp_path / "resized").mkdir()
+    _check_resizes(meshes, expected, RESIZED_FLOAT32_LOSS, tmp_path / "resized", float32)
 
 
 def test_meshes_that_the_run_cannot_have(expected: list[float], tmp_path: Path) -> None:
