@@ -43,9 +43,8 @@ test-all: setup ## Run all tests, the long matrices included.
 test-shard: setup ## Run a part of the long matrices (SHARD=K/N, BUDGET_S=seconds).
 	$(PYTEST) -m "matrix and not gpu" --shard $(SHARD) --budget-s $(BUDGET_S) $(ARGS)
 
-test-gpu: setup ## Run the tests that need a GPU, four at a time, and then those that measure time.
-	$(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n 4 -W default --durations 10 $(ARGS)
-	$(BIN)/python -m pytest tests/gpu -m "gpu and alone" -W default --durations 10 $(ARGS)
+test-gpu: setup ## Run the tests that need a GPU, WORKERS at a time, and then those that measure time.
+	PYTHON=$(BIN)/python BUDGET_S=3600 bash scripts/gpu_suite.sh test - outputs/gpu $(ARGS)
 
 test-fake-cuda: $(CUDA_VENV)/.installed $(CUDA_VENV)/libcuda.so.1 ## Run the tests of a GPU without values (a CUDA build of torch, no GPU).
 	LD_PRELOAD=$(abspath $(CUDA_VENV)/libcuda.so.1) TORCHTITAN_LITE_FAKE_CUDA=1 \

@@ -60,11 +60,12 @@ def cross_entropy(
     return loss
 
 
-def _chunk_size(num_tokens: int, most: int) -> int:
-    """Return the tokens of each of the fewest chunks of at most `most`. They are equal, so that one
-    compiled function serves all, and rarely a number that fills the tiles of a product badly."""
-    num_chunks = max(1, math.ceil(num_tokens / most))
-    return max(1, math.ceil(num_tokens / num_chunks))
+def _chunk_size(num_tokens: int, max_tokens: int) -> int:
+    """Return the tokens per chunk, at most `max_tokens`. Equal chunks are compiled once, so up to
+    twice as many as needed are taken if they divide the tokens."""
+    fewest = max(1, math.ceil(num_tokens / max_tokens))
+    dividing = (count for count in range(fewest, 2 * fewest + 1) if num_tokens % count == 0)
+    return max(1, math.ceil(num_tokens / next(dividing, fewest)))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Devices, and results that are written as soon as they are known."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,14 @@ def cuda(device: str) -> str:
     if device != "cuda":
         pytest.skip("needs a GPU")
     return device
+
+
+@pytest.fixture(autouse=True)
+def _free_memory() -> Iterator[None]:
+    """Return the memory that the allocator keeps: other processes use the same GPU."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
@@ -59,7 +67,7 @@ class _Results:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The controller of several workers gets the outcomes of all.
+    # The controller receives the outcomes of all workers.
     if config.getoption("--gpu-results") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Results(config), "gpu results")
 

@@ -30,7 +30,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, Any]]:
+def one_rank() -> dict[str, dict[str, Any]]:
     """Return the results of one rank, by settings."""
     return {}
 
@@ -43,18 +43,18 @@ def alone() -> dict[str, dict[str, Any]]:
     ],
 )
 def test_losses_are_those_of_one_rank(
-    mesh: str, precision: str, device: str, tmp_path: Path, alone: dict[str, dict[str, Any]]
+    mesh: str, precision: str, device: str, tmp_path: Path, one_rank: dict[str, dict[str, Any]]
 ) -> None:
     num_ranks, changes = MESHES[mesh]
     is_exact = precision == "float32"
     model = {key: value for key, value in changes.items() if key in EXPERTS}
     shared = SETTINGS | model | ({} if is_exact else BFLOAT16)
     key = str(sorted(shared.items()))
-    if key not in alone:
-        (alone[key],) = run_ranks(
+    if key not in one_rank:
+        (one_rank[key],) = run_ranks(
             train_job,
-            tmp_path / "alone",
-            folder=str(tmp_path / "alone_files"),
+            tmp_path / "one_rank",
+            folder=str(tmp_path / "one_rank_files"),
             device=device,
             overrides=shared,
         )
@@ -68,5 +68,5 @@ def test_losses_are_those_of_one_rank(
     )
     assert all(one["losses"] == found[0]["losses"] for one in found)
     tolerance = GPU_FLOAT32_LOSS if is_exact else GPU_BFLOAT16_LOSS
-    assert found[0]["losses"] == pytest.approx(alone[key]["losses"], rel=tolerance)
-    assert found[0]["grad_norms"] == pytest.approx(alone[key]["grad_norms"], rel=10 * tolerance)
+    assert found[0]["losses"] == pytest.approx(one_rank[key]["losses"], rel=tolerance)
+    assert found[0]["grad_norms"] == pytest.approx(one_rank[key]["grad_norms"], rel=10 * tolerance)

@@ -45,7 +45,8 @@ def test_snapshots_of_9_GB(cuda: str, tmp_path: Path, figure: Figure) -> None:
         "training.steps": 31,
         "training.seq_len": 1024,
         "training.dataset_path": str(long_text(tmp_path)),
-        # In shared memory alone: a slow disk would decide how long the test takes.
+        # Only the weights are written to disk, at the end: a slow disk would decide how long the
+        # test takes.
         "checkpoint.interval": 1000,
         "checkpoint.ram_interval": 10,
         "checkpoint.last_save_model_only": True,

@@ -150,8 +150,12 @@ def test_one_rank_casts_its_weights_as_fsdp_does(reference: Callable[..., Outcom
         reference("dense", "float32", **mixed, **{"training.enable_cpu_offload": offload})
         for offload in (False, True)
     )
+    assert casts.losses != reference("dense", "float32").losses
     assert casts.losses == copies.losses
     assert casts.grad_norms == copies.grad_norms
+    assert casts.weights.keys() == copies.weights.keys()
+    for name, weight in casts.weights.items():
+        assert torch.equal(weight, copies.weights[name]), name
 
 
 @pytest.mark.parametrize("mesh", ["fsdp-2-tp-2", *long("tp-2", "fsdp-2", "pp-2")])

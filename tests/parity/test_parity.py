@@ -324,8 +324,12 @@ def test_one_rank_casts_its_weights_as_fsdp_does(
         reference(**BFLOAT16, **changes, **{"training.enable_cpu_offload": offload})
         for offload in (False, True)
     )
+    float32 = {"training.dtype": "float32"}
+    assert casts.losses != reference(**float32, **changes).losses
+    assert casts.weights.keys() == copies.weights.keys()
     if changes.get("model.flavor") == "odd_tied":
         # FSDP adds the two gradients of the weight in bfloat16.
+        assert casts.losses[0] == copies.losses[0]
         assert casts.losses == pytest.approx(copies.losses, rel=tolerances.PARITY_BFLOAT16_LOSS)
         return
     assert casts.losses == copies.losses

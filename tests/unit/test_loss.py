@@ -169,9 +169,24 @@ def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "_chunk_loss_and_gradients", recording)
     cross_entropy(logits_per_chunk=10 * _VOCAB)(*_inputs(torch.float32))
     assert sizes == [10] * 10 + [1]
-    sizes.clear()
-    cross_entropy(logits_per_chunk=60 * _VOCAB)(*_inputs(torch.float32))
-    assert sizes == [51, 50], "chunks are unequal"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "size"),
+    [
+        (0, 10, 1),
+        (7, 10, 7),
+        (8192, 2093, 2048),
+        # Five chunks would do, and eight are equal.
+        (8192, 1766, 1024),
+        # A prime.
+        (101, 60, 51),
+    ],
+)
+def test_chunks_are_equal_where_the_number_of_tokens_allows(
+    num_tokens: int, max_tokens: int, size: int
+) -> None:
+    assert module._chunk_size(num_tokens, max_tokens) == size
 
 
 def _inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

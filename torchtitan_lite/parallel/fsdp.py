@@ -44,8 +44,8 @@ def apply(
     and without any other parallelism its modules cast their parameters where they read them, which
     saves FSDP's copies of weights and gradients. The arithmetic is FSDP's, except that gradients of
     a weight that is read twice add up in float32, and that inductor may fuse a cast and leave out
-    its rounding. Everything else runs the code of several ranks: a pipeline, for one, would cast
-    again for each microbatch.
+    its rounding. Everything else runs the code of several ranks; for example, a pipeline would
+    cast again for each microbatch.
     """
     compute_dtype = compute_dtype_of(precision, mesh.device)
     parameter_dtype = getattr(torch, precision.dtype)
@@ -126,7 +126,7 @@ def compute_dtype_of(precision: PrecisionConfig, device: Device) -> torch.dtype:
 def _cast_where_read(model: nn.Module, dtype: torch.dtype) -> None:
     """Let modules read their parameters in `dtype`. Parameters, gradients and the state dict keep
     their own dtype. Each attribute returns a new tensor, so that a parameter is changed through
-    `parameters()` only. The way is that of torchtitan's SimpleFSDP."""
+    `parameters()` only. As in torchtitan's SimpleFSDP."""
     for module in model.modules():
         names = tuple(
             name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)

@@ -94,7 +94,6 @@ def test_machines_resize_together_in_float32(tmp_path: Path) -> None:
     float32 = "--training.dtype=float32"
     expected = undisturbed_losses(tmp_path / "undisturbed", _STEPS, *_MORE, float32)
     meshes: list[tuple[int, tuple[str, ...]]] = [(2, (_TP,)), (1, ())]
-    (tmp_path / "resized").mkdir()
     _check_resizes(meshes, expected, RESIZED_FLOAT32_LOSS, tmp_path / "resized", float32)
 
 
