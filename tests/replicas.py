@@ -208,6 +208,27 @@ def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator
         lighthouse.stop()
 
 
+def kill_and_restart(run: Replicas, halt: Path) -> None:
+    """Start two replicas, kill one in a step, which it enters once the file `halt` exists, restart
+    it, and stop the run once both have trained together again."""
+    run.start(0)
+    run.start(1, faults=f"blocked_by={halt}")
+    run.wait_for_step(0, 4)
+    run.wait_for_step(1, 4)
+    # Killed between two steps, it would cost the other replica nothing.
+    run.block(1, halt)
+    run.kill(1)
+    run.wait_for_step(0, run.steps(0)[-1]["step"] + 3)
+    assert run.steps(0)[-1]["num_replicas"] == 1
+    run.start(1)
+    returned = run.steps(0)[-1]["step"]
+    while run.steps(0)[-1]["num_replicas"] == 1:
+        run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)
+    run.wait_for_step(1, max(returned, run.steps(0)[-1]["step"]) + 3)
+    run.stop()
+    assert [run.wait(number) for number in run.running] == [0, 0]
+
+
 def check_against_undisturbed_run(
     run: Replicas,
     num_ranks: int,

@@ -93,12 +93,14 @@ def _replace_functional_gather() -> None:
     import torch
     import torch.distributed as dist
 
+    from torchtitan_lite.torch_compat import group_of
+
+    operation = torch.ops._c10d_functional.all_gather_into_tensor.default
+
     @torch.library.impl("_c10d_functional::all_gather_into_tensor", "CUDA")
     def gather(x: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
-        from torch._C._distributed_c10d import _resolve_process_group
-
         whole = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
-        group = _resolve_process_group(group_name)
+        group = group_of(operation, (x, group_size, group_name), {})
         dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
         return whole
 

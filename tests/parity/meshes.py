@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.job import Outcome
 
@@ -216,3 +217,12 @@ def assert_same(
     for name, weight in expected.weights.items():
         difference = (outcome.weights[name] - weight).abs().max().item()
         assert difference <= tolerance * weight.abs().max().item(), name
+
+
+def assert_identical(outcome: Outcome, expected: Outcome) -> None:
+    """Assert losses, gradient norms and weights that are equal bit by bit."""
+    assert outcome.losses == expected.losses
+    assert outcome.grad_norms == expected.grad_norms
+    assert outcome.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        assert torch.equal(outcome.weights[name], weight), name

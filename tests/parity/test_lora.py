@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests import tolerances
 from tests.hugging_face import add_tokenizer, make_folder, tensors_of, tokens
 from tests.job import Outcome, odd_config, run_job
-from tests.parity.meshes import EXPERT_MESHES, MESHES, assert_same, long
+from tests.parity.meshes import EXPERT_MESHES, MESHES, assert_identical, assert_same, long
 from tests.parity.test_inference import RUN, record, texts
 from tests.parity.test_parity import COMPILED
 from tests.pool import WorkerPool
@@ -151,11 +151,7 @@ def test_one_rank_casts_its_weights_as_fsdp_does(reference: Callable[..., Outcom
         for offload in (False, True)
     )
     assert casts.losses != reference("dense", "float32").losses
-    assert casts.losses == copies.losses
-    assert casts.grad_norms == copies.grad_norms
-    assert casts.weights.keys() == copies.weights.keys()
-    for name, weight in casts.weights.items():
-        assert torch.equal(weight, copies.weights[name]), name
+    assert_identical(casts, copies)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp-2-tp-2", *long("tp-2", "fsdp-2", "pp-2")])

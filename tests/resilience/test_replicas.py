@@ -7,7 +7,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import launch
-from tests.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
+from tests.replicas import (
+    ENDLESS,
+    Replicas,
+    check_against_undisturbed_run,
+    kill_and_restart,
+    replicas,
+)
 
 _ARGUMENTS: tuple[str, ...] = (
     *ENDLESS,
@@ -85,27 +91,9 @@ def _check_time_accounting(run: Replicas) -> None:
     assert returned["wall_s"] > returned["start_s"] > 0
 
 
-def _check_kill_and_restart(
-    num_ranks: int, arguments: Sequence[str], tmp_path: Path, *, kill: str = "replica"
-) -> None:
+def _check_kill_and_restart(num_ranks: int, arguments: Sequence[str], tmp_path: Path) -> None:
     with replicas(tmp_path / "run", num_ranks, arguments) as run:
-        file = tmp_path / "halt"
-        run.start(0)
-        run.start(1, faults=f"blocked_by={file}")
-        run.wait_for_step(0, 4)
-        run.wait_for_step(1, 4)
-        # Killed between two steps, it would cost the other replica nothing.
-        run.block(1, file)
-        run.kill(1)
-        run.wait_for_step(0, run.steps(0)[-1]["step"] + 3)
-        assert run.steps(0)[-1]["num_replicas"] == 1
-        run.start(1)
-        returned = run.steps(0)[-1]["step"]
-        while run.steps(0)[-1]["num_replicas"] == 1:
-            run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)
-        run.wait_for_step(1, max(returned, run.steps(0)[-1]["step"]) + 3)
-        run.stop()
-        assert [run.wait(number) for number in run.running] == [0, 0]
+        kill_and_restart(run, tmp_path / "halt")
         _check_time_accounting(run)
         check_against_undisturbed_run(run, num_ranks, arguments, tmp_path)
 
