@@ -45,6 +45,25 @@ def names_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
+def address_of_interface(interface: str) -> str:
+    """Return an address of the interface with this name, IPv4 if it has one, or `interface` itself
+    if it is an address. Raises ValueError."""
+    found = psutil.net_if_addrs()
+    if interface not in found:
+        try:
+            return str(ipaddress.ip_address(interface))
+        except ValueError:
+            raise ValueError(
+                f"{interface!r} is neither an address nor an interface of this machine: "
+                f"{', '.join(sorted(found))}."
+            ) from None
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for one in found[interface]:
+            if one.family == family:
+                return one.address.partition("%")[0]
+    raise ValueError(f"Interface {interface} has no address.")
+
+
 def interface_of(address: str) -> str | None:
     """Return the name of the interface with `address`; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():

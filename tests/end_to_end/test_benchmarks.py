@@ -16,7 +16,7 @@ from tests.launch import REPOSITORY
 _NUM_ROWS = {
     "step": 4,
     "parallel": 6,
-    "redistribute": 53,
+    "redistribute": 73,
     "convert": 15,
     "rank_recovery": 2,
     "buddies": 2,

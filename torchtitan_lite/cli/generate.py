@@ -149,7 +149,7 @@ def _versions(options: argparse.Namespace, model: nn.Module, mesh: Mesh) -> Iter
                 timeout_s=_MAX_WAIT_S, agree=lambda number: min(all_gather_ints(number))
             )
             if update is None:
-                logger.info("No further version within %d s.", _MAX_WAIT_S)
+                logger.info("No further version within %d s. %s", _MAX_WAIT_S, subscription.problem)
                 return
             num_versions += 1
             logger.info("Version %d, received in %.3f s", update.version, update.seconds)

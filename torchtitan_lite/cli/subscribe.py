@@ -57,9 +57,10 @@ def _receive(options: argparse.Namespace, subscriber: Subscriber) -> None:
             if num_versions:
                 print(f"No further version within {options.timeout} s.", flush=True)
                 return
+            reason = subscription.problem or "Is its run training?"
             raise PublishError(
-                f"{subscriber.where} published no version within {options.timeout} s. Is its run "
-                "training? --timeout SECONDS waits longer."
+                f"{subscriber.where} published no version within {options.timeout} s. {reason} "
+                "--timeout SECONDS waits longer."
             )
         num_versions += 1
         whole = update.num_bytes + update.num_bytes_unchanged

@@ -401,10 +401,16 @@ def _publish(config: Config) -> list[str]:
             'publish.enable with "lora" in model.converters: subscribers would receive frozen '
             "weights and adapters apart. Disable one of them."
         ]
-    if publish.address is None:
-        return []
-    problem = secret_problem(os.environ.get(TOKEN, ""))
-    return [f"publish.address = {publish.address!r}: {problem}"] if problem else []
+    problems: list[str] = []
+    timeout_s = config.comm.train_timeout_seconds
+    if publish.when_in_use == "wait" and publish.max_wait_s >= timeout_s:
+        problems.append(
+            f"publish.max_wait_s = {publish.max_wait_s}: while a rank waits for subscribers, the "
+            f"others wait for it, at most comm.train_timeout_seconds = {timeout_s}. Set it to less."
+        )
+    if publish.address is not None and (problem := secret_problem(os.environ.get(TOKEN, ""))):
+        problems.append(f"publish.address = {publish.address!r}: {problem}")
+    return problems
 
 
 def _anomalies(config: Config) -> Iterator[str]:

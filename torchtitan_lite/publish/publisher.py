@@ -44,6 +44,7 @@ from torchtitan_lite.errors import PublishError
 from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints, broadcast_bytes
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.network import address_of_interface
 from torchtitan_lite.publish.hugging_face import HUGGING_FACE, hugging_face_to_json
 from torchtitan_lite.publish.pins import SlotLock
 from torchtitan_lite.publish.sources import INDEX_VERSION, PUBLISHED_FILE, PURPOSE, STATUS_VERSION
@@ -90,6 +91,8 @@ class Publisher:
         self._finishing: Future[None] | None = None
         self._is_skipping = False
         """Whether the last call warned, or would have."""
+        self._last_version = -1
+        """The last one that all ranks had a slot for."""
         self._problem = ""
         """Error of this rank since the last call; "" if there is none."""
         with ExitStack() as stack:
@@ -155,7 +158,8 @@ class Publisher:
             self._offer_index([json.loads(text) for text in everyone])
             stack.callback(self._published_file.unlink, missing_ok=True)
         self._offer_status([])
-        run_on_all_ranks(lambda: self._announce({"run_id": run_id, "url": url or None}))
+        where = {"run_id": run_id, "session": session, "url": url or None}
+        run_on_all_ranks(lambda: self._announce(where))
 
     def after_step(self, step: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Publish the weights as version `step` if it is due, and return whether this rank has
@@ -169,7 +173,14 @@ class Publisher:
         return self.publish(step, tensors)
 
     def publish(self, step: int, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """As `after_step`, whether or not the version is due."""
+        """As `after_step`, whether or not the version is due. After a rollback, versions that were
+        published before it are skipped."""
+        if step <= self._last_version:
+            self._warn(
+                f"Version {step} is not published again after a rollback: subscribers keep version "
+                f"{self._last_version} until training has passed it."
+            )
+            return False
         self._finish_last()
         slot, lock = None, None
         try:
@@ -186,6 +197,7 @@ class Publisher:
             if lock is not None:
                 lock.release()
             return False
+        self._last_version = step
         try:
             old = self._region.slots()[slot]
             if self._server is not None and old.state == SlotState.COMPLETE:
@@ -215,10 +227,14 @@ class Publisher:
                 f"publish.keep_versions ({self._config.keep_versions}) or publish.every_steps "
                 f"({self._config.every_steps})."
             )
+        self._warn(warning)
+        return is_free
+
+    def _warn(self, warning: str) -> None:
+        """Log a warning, unless the last call did; "" is none."""
         if warning and not self._is_skipping and self._mesh.is_leader:
             logger.warning("%s", warning)
         self._is_skipping = bool(warning)
-        return is_free
 
     def _describe_error(self, version: int, error: Exception) -> str:
         return f"Version {version} is not published: rank {self._mesh.rank}: {error!r}"
@@ -276,7 +292,8 @@ class Publisher:
             lock.release()
         if self._server is not None:
             versions = list(self._region.complete_slots())
-            header = json.dumps({"version": version, "digests": digests}).encode()
+            about = {"session": self._session, "version": version, "digests": digests}
+            header = json.dumps(about).encode()
             state = FramedState(header, data)
             self._server.offer(version, state, keep=[INDEX_VERSION, STATUS_VERSION, *versions])
             self._offer_status(versions)
@@ -378,13 +395,14 @@ def _describe(
 def _open_server(config: PublishConfig, secret: str, *, is_first: bool) -> StateServer:
     assert config.address is not None
     try:
+        address = address_of_interface(config.address)
         listener = None
         if is_first and config.port:
-            family = socket.AF_INET6 if ":" in config.address else socket.AF_INET
-            listener = socket.create_server((config.address, config.port), family=family)
-        return StateServer(config.address, secret, PURPOSE, listener=listener)
-    except OSError as error:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, config.port), family=family)
+        return StateServer(address, secret, PURPOSE, listener=listener)
+    except (OSError, ValueError) as error:
         raise PublishError(
             f"publish.address {config.address!r}, port {config.port if is_first else 0}, cannot "
-            f"be used: {error}. Give the address of an interface of this machine."
+            f"be used: {str(error).rstrip('.')}. Give an interface of this machine, or its address."
         ) from None

@@ -5,6 +5,7 @@ error says that it is gone. Nothing is unpickled. Layer: above pins.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import (
@@ -15,7 +16,7 @@ from concurrent.futures import (
     wait,
 )
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from threading import Event
@@ -36,7 +37,7 @@ from torchtitan_lite.checkpoint.shared_memory import (
 from torchtitan_lite.errors import DamagedSnapshot, PublishError, RpcError
 from torchtitan_lite.publish.pins import SlotLock
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
-from torchtitan_lite.rpc.state_server import MAX_RANGES, ByteRows
+from torchtitan_lite.rpc.state_server import MAX_RANGES, MAX_ROWS, ByteRows
 
 PURPOSE = "publish"
 """Purpose of the sessions."""
@@ -199,13 +200,17 @@ class _ServedPart:
     def __init__(
         self, connection: StateConnection, version: int, description: RegionDescription
     ) -> None:
-        """Raises RpcError."""
+        """Raises RpcError and VersionGone."""
         self._connection, self._version = connection, version
         connection.select(version)
         header = connection.fetch_header()
+        self._serial = connection.serial
         self._held = {held.name: held for held in description.tensors}
         self._data_start = 8 + len(header)
-        self.digests: Mapping[str, str] = read_json(header)["digests"]
+        told = read_json(header)
+        if told.get("session") != description.session:
+            raise VersionGone(f"Version {version} is of another start of the run.")
+        self.digests: Mapping[str, str] = told["digests"]
 
     def blocks(
         self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
@@ -232,6 +237,9 @@ class _ServedPart:
                 if is_cancelled():
                     raise VersionGone(f"Version {self._version} is not needed any more.")
                 self._connection.fetch(rows[first:stop], targets[first:stop])
+                if self._connection.serial != self._serial:
+                    # A run that restarts may publish another version of this number.
+                    raise VersionGone(f"Version {self._version} was replaced.")
         except RpcError as error:
             raise VersionGone(str(error)) from None
         return found
@@ -299,8 +307,8 @@ def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> l
 
 
 def _in_requests(rows: ByteRows) -> Iterator[ByteRows]:
-    """Split rows into those of requests of at most 8 MiB."""
-    count = max(1, _REQUEST_BYTES // max(1, rows.length))
+    """Split rows into those of requests of at most 8 MiB and MAX_ROWS."""
+    count = min(MAX_ROWS, max(1, _REQUEST_BYTES // max(1, rows.length)))
     for first in range(0, rows.num_rows, count):
         start = rows.start + first * rows.stride
         for at in range(0, rows.length, _REQUEST_BYTES):
@@ -309,14 +317,15 @@ def _in_requests(rows: ByteRows) -> Iterator[ByteRows]:
 
 
 def _requests(rows: Sequence[ByteRows]) -> Iterator[tuple[int, int]]:
-    """Yield [first, stop) of the rows of each request: at most 8 MiB together, and MAX_RANGES."""
-    first = num_bytes = 0
+    """Yield [first, stop) of the rows of each request: at most 8 MiB together, MAX_RANGES and
+    MAX_ROWS."""
+    first = num_bytes = num_rows = 0
     for number, one in enumerate(rows):
-        is_full = num_bytes + one.num_bytes > _REQUEST_BYTES or number - first >= MAX_RANGES
-        if number > first and is_full:
+        num_bytes, num_rows = num_bytes + one.num_bytes, num_rows + one.num_rows
+        is_full = num_bytes > _REQUEST_BYTES or num_rows > MAX_ROWS
+        if number > first and (is_full or number - first >= MAX_RANGES):
             yield first, number
-            first, num_bytes = number, 0
-        num_bytes += one.num_bytes
+            first, num_bytes, num_rows = number, one.num_bytes, one.num_rows
     if first < len(rows):
         yield first, len(rows)
 
@@ -327,6 +336,8 @@ class Publication:
 
     where: str
     ranks: tuple[RankSource, ...]
+    announcement: "Announcement | None" = None
+    """The file that told where it is; None if a URL did."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -389,8 +400,35 @@ class Publication:
         return max(common, default=None)
 
     def is_current(self) -> bool:
-        """Return whether the run still publishes here."""
-        return all(rank.is_current() for rank in self.ranks)
+        """Return whether the run still publishes here, as far as known."""
+        is_announced = self.announcement is None or self.announcement.is_current()
+        return is_announced and all(rank.is_current() for rank in self.ranks)
+
+    def close(self) -> None:
+        """Close connections, and unmap memory."""
+        for rank in self.ranks:
+            rank.close()
+
+
+class Announcement:
+    """The file in the output folder of a run that tells where it publishes. Each start of the run
+    replaces it, maybe on another machine."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError, KeyError and PublishError."""
+        self._path = folder / PUBLISHED_FILE
+        with self._path.open("rb") as file:
+            self._identity = _identity(os.fstat(file.fileno()))
+            told = read_json(file.read())
+        self.run_id, self.session = str(told["run_id"]), str(told["session"])
+        self.url: str | None = told["url"]
+
+    def is_current(self) -> bool:
+        """Return whether the file is still the same one."""
+        try:
+            return _identity(self._path.stat()) == self._identity
+        except OSError:
+            return False
 
 
 def open_publication(source: str, secret: str) -> Publication:
@@ -400,27 +438,25 @@ def open_publication(source: str, secret: str) -> Publication:
     """
     if source.startswith("http://"):
         return _served(source, secret)
-    path = Path(source).expanduser() / PUBLISHED_FILE
     try:
-        told = read_json(path.read_bytes())
-        run_id, url = str(told["run_id"]), told.get("url")
+        announcement = Announcement(Path(source).expanduser())
     except (OSError, KeyError) as error:
         raise PublishError(
             f"{source} publishes no weights: {error!r}. Start its run with --publish.enable, or "
             "give the URL of its first rank."
         ) from None
-    folder = existing_run_folder(run_id)
+    folder = existing_run_folder(announcement.run_id)
     found = {} if folder is None else region_files(folder, PUBLISHED)
     sources: list[SharedMemorySource] = []
     with suppress(DamagedSnapshot, FileNotFoundError):
         sources = [SharedMemorySource(one) for one in found.values()]
-    # An earlier session, of more ranks, may have been killed.
-    sources = [one for one in sources if one.description.session == sources[0].description.session]
+    # An earlier start, of more ranks or on this machine alone, may have been killed.
+    sources = [one for one in sources if one.description.session == announcement.session]
     world_size = sources[0].description.world_size if sources else 0
     if sources and len(sources) == world_size:
-        return Publication(where=str(folder), ranks=tuple(sources))
-    if url is not None:
-        return _served(str(url), secret)
+        return Publication(where=str(folder), ranks=tuple(sources), announcement=announcement)
+    if announcement.url is not None:
+        return replace(_served(announcement.url, secret), announcement=announcement)
     raise PublishError(
         f"The run of {source} has published nothing yet, or has ended: {len(sources)} of "
         f"{world_size or 'its'} ranks are in the shared memory of this machine."
@@ -454,6 +490,11 @@ def _served(url: str, secret: str) -> Publication:
     except (KeyError, TypeError, DamagedSnapshot) as error:
         raise PublishError(f"{url} sent an invalid index: {error!r}") from None
     return Publication(where=url, ranks=ranks)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """Return what tells a file from the one that replaces it."""
+    return status.st_ino, status.st_mtime_ns
 
 
 def read_json(text: bytes) -> dict[str, Any]:

@@ -88,7 +88,9 @@ class Subscription:
     subscriber: "Subscriber"
     targets: Sequence[Target]
     version: int | None = None
-    """The version that the targets hold; None before the first update."""
+    """The version that the targets hold; None before the first update, and after a failed copy."""
+    problem: str = ""
+    """Why the newest version that was found was not received; "" if it was."""
     _reads: list[_Read] = field(default_factory=list)
     _planned: Publication | None = None
     _seen: int = _NO_VERSION
@@ -153,8 +155,11 @@ class Subscription:
 
             def pin() -> int:
                 self._plan(publication)
-                with suppress(VersionGone):
+                self.problem = ""
+                try:
                     found.append(self._pinned(publication, version, stack))
+                except VersionGone as error:
+                    self.problem = str(error)
                 return len(found)
 
             if not _together(agree, pin):
@@ -162,8 +167,8 @@ class Subscription:
             (pinned,) = found
             if before is not None:
                 _together(agree, lambda: before() or 0)
-            # If a copy fails in any process, the next update receives everything.
-            self._digests = {}
+            # If a copy fails in any process, the targets hold no version.
+            self.version, self._digests = None, {}
             _together(agree, lambda: _copy(pinned))
         self.version, self._digests = version, pinned.digests
         return Update(
@@ -266,6 +271,8 @@ class Subscriber:
         `secret` is the run's TORCHTITAN_LITE_TOKEN. Waits up to `timeout_s` for the run to start.
         Raises PublishError."""
         self._source, self._secret = source, secret
+        self._has_ended = False
+        """Whether `publication` is known not to be current, and is closed."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -279,8 +286,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Close the connections. Tensors keep what they hold."""
-        for rank in self.publication.ranks:
-            rank.close()
+        self.publication.close()
 
     def __enter__(self) -> Self:
         return self
@@ -306,10 +312,15 @@ class Subscriber:
     def newest(self) -> int | None:
         """Return the newest complete version; None if there is none yet, or the run has ended. A
         run that was restarted is found again."""
-        with suppress(PublishError):
-            found = self.publication.newest()
-            if self.publication.is_current():
-                return found
+        if not self._has_ended:
+            with suppress(PublishError):
+                found = self.publication.newest()
+                if self.publication.is_current():
+                    return found
+        if not self._has_ended and not self.publication.is_current():
+            # While it is mapped, its memory is not free for the run that restarts.
+            self.publication.close()
+            self._has_ended = True
         try:
             self._reopen()
             return self.publication.newest()
@@ -329,8 +340,7 @@ class Subscriber:
     def _reopen(self) -> None:
         publication = open_publication(self._source, self._secret)
         with ExitStack() as stack:
-            for rank in publication.ranks:
-                stack.callback(rank.close)
+            stack.callback(publication.close)
             tensors = _tensors_of(publication)
             for name in sorted({*self.tensors, *tensors}):
                 found, before = _kind_of(tensors.get(name)), _kind_of(self.tensors.get(name))
@@ -340,8 +350,8 @@ class Subscriber:
                         f"is {found}, and was {before}."
                     )
             stack.pop_all()
-        self.close()
-        self.publication, self.tensors = publication, tensors
+        self.publication.close()
+        self.publication, self.tensors, self._has_ended = publication, tensors, False
 
 
 class ModelChanged(PublishError):

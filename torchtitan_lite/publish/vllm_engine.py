@@ -107,7 +107,7 @@ class PublishedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 update.num_bytes / 2**20,
                 update.seconds,
             )
-        elif self._subscription.version == self.version:
+        elif self._subscription.version in (None, self.version):
             _logger.info("No version of the weights is newer than %s.", self.version)
             return
         initialize_layerwise_reload(self.model)

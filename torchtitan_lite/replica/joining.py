@@ -2,13 +2,10 @@
 
 import ipaddress
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from urllib.parse import urlsplit
-
-import psutil
 
 from torchtitan_lite.checkpoint import RunHistory
 from torchtitan_lite.errors import LighthouseError, ReplicaError
@@ -16,7 +13,7 @@ from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.lighthouse.client import notify_left
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.network import address_for_others
+from torchtitan_lite.network import address_for_others, address_of_interface
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.preemption import TrainingLeft
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
@@ -172,22 +169,11 @@ def environment() -> tuple[str, str]:
 def address_for(interface: str, lighthouse: str) -> str:
     """Return an address of this machine: that of `interface`, or if it is empty, of the interface
     that routes to the lighthouse. Raises ReplicaError."""
-    found = psutil.net_if_addrs()
-    if interface in found:
-        families = (socket.AF_INET, socket.AF_INET6)
-        for family in families:
-            for one in found[interface]:
-                if one.family == family:
-                    return one.address.partition("%")[0]
-        raise ReplicaError(f"Interface {interface} has no address.")
     if interface:
         try:
-            return str(ipaddress.ip_address(interface))
-        except ValueError:
-            raise ReplicaError(
-                f"fault_tolerance.heal_interface = {interface!r} is neither an address nor an "
-                f"interface of this machine: {', '.join(sorted(found))}."
-            ) from None
+            return address_of_interface(interface)
+        except ValueError as error:
+            raise ReplicaError(f"fault_tolerance.heal_interface: {error}") from None
     parts = urlsplit(lighthouse if "://" in lighthouse else f"http://{lighthouse}")
     try:
         return address_for_others(parts.hostname or "", parts.port or 80)

@@ -125,7 +125,7 @@ class StateConnection:
             parts.hostname, parts.port, timeout=endpoint.timeout_s
         )
         self._session = ClientSession(endpoint.secret, endpoint.purpose)
-        self._serial = 0
+        self.serial = 0
         """Of the offer that the last response was from."""
         self._header_bytes = 0
         """Of the last header: the next one is expected to be as long."""
@@ -187,9 +187,9 @@ class StateConnection:
     def wait_for_change(self, timeout_s: float) -> None:
         """Block while the peer serves the same state as in its last response, at most `timeout_s`
         and MAX_WAIT_S. Raises RpcError, also if the peer cannot wait."""
-        wait = f"{self._serial} {round(max(0.0, min(timeout_s, MAX_WAIT_S)) * 1000)}"
+        wait = f"{self.serial} {round(max(0.0, min(timeout_s, MAX_WAIT_S)) * 1000)}"
         self.fetch([ByteRows(0, 1)], [memoryview(bytearray(1))], {WAIT: wait})
-        if not self._serial:
+        if not self.serial:
             raise RpcError(
                 f"{self._endpoint.url} is of another release: it does not number states."
             )
@@ -219,7 +219,7 @@ class StateConnection:
                     raise
                 # A session ends after an hour, or with the server that it was opened with.
                 may_renew = False
-                self._serial = 0
+                self.serial = 0
                 self._session = ClientSession(self._endpoint.secret, self._endpoint.purpose)
             except _ConnectionLost:
                 if not may_reconnect:
@@ -241,7 +241,7 @@ class StateConnection:
             self._http.request("GET", self._path, headers={**headers, **own})
             answer = self._http.getresponse()
             if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
-                answer.read()
+                # Its content, if any, is of a server that has proved nothing: it is not read.
                 raise self._rejection(answer)
             digest = self._session.response_digest(proof)
             for target in targets:
@@ -266,7 +266,7 @@ class StateConnection:
         if not hmac.compare_digest(digest.hexdigest(), answer.headers.get(MAC) or ""):
             self._http.close()
             raise RpcError(f"The data from {self._endpoint.url} do not match their MAC.")
-        self._serial = max(0, _number(answer.headers.get(SERIAL)))
+        self.serial = max(0, _number(answer.headers.get(SERIAL)))
 
     def _rejection(self, answer: http.client.HTTPResponse) -> RpcError:
         message = _rejection_message(answer.status, self._endpoint.url)
@@ -282,6 +282,8 @@ class StateConnection:
         """Prove to the peer, and let it prove, that it has the secret. Raises RpcError."""
         self._http.request("GET", SESSION_PATH, headers={NONCE: self._session.nonce.hex()})
         answer = self._http.getresponse()
+        if answer.length != 0:
+            raise RpcError(_rejection_message(answer.status, self._endpoint.url))
         answer.read()
         try:
             ticket, proof = (bytes.fromhex(answer.headers.get(n) or "") for n in (TICKET, PROOF))

@@ -11,6 +11,7 @@ themselves are few and short.
 
 import math
 import re
+import secrets
 import socket
 import threading
 import time
@@ -37,7 +38,8 @@ PREPARED = "X-Prepared"
 MAC = "X-MAC"
 """Header of a response: the MAC of its body."""
 SERIAL = "X-Serial"
-"""Header of a response: the number of the offer that is served, which increases."""
+"""Header of a response: the number of the offer that is served, which increases. It is unique: each
+server begins with a random one."""
 WAIT = "X-Wait"
 """Header of a request, "SERIAL MILLISECONDS": it is answered once the state is not from this offer
 any more, or after this time. Serial 0 is that of a state that is not offered."""
@@ -53,7 +55,8 @@ _STOP_S = 0.05
 """Time in which the server notices that it must stop, because a recovery waits for it."""
 _STRANGER_S = 5
 """The same, for a connection that has not proved itself."""
-_MAX_ROWS = 1 << 20
+MAX_ROWS = 1 << 20
+"""Of a request, together."""
 _MAX_RESPONSE_BYTES = 64 << 20
 """Of a request of several ranges, which are joined in memory."""
 MAX_RANGES = 512
@@ -149,8 +152,8 @@ class StateServer:
         server = self._server
         with server.changed:
             kept = {number: one for number, one in server.offered.items() if number in keep}
-            server.num_offers += 1
-            server.offered = {**kept, version: _Offer(state, server.num_offers)}
+            server.last_serial += 1
+            server.offered = {**kept, version: _Offer(state, server.last_serial)}
             server.changed.notify_all()
 
     def withdraw(self, version: int | None = None) -> None:
@@ -191,7 +194,7 @@ class _Server(ThreadingHTTPServer):
         self.sessions = ServerSessions(secret, purpose)
         self.offered: Mapping[int, _Offer] = MappingProxyType({})
         """Replaced as a whole, because threads of connections read it."""
-        self.num_offers = 0
+        self.last_serial = secrets.randbits(56)
         self.changed = threading.Condition()
         """Notified when `offered` is replaced."""
         self.last_read_s: dict[int, float] = {}
@@ -373,7 +376,7 @@ def _rows(text: str, length: int) -> list[range] | None:
         num_bytes, num_rows = num_bytes + (stop - first) * count, num_rows + count
         if not (first < stop and count > 0 and last <= length):
             return None
-        if number >= MAX_RANGES or num_rows > _MAX_ROWS:
+        if number >= MAX_RANGES or num_rows > MAX_ROWS:
             return None
         if num_rows > 1 and num_bytes > _MAX_RESPONSE_BYTES:
             return None

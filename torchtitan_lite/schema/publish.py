@@ -23,10 +23,11 @@ class PublishConfig(Section):
     """If subscribers read all older versions when the next one is due: "skip" it, or let training
     "wait" for them."""
     max_wait_s: Annotated[float, above(0)] = 30.0
-    """Limit of a wait. A version is skipped afterwards."""
+    """Limit of a wait, less than comm.train_timeout_seconds. A version is skipped afterwards."""
     address: str | None = None
-    """Address of the interface at which each rank serves its part to other machines, which needs
-    TORCHTITAN_LITE_TOKEN. Unset: only to this machine, through shared memory."""
+    """Interface at which each rank serves its part to other machines, which needs
+    TORCHTITAN_LITE_TOKEN: its name, which is right on several machines, or its address. Unset: only
+    to this machine, through shared memory."""
     port: Annotated[int, between(0, 65535)] = 0
     """Port of the first rank's server, the URL of which subscribers use. 0: any free one, as
-    `published.json` in the output folder tells."""
+    `published.json` in the output folder tells, and another one after a restart."""

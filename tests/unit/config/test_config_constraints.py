@@ -449,6 +449,15 @@ def test_settings_of_adapters_without_the_converter_are_rejected(config) -> None
     )
 
 
+def test_a_wait_for_subscribers_ends_before_collectives_do(config) -> None:
+    waits = ["--publish.enable=true", "--publish.when_in_use=wait", "--publish.max_wait_s=100"]
+    assert "others wait for it, at most comm.train_timeout_seconds = 100" in config_error(
+        config(*waits)
+    )
+    check_against(config(*waits, "--comm.train_timeout_seconds=101"), 1)
+    check_against(config(*waits, "--publish.when_in_use=skip"), 1)
+
+
 def test_unsupported_numbers_of_microbatches_are_rejected_with_the_nearest_batch(config) -> None:
     arguments = ["--parallelism.pipeline_parallel_degree", "2"]
     arguments += ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]

@@ -16,6 +16,7 @@ from torchtitan_lite.publish.publisher import Publisher
 from torchtitan_lite.schema.publish import PublishConfig
 
 Publish = Callable[..., Publisher]
+SECRET = "0123456789abcdef0123456789abcdef"
 
 
 def open_publisher(
@@ -35,7 +36,7 @@ def open_publisher(
         run_id=run_id,
         folder=folder,
         model=model or {},
-        secret="0123456789abcdef0123456789abcdef",
+        secret=SECRET,
     )
 
 

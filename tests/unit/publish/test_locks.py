@@ -27,7 +27,7 @@ from torchtitan_lite.checkpoint.shared_memory import (
 from torchtitan_lite.cli import inspect
 from torchtitan_lite.cli.parsers import parser
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, PublishError
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.publish import Subscriber
 from torchtitan_lite.publish import publisher as module
@@ -121,6 +121,50 @@ def test_a_version_that_is_read_is_in_use(tmp_path: Path, run_id: str) -> None:
     assert free_run(run_id) > 0
 
 
+def _is_mapped(run_id: str) -> bool:
+    return run_id in Path("/proc/self/maps").read_text()
+
+
+def test_what_a_run_has_left_is_unmapped_when_it_restarts(tmp_path: Path, run_id: str) -> None:
+    process = _start(tmp_path, run_id)
+    try:
+        subscriber = Subscriber(str(tmp_path))
+        process.kill()
+        process.join()
+        # Until then it can be read.
+        assert subscriber.newest() == 5 and _is_mapped(run_id)
+        for path in region_files(run_folder(run_id), PUBLISHED).values():
+            path.unlink()
+        assert subscriber.newest() is None and not _is_mapped(run_id)
+        assert subscriber.newest() is None
+        (tmp_path / "ready").unlink()
+        process = _start(tmp_path, run_id)
+        assert subscriber.newest() == 5
+        subscriber.close()
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_versions_of_an_earlier_start_are_not_read(tmp_path: Path, run_id: str) -> None:
+    process = _start(tmp_path, run_id)
+    try:
+        subscriber = Subscriber(str(tmp_path))
+        assert subscriber.newest() == 5
+        # The run restarts on another machine, in the same output folder.
+        path = tmp_path / PUBLISHED_FILE
+        told = json.loads(path.read_text())
+        path.with_suffix(".part").write_text(json.dumps(told | {"session": "of another machine"}))
+        path.with_suffix(".part").rename(path)
+        assert subscriber.newest() is None
+        with pytest.raises(PublishError, match="has published nothing yet, or has ended"):
+            Subscriber(str(tmp_path), timeout_s=0)
+        subscriber.close()
+    finally:
+        process.kill()
+        process.join()
+
+
 def test_free_without_a_run_keeps_published_versions_in_use(tmp_path: Path) -> None:
     runs = {name: run_folder(name * 32, base=tmp_path) for name in ("a", "b", "c")}
     for folder in runs.values():
@@ -174,6 +218,12 @@ def test_a_publisher_that_cannot_start_leaves_nothing(
         publish(_TENSORS, address="192.0.2.1")
     assert not _listed(run_id)
     assert not (tmp_path / PUBLISHED_FILE).exists()
+
+
+def test_an_interface_gives_the_address(publish: Publish, tmp_path: Path) -> None:
+    publish(_TENSORS, address="lo")
+    told = json.loads((tmp_path / PUBLISHED_FILE).read_text())
+    assert told["url"].startswith("http://127.0.0.1:")
 
 
 def test_a_version_that_lacks_a_tensor_is_not_published(

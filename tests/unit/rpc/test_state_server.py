@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -190,3 +191,43 @@ def test_a_state_is_awaited_at_the_server(
     assert connection.fetch_header() == HEADER
     assert time.monotonic() - began_s < 4.0
     timer.join()
+
+
+def test_offers_of_two_servers_differ(server: StateServer, connection: StateConnection) -> None:
+    connection.fetch_header()
+    first = connection.serial
+    server.offer(3, FramedState(HEADER, DATA))
+    connection.fetch_header()
+    assert connection.serial == first + 1
+    other = StateServer("127.0.0.1", SECRET, "test")
+    other.offer(3, FramedState(HEADER, DATA))
+    elsewhere = StateConnection(PeerEndpoint(other.url, SECRET, "test", 10.0), 3)
+    elsewhere.fetch_header()
+    assert abs(elsewhere.serial - first) > 1
+    elsewhere.close()
+    other.close()
+
+
+@pytest.mark.parametrize("status", ["200 OK", "206 Partial Content", "503 Service Unavailable"])
+def test_the_content_of_a_stranger_is_not_read(status: str) -> None:
+    """It would fill the memory."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            stream, _ = listener.accept()
+            stream.recv(4096)
+            stream.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {1 << 50}\r\n\r\n".encode())
+            with stream, suppress(OSError):
+                while True:
+                    stream.sendall(bytes(1 << 16))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        host, port = listener.getsockname()
+        endpoint = PeerEndpoint(f"http://{host}:{port}", SECRET, "test", 10.0)
+        connection = StateConnection(endpoint, 3)
+        with pytest.raises(RpcError, match=f"HTTP {status[:3]}"):
+            connection.fetch_range(0, [memoryview(bytearray(1))])
+        connection.close()
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,100 @@
+"""What is read from a server is of one version of one start of the run."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.publish.conftest import SECRET, Publish
+from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY
+from torchtitan_lite.publish import Subscriber, Target
+from torchtitan_lite.publish.publisher import Publisher
+from torchtitan_lite.publish.sources import VersionGone
+from torchtitan_lite.rpc.state_server import MAX_ROWS
+
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
+_NUM_ROWS = 2 * MAX_ROWS + 7
+_NUMBERS = torch.arange(_NUM_ROWS * 3, dtype=torch.int32).to(torch.uint8).reshape(-1, 3)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return unused.getsockname()[1]
+
+
+def _published(publish: Publish, port: int, numbers: torch.Tensor, version: int = 7) -> Publisher:
+    publisher = publish({"a": numbers}, address="127.0.0.1", port=port)
+    assert publisher.publish(version, {"a": numbers})
+    publisher._finish_last()
+    return publisher
+
+
+def _subscriber(port: int) -> Subscriber:
+    return Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10)
+
+
+def test_many_short_rows_are_received(publish: Publish, port: int) -> None:
+    _published(publish, port, _NUMBERS)
+    with _subscriber(port) as subscriber:
+        (rank,) = subscriber.publication.ranks
+        pinned = rank.pin(7)
+        columns = (slice(0, 1), slice(1, 3))
+        blocks = pinned.blocks([("a", (slice(0, _NUM_ROWS), one)) for one in columns])
+        for block, one in zip(blocks, columns, strict=True):
+            assert torch.equal(block, _NUMBERS[:, one])
+
+
+def test_a_version_of_another_start_is_gone(publish: Publish, port: int) -> None:
+    first = _published(publish, port, _NUMBERS)
+    with _subscriber(port) as subscriber:
+        (rank,) = subscriber.publication.ranks
+        pinned = rank.pin(7)
+        wanted = [("a", (slice(0, 1), slice(0, 3)))]
+        assert torch.equal(pinned.blocks(wanted)[0], _NUMBERS[:1])
+        first.close()
+        with pytest.raises(VersionGone, match="HTTP 503"):
+            pinned.blocks(wanted)
+        _published(publish, port, 1 - _NUMBERS)
+        with pytest.raises(VersionGone, match="was replaced"):
+            pinned.blocks(wanted)
+        with pytest.raises(VersionGone, match="of another start"):
+            rank.pin(7)
+        assert subscriber.newest() == 7
+        (again,) = subscriber.publication.ranks
+        assert torch.equal(again.pin(7).blocks(wanted)[0], 1 - _NUMBERS[:1])
+
+
+def test_versions_are_published_once(
+    publish: Publish, tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    tensors = {"a": torch.ones(2, 3)}
+    publisher = publish(tensors)
+    with Subscriber(str(tmp_path)) as subscriber:
+        for version in (4, 5, 6):
+            assert publisher.publish(version, tensors)
+        publisher._finish_last()
+        # Training has returned to step 4.
+        for version in (5, 6):
+            assert not publisher.publish(version, tensors)
+        assert subscriber.newest() == 6
+        assert publisher.publish(7, tensors)
+        publisher._finish_last()
+        assert subscriber.newest() == 7
+    (warning,) = logged.messages
+    assert warning.startswith("Version 5 is not published again after a rollback")
+
+
+def test_the_reason_of_a_failed_receipt_is_kept(publish: Publish, port: int) -> None:
+    publisher = _published(publish, port, _NUMBERS)
+    with _subscriber(port) as subscriber:
+        subscription = subscriber.subscribe([Target("a", torch.zeros_like(_NUMBERS))])
+        assert publisher._server is not None
+        # As a firewall or an error of the server does, which its status does not tell.
+        publisher._server.withdraw(7)
+        assert subscription.update() is None
+        assert "does not serve this state: HTTP 404" in subscription.problem
+        assert publisher.publish(8, {"a": _NUMBERS})
+        assert subscription.update(timeout_s=60) is not None
+        assert subscription.problem == ""
