@@ -49,7 +49,9 @@ class StepReport:
     aborted: bool
     """A rank or a replica failed: the step is retried with the same samples."""
     stop_requested: bool
-    """A rank was asked to stop."""
+    """A rank was asked to stop, or ordered to leave the training."""
+    leave_requested: bool
+    """Ranks were ordered to leave the training, and none was signaled to stop."""
     loss: float
     """Mean over the step's target tokens, in nats."""
     grad_norm: float
@@ -110,8 +112,7 @@ def train(job: Job) -> bool:
     """Train until the last step, or until a rank is asked to stop; then save.
 
     Returns whether the last step was reached. Raises TrainingDiverged if anomalies end the run,
-    with the last good state saved, and TrainingLeft if the ranks were ordered to leave while they
-    waited for other replicas.
+    with the last good state saved, and TrainingLeft if the ranks were ordered to leave.
     """
     state, phases = job.state, job.phases
     phases.enter(Phase.BETWEEN)
@@ -124,8 +125,7 @@ def train(job: Job) -> bool:
                 report = train_step(job)
         except LeaveRequested:
             if not job.stop.was_signaled:
-                # The ranks continue on another mesh.
-                raise TrainingLeft from None
+                _leave(job)
             break
         stop_requested = report.stop_requested
         with phases.enter(Phase.CHECKPOINT):
@@ -144,6 +144,8 @@ def train(job: Job) -> bool:
             hook(state, report)
         if report.fatal_error is not None:
             _end(job, report, report.fatal_error)
+        if report.leave_requested:
+            _leave(job)
         if first:
             # The first step compiles and connects, and is given longer.
             job.mesh.set_timeout(job.train_timeout_s)
@@ -154,6 +156,13 @@ def train(job: Job) -> bool:
     job.checkpoints.final_save(finished=finished)
     phases.enter(Phase.END)
     return finished
+
+
+def _leave(job: Job) -> NoReturn:
+    """Leave the training, which continues on another mesh. Raises TrainingLeft."""
+    with job.phases.enter(Phase.CHECKPOINT):
+        job.checkpoints.keep_last_step()
+    raise TrainingLeft
 
 
 def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> NoReturn:
@@ -209,7 +218,7 @@ def train_step(job: Job) -> StepReport:
     router_loads, events, fatal_error = _apply(job, decision, totals, share, step_size)
     job.ledger.end(decision.action.value, state.step, state.cursor)
     committed = decision.action is Action.COMMIT
-    stop_requested = totals.num_stop_requests > 0
+    stop_requested, is_signaled = totals.num_stop_requests > 0, totals.num_signaled > 0
     is_last = stop_requested or fatal_error is not None or state.step >= job.steps
     job.replicas.finish_step(committed=committed, is_last=is_last)
     # Semi-synchronous replicas have the same state only after they have averaged it.
@@ -219,6 +228,7 @@ def train_step(job: Job) -> StepReport:
         committed=committed,
         aborted=decision.action is Action.ABORT,
         stop_requested=stop_requested,
+        leave_requested=stop_requested and not is_signaled,
         loss=totals.mean_loss,
         grad_norm=totals.grad_norm,
         lr=lr,

@@ -22,10 +22,12 @@ _Mesh = tuple[int, tuple[str, ...]]
 """Number of ranks, and changed arguments."""
 
 
-def _expected(runs: list[SparedRun], folder: Path, *arguments: str) -> dict[int, float]:
+def _expected(
+    runs: list[SparedRun], folder: Path, *arguments: str, last: int = _LAST
+) -> dict[int, float]:
     undisturbed = SparedRun(folder, 1, 0, *arguments)
     runs.append(undisturbed)
-    undisturbed.final_tensors(_LAST)
+    undisturbed.final_tensors(last)
     return undisturbed.losses()
 
 
@@ -91,6 +93,27 @@ def test_resizes_do_not_change_the_losses(
     tolerance = FAULTS_FLOAT64 if dtype == "float64" else RESIZED_FLOAT32_LOSS
     assert run.losses() == pytest.approx(expected, rel=tolerance)
     assert not any(run.shared_memory()), "snapshots outlive the run"
+
+
+@pytest.mark.matrix
+def test_without_room_for_snapshots_the_last_step_is_saved(
+    runs: list[SparedRun], tmp_path: Path
+) -> None:
+    arguments = ("--training.steps=20", "--training.local_batch_size=1")
+    expected = _expected(runs, tmp_path / "undisturbed", *arguments, last=20)
+    # Less than a snapshot needs.
+    arguments += ("--checkpoint.snapshot_gib=0.0001",)
+    run = SparedRun(tmp_path / "run", 2, 1, *arguments, slow="0.4")
+    runs.append(run)
+    run.wait_for_step(3)
+    outcome = launch.resize(run.folder, 1)
+    assert outcome.returncode == 0, (outcome.stderr, run.log.read_text()[-4000:])
+    resumed = [one for one in launch.events_of(run.folder) if one["event"] == "resume"][-1]
+    assert resumed["step"] >= 3 and resumed["folder"].endswith(f"step-{resumed['step']}")
+    steps = [line["step"] for line in launch.steps_of(run.folder)]
+    assert steps[: resumed["step"] + 1] == [*range(1, resumed["step"] + 2)], "a step was repeated"
+    run.final_tensors(20)
+    assert run.losses() == pytest.approx(expected, rel=FAULTS_FLOAT64)
 
 
 def test_a_mesh_that_does_not_fit_is_rejected(runs: list[SparedRun], tmp_path: Path) -> None:

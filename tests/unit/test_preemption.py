@@ -1,13 +1,22 @@
-"""Signals only set a flag."""
+"""Signals and orders only set a flag, on which all ranks act alike."""
 
 import logging
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from tests.job import mesh_for, odd_config
+from tests.pool import WorkerPool
+from torchtitan_lite.builders import build
 from torchtitan_lite.log import logger
-from torchtitan_lite.preemption import StopRequest, stop_on_signals
+from torchtitan_lite.preemption import StopRequest, TrainingLeft, stop_on_signals
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import StepReport, train
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -37,3 +46,43 @@ def test_handlers_are_restored_even_after_an_error() -> None:
         assert [signal.getsignal(number) for number in numbers] != before
         raise RuntimeError("inside")
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+def _leave(folder: Path, signaled: int | None) -> tuple[str, list[str]]:
+    """Train, with an order to leave at rank 0 from the second step on and a signal at rank
+    `signaled`. Returns what has become of the training, and the checkpoints."""
+    config = odd_config(
+        folder,
+        {
+            "training.steps": 4,
+            "checkpoint.enable": True,
+            "checkpoint.interval": 100,
+            "checkpoint.async_mode": "disabled",
+        },
+    )
+    mesh, rank = mesh_for(config), torch.distributed.get_rank()
+    is_ordered = False
+    stop = StopRequest(lambda: is_ordered)
+
+    def order(state: TrainState, report: StepReport) -> None:
+        nonlocal is_ordered
+        if report.number == 1:
+            is_ordered, stop.was_signaled = rank == 0, rank == signaled
+
+    with build(config, mesh, stop) as built:
+        try:
+            outcome = f"finished: {train(replace(built.job, hooks=[order]))}"
+        except TrainingLeft:
+            outcome = "left"
+    return outcome, sorted(path.name for path in (folder / "checkpoint").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("signaled", "outcome"), [(None, "left"), (0, "finished: False"), (1, "finished: False")]
+)
+def test_all_ranks_leave_or_all_stop(
+    pools: Callable[[int], WorkerPool], tmp_path: Path, signaled: int | None, outcome: str
+) -> None:
+    """Whichever rank knows of the order, and whichever of a signal."""
+    # Without snapshots in memory, the step is saved also if they leave.
+    assert pools(2).run(_leave, tmp_path, signaled) == [(outcome, ["step-1", "step-2"])] * 2

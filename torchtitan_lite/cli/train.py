@@ -38,7 +38,6 @@ from torchtitan_lite.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
     from torchtitan_lite.launcher.resize_request import RequestInbox, ResizeRequest
-    from torchtitan_lite.preemption import StopRequest
     from torchtitan_lite.rank_recovery.worker import Recovery
     from torchtitan_lite.train_state import TrainState
     from torchtitan_lite.trainer import Job, StepReport
@@ -120,7 +119,7 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
                 if recovery is None or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                     print_start(built, config)
                 with report_at_exit(built), interruptible():
-                    finished = train_job(_reporting(built.job, recovery, stop))
+                    finished = train_job(_reporting(built.job, recovery))
                 if not finished:
                     report_early_stop()
                 print_end(built, config, argv, finished=finished)
@@ -134,16 +133,15 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
     return 0
 
 
-def _reporting(job: "Job", recovery: "Recovery | None", stop: "StopRequest") -> "Job":
-    """Return the job with a hook that reports its first step to the agent, if there is one, and
-    leaves the training if the agent orders it."""
+def _reporting(job: "Job", recovery: "Recovery | None") -> "Job":
+    """Return the job with a hook that reports its first committed step to the agent, if there is
+    one."""
     if recovery is None:
         return job
 
     def hook(state: "TrainState", report: "StepReport") -> None:
-        recovery.step_committed()
-        if report.stop_requested:
-            recovery.leave_after_stop(lambda: stop.was_signaled)
+        if report.committed:
+            recovery.step_committed()
 
     return replace(job, hooks=[*job.hooks, hook])
 

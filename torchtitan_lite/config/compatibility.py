@@ -7,6 +7,7 @@ Layer: above constraints and schema.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
@@ -142,17 +143,16 @@ def check_live_resize(config: Config, resized: Config, *, is_joint: bool) -> Non
             f"{subject}: between two averages, semi-synchronous replicas have different states, of "
             "which only one would be kept."
         )
-    if not config.checkpoint.ram_interval:
+    if not config.checkpoint.ram_interval or config.checkpoint.async_mode == "disabled":
         problems.append(
             f"{subject}: it resumes from snapshots in shared memory. Start it with "
-            "checkpoint.ram_interval = 1."
+            'checkpoint.ram_interval = 1 and checkpoint.async_mode = "async".'
         )
-    before, after = config.model_dump(), resized.model_dump()
+    before, after = _flat(config), _flat(resized)
     problems += [
-        f"{section}.{key} would change from {value!r} to {after[section][key]!r}, but {_RESIZABLE}"
-        for section, values in before.items()
-        for key, value in values.items()
-        if after[section][key] != value and not _may_resize(section, key)
+        f"{'.'.join(key)} would change from {value!r} to {after[key]!r}, but {_RESIZABLE}"
+        for key, value in before.items()
+        if after[key] != value and not _may_resize(*key)
     ]
     if problems:
         raise config_error(problems)
@@ -161,7 +161,19 @@ def check_live_resize(config: Config, resized: Config, *, is_joint: bool) -> Non
 _RESIZABLE = "a resize changes [parallelism] and training.local_batch_size only."
 
 
-def _may_resize(section: str, key: str) -> bool:
+def _flat(config: Config) -> dict[tuple[str, ...], Any]:
+    """Return the values by section and key; a key that an extension has added may have no
+    section."""
+    found: dict[tuple[str, ...], Any] = {}
+    for section, values in config.model_dump().items():
+        if isinstance(values, dict):
+            found |= {(section, key): value for key, value in values.items()}
+        else:
+            found[section,] = values
+    return found
+
+
+def _may_resize(section: str, key: str = "") -> bool:
     return section == "parallelism" or (section, key) == ("training", "local_batch_size")
 
 

@@ -33,8 +33,11 @@ from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
 from torchtitan_lite.stores import listening_store
 
 _ADDRESS = "127.0.0.1"
-_START_S = 10.0
-"""Time after the start on another mesh in which a request to stop waits for the first step."""
+_START_S, _START_JOINTLY_S = 60.0, 10.0
+"""Time after the start on another mesh in which a request to stop waits for the first step. Later,
+replicas may wait for others, which will not come."""
+_PREPARE_S = 600.0
+"""Time for new processes to become warm."""
 
 
 @dataclass
@@ -44,6 +47,8 @@ class _Resize:
     request: ResizeRequest
     former: RunMesh
     """The mesh before."""
+    prepare_until_s: float
+    """When its processes must be warm."""
     is_ready: bool = False
     """Whether READY was answered."""
     leave_until_s: float | None = None
@@ -109,6 +114,11 @@ class RankAgent(ProcessAgent):
         """Start the missing processes, which import everything while the others train; return
         whether the ranks may leave the training."""
         if not self._prepare(resize.request.mesh):
+            if time.monotonic() >= resize.prepare_until_s:
+                reason = f"its new processes have not started in {_PREPARE_S:.0f} s"
+                logger.error("Resize to %s failed: %s.", resize.request.mesh, reason)
+                self._end_resize(ResizeState.FAILED, reason)
+                self._end_surplus_spares()
             return False
         # Ranks that start do not receive orders yet.
         if not all(one.has_progress for one in self._ranks.values()):
@@ -167,12 +177,12 @@ class RankAgent(ProcessAgent):
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _may_forward(self) -> bool:
-        # Ranks that leave or start cannot stop as they should: they would disagree, or die. Later
-        # they may wait for other replicas, which will not come.
+        # Ranks that leave or start cannot stop as they should: they would disagree, or die.
         resize = self._resize
         if resize is None or not (resize.has_started or resize.leave_until_s is not None):
             return True
-        return resize.has_started and time.monotonic() >= resize.started_s + _START_S
+        limit_s = _START_JOINTLY_S if resize.request.is_joint else _START_S
+        return resize.has_started and time.monotonic() >= resize.started_s + limit_s
 
     def _read_request(self) -> None:
         request = self._inbox.poll(time.monotonic())
@@ -184,15 +194,21 @@ class RankAgent(ProcessAgent):
             return
         try:
             self._check_resize(request)
-        except ConfigError as error:
-            logger.warning("Resize to %s rejected: %s", request.mesh, error)
-            self._inbox.answer(request, ResizeState.REJECTED, str(error))
-        else:
-            if self._resize is not None:
-                self._end_resize(ResizeState.REJECTED, f"{request.mesh} was requested since")
-                self._end_surplus_spares()
-            self._resize = _Resize(request, former=self._mesh)
-            self._inbox.answer(request, ResizeState.ACCEPTED)
+        except Exception as error:
+            # Of whatever kind: it must not end the run.
+            reason = str(error) if isinstance(error, ConfigError) else repr(error)
+            logger.warning("Resize to %s rejected: %s", request.mesh, reason)
+            self._inbox.answer(request, ResizeState.REJECTED, reason)
+            return
+        if self._resize is not None:
+            self._end_resize(ResizeState.REJECTED, f"{request.mesh} was requested since")
+            self._end_surplus_spares()
+        if request.mesh == self._mesh and not request.is_joint:
+            self._inbox.answer(request, ResizeState.DONE)
+            return
+        until_s = time.monotonic() + _PREPARE_S
+        self._resize = _Resize(request, former=self._mesh, prepare_until_s=until_s)
+        self._inbox.answer(request, ResizeState.ACCEPTED)
 
     def _change_mesh(self, mesh: RunMesh) -> None:
         super()._change_mesh(mesh)

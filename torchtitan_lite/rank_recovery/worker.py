@@ -22,7 +22,7 @@ from typing import Any
 
 from torchtitan_lite.axis_groups import abort_all_groups, forget_groups
 from torchtitan_lite.launcher.supervised import print_into_rank_log
-from torchtitan_lite.preemption import TrainingAborted, TrainingLeft
+from torchtitan_lite.preemption import TrainingAborted
 from torchtitan_lite.rank_recovery.channel import Channel
 from torchtitan_lite.rank_recovery.lease import Lease
 
@@ -30,10 +30,6 @@ CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
 """Environment variable: the descriptor of this process' channel to the agent."""
 _INTERRUPT = signal.SIGRTMIN + 2
 _INTERRUPT_EVERY_S = 0.2
-ORDER_S = 5.0
-"""Time in which an order reaches all ranks; on several machines, longer than a lease, because a
-machine may receive it that late."""
-_ORDER_POLL_S = 0.02
 _RAISE_AGAIN_S = 1.0
 """Time in which the main thread leaves the training once the exception is raised. It may be lost in
 a callback of torch, which swallows exceptions, and is raised again then."""
@@ -88,17 +84,6 @@ class Recovery:
     def order_to_leave(self) -> None:
         """Let this rank request that all stop after the same step. Called by another thread."""
         self._is_leaving.set()
-
-    def leave_after_stop(self, stop_requested_here: Callable[[], bool]) -> None:
-        """Leave the training if the ranks have agreed to stop because of an order to leave. Either
-        this rank has that order or soon receives it, or it has received a signal, too. Raises
-        TrainingLeft."""
-        deadline_s = time.monotonic() + ORDER_S
-        while not self._is_leaving.wait(_ORDER_POLL_S):
-            if stop_requested_here() or time.monotonic() >= deadline_s:
-                return
-        if not stop_requested_here():
-            raise TrainingLeft
 
     @property
     def is_interruptible(self) -> bool:

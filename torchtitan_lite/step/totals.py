@@ -25,7 +25,9 @@ class StepTotals(NamedTuple):
     squared_norm: float
     """Squared norm of the gradients of `loss`."""
     num_stop_requests: float
-    """Ranks of this replica that were asked to stop."""
+    """Ranks of this replica that were asked to stop, in whichever way."""
+    num_signaled: float
+    """Ranks of this replica that were asked to by a signal."""
     loss: float
     """Loss, in nats, summed over target tokens."""
     num_targets: float
@@ -71,7 +73,7 @@ class PendingTotals:
     def divisor_and_skip(self, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the gradients must be divided by to be those of the mean loss, of a norm of
         at most `max_norm`, and 1 if the loss or the norm is not finite. Both are 0-d float32."""
-        squared_norm, _, loss, num_targets = self._totals[:4]
+        squared_norm, _, _, loss, num_targets = self._totals[:5]
         num_targets = num_targets / self._token_copies
         norm = squared_norm.sqrt() / num_targets
         divisor = num_targets * ((norm + NORM_EPS) / max_norm).clamp_min(1)
@@ -91,7 +93,7 @@ class PendingTotals:
 
 NORM_EPS = 1e-6
 """Added to the gradient norm when gradients are clipped, as in `clip_grad_norm_`."""
-_OF_REPLICA, _OF_STEP = 2, 5
+_OF_REPLICA, _OF_STEP = 3, 5
 """Numbers at the start of `StepTotals` that are summed over one replica, and over all."""
 
 
@@ -128,8 +130,8 @@ def reduce_step(
     replicas.reduce(parameters, packed)
     squared_norm = _to(device, square_norm(local_gradients(parameters))[None])
     # Read late: a request may arrive during the wait for other replicas.
-    stop_request = _to(device, _vector([stop.requested]))
-    totals = mesh.all_reduce_(torch.cat([squared_norm, stop_request, packed]))
+    stop_requests = _to(device, _vector([stop.requested, stop.was_signaled]))
+    totals = mesh.all_reduce_(torch.cat([squared_norm, stop_requests, packed]))
     return PendingTotals(totals, len(values.work_times), mesh.degrees.token_copies)
 
 

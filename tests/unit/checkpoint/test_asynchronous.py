@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from torchtitan_lite.checkpoint import restore
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.save_context import SaveContext
+from torchtitan_lite.checkpoint.save_plan import SavePlan
+from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     RankLock,
     list_runs,
@@ -185,6 +189,31 @@ def test_a_crash_of_all_processes_loses_no_complete_step(
     assert memory_of(tmp_path) == []
     assert third.step in (6, 7)
     assert f"step-{third.step}" in steps_in(manager.root)
+
+
+@pytest.mark.parametrize("is_another_mesh", [True, False])
+def test_before_the_memory_of_another_mesh_is_freed_the_state_is_stored(
+    manage: Manage, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, is_another_mesh: bool
+) -> None:
+    """Its writer was killed before it could store it."""
+    settings = ASYNC | {"interval": 100, "enable_first_step_checkpoint": False}
+    describe = SaveContext.describe
+
+    def of_another_mesh(self: SaveContext, plan: SavePlan) -> RegionDescription:
+        return replace(describe(self, plan), mesh={"dp_shard": 2})
+
+    state = SmallState()
+    manager = manage(state, **settings)
+    with monkeypatch.context() as patch:
+        if is_another_mesh:
+            patch.setattr(SaveContext, "describe", of_another_mesh)
+        expected = crash_after(manager, state, mesh, 5)
+    other = SmallState(seed=1)
+    manager = manage(other, **settings)
+    assert manager.restore() == "step 5 in shared memory"
+    assert same(other.tensors(), expected)
+    steps(manager, other, mesh, 1)
+    assert Path(manager.root, "step-6").exists() is is_another_mesh
 
 
 @pytest.mark.parametrize("crashes", [1, 2])

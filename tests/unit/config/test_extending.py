@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.cli import main
-from torchtitan_lite.config import Config, recorded_config
+from torchtitan_lite.config import Config, check_live_resize, recorded_config
 from torchtitan_lite.config.custom_tables import schema_for
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import model_spec
@@ -77,6 +77,30 @@ def test_values_that_a_file_could_not_set_are_rejected(use: Use) -> None:
     for error, job_config in wrong.items():
         with pytest.raises(ConfigError, match=error):
             schema_for(use(job_config))
+
+
+def test_a_resize_compares_keys_that_are_in_no_section(use: Use) -> None:
+    @dataclass
+    class JobConfig:
+        note: str = "x"
+
+    named = use(JobConfig) | {
+        "checkpoint": {"enable": True, "ram_interval": 1},
+        "training": {"global_batch_size": 8},
+    }
+    config, other = (
+        schema_for(named).model_validate(one) for one in (named, named | {"note": "y"})
+    )
+    check_live_resize(config, config, is_joint=False)
+    with pytest.raises(ConfigError, match="note would change from 'x' to 'y'"):
+        check_live_resize(config, other, is_joint=False)
+
+
+def test_a_run_without_snapshots_is_not_resized() -> None:
+    tables = {"checkpoint": {"enable": True, "async_mode": "disabled"}}
+    config = Config.model_validate(tables | {"training": {"global_batch_size": 8}})
+    with pytest.raises(ConfigError, match='checkpoint.async_mode = "async"'):
+        check_live_resize(config, config, is_joint=False)
 
 
 @pytest.mark.parametrize("key", ["job.custom_config_module", "experimental.custom_args_module"])

@@ -1,4 +1,5 @@
-"""The agent of a replica waits for the launcher in each phase of a resize."""
+"""The agent of a run on one machine resizes it; that of a replica waits for the launcher in each
+phase."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -75,6 +76,8 @@ class _Replica:
     def _check(self, request: ResizeRequest) -> None:
         if request.mesh.num_ranks > 8:
             raise ConfigError("too many")
+        if request.mesh.num_ranks > 7:
+            raise AttributeError("a fault of an extension")
 
     def tick(self) -> RunResult:
         # Requests are read every quarter of a second.
@@ -193,6 +196,49 @@ def test_a_request_of_a_user_does_not_disturb_that_of_the_launcher(replica: _Rep
     replica.tick()
     found = read_answer(replica.folder, newer)
     assert found is not None and found.state is ResizeState.REJECTED
+
+
+def _state_of(replica: _Replica, request: ResizeRequest) -> tuple[ResizeState, str] | None:
+    found = read_answer(replica.folder, request)
+    return None if found is None else (found.state, found.reason)
+
+
+def test_a_check_that_fails_does_not_end_the_run(replica: _Replica) -> None:
+    request = ResizeRequest(mesh=RunMesh(8))
+    send_request(replica.folder, request)
+    assert replica.tick().state is WorkerState.HEALTHY
+    reason = "AttributeError('a fault of an extension')"
+    assert _state_of(replica, request) == (ResizeState.REJECTED, reason)
+
+
+def test_the_present_mesh_ends_a_resize_that_has_not_begun(replica: _Replica) -> None:
+    pending, present = ResizeRequest(mesh=_MESH), ResizeRequest(mesh=RunMesh(2))
+    for request, state in ((pending, ResizeState.ACCEPTED), (present, ResizeState.DONE)):
+        send_request(replica.folder, request)
+        replica.tick()
+        # After an answer, one look is omitted.
+        replica.tick()
+        assert _state_of(replica, request) == (state, "")
+    (new,) = replica.started
+    new.poll()
+    assert new.state is RankState.EXITED
+    assert replica.tick().state is WorkerState.HEALTHY
+    assert not any(one.is_ordered_to_leave for one in replica.ranks)
+
+
+def test_processes_that_do_not_start_end_the_resize(
+    replica: _Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_agent, "_PREPARE_S", 0.0)
+    request = ResizeRequest(mesh=_MESH)
+    send_request(replica.folder, request)
+    assert replica.tick().state is WorkerState.HEALTHY
+    reason = "its new processes have not started in 0 s"
+    assert _state_of(replica, request) == (ResizeState.FAILED, reason)
+    (new,) = replica.started
+    assert new.state is RankState.EXITED
+    assert replica.tick().state is WorkerState.HEALTHY
+    assert not any(one.is_ordered_to_leave for one in replica.ranks)
 
 
 def test_an_answer_that_cannot_be_written_is_written_later(
