@@ -6,6 +6,7 @@ Layer: above async_saver.
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -76,15 +77,19 @@ def _lock_holder(run_id: str) -> str:
 
 
 def open_async_saver(
-    context: SaveContext, origin: SnapshotOrigin | None
+    context: SaveContext, origin: SnapshotOrigin | None, store: Callable[[], None]
 ) -> AsynchronousSaver | None:
     """Allocate memory and start the writer; None, with a warning, if there is too little memory.
 
-    `origin` is the snapshot that was restored from shared memory; its regions are taken over. Every
-    rank must call it, after `wait_for_earlier_writers`.
+    `origin` is the snapshot that was restored from shared memory; its regions are taken over. If
+    those of a rank do not match, as after a change of the mesh, they are freed before new ones hold
+    a step: `store`, which may contain collectives, is called before. Every rank must call it, after
+    `wait_for_earlier_writers`.
     """
     mesh, saver, problem = context.mesh, None, ""
     pairing = pair_buddies(context)
+    if origin is not None and mesh.any(not _has_matching_region(context, pairing)):
+        store()
     try:
         # Regions of ranks that an earlier session ran here, and this one runs elsewhere, waste
         # memory.
@@ -149,6 +154,28 @@ def _open(
     return AsynchronousSaver(context, region, copier, writer)
 
 
+def _has_matching_region(context: SaveContext, pairing: BuddyPairing | None) -> bool:
+    """Return whether this rank takes the region of an earlier session over."""
+    plan = plan_save(context.state.tensors(), context.mesh)
+    with suppress(OSError, RuntimeError, CheckpointError):
+        region = Region.matching(
+            run_folder(context.identity.run_id),
+            context.mesh.rank,
+            context.describe(plan).to_dict(),
+            plan.slot_bytes,
+            num_slots=_num_slots(pairing),
+            values_bytes=len(json.dumps(context.values())),
+        )
+        if region is not None:
+            region.close()
+            return True
+    return False
+
+
+def _num_slots(pairing: BuddyPairing | None) -> int:
+    return NUM_SLOTS + (0 if pairing is None else NUM_EXTRA_SLOTS)
+
+
 def _region(
     context: SaveContext,
     origin: SnapshotOrigin | None,
@@ -159,7 +186,7 @@ def _region(
     """Return the region of an earlier session if this run continues it unchanged; else a new one.
     Raises OSError or CheckpointError."""
     limit = context.config.snapshot_gib
-    num_slots = NUM_SLOTS + (0 if pairing is None else NUM_EXTRA_SLOTS)
+    num_slots = _num_slots(pairing)
     # The states of other ranks are about as large.
     num_held = num_slots + (0 if pairing is None else NUM_COPIES * len(pairing.sources))
     if limit and num_held * slot_bytes > limit * 2**30:

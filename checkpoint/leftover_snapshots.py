@@ -8,7 +8,7 @@ then, once per tensor, its layout. Layer: above snapshots and snapshot_index.
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,6 @@ class SnapshotOrigin:
     """Session of `copied_position`."""
     damaged: frozenset[HeldPart] = frozenset()
     """Parts found to be damaged before, which must not be used again."""
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    """Degrees of the mesh that took it."""
 
     @property
     def position(self) -> Position:
@@ -348,7 +346,6 @@ def _snapshot(
             found.copied_position,
             found.copied_session,
             frozenset(excluded),
-            first["mesh"],
         ),
         SavedValues(
             step, first["values"], rng, first["mesh"], model_only=False, dims=first["dims"]

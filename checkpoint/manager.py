@@ -6,7 +6,6 @@ Invariant: the newest complete checkpoint is never deleted. Layer: above the res
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -198,22 +197,24 @@ class CheckpointManager:
         is_first_try, self._has_tried_async = not self._has_tried_async, True
         if not wait_for_earlier_writers(self._context, is_first_try=is_first_try):
             return due
-        if self._writer_group.writes and self._is_only_in_former_memory():
-            self._synchronous.after_step(save_due=True)
-        self._asynchronous = open_async_saver(self._context, self._origin)
+        self._asynchronous = open_async_saver(
+            self._context, self._origin, store=self._store_unless_stored
+        )
         self._may_be_async = self._asynchronous is not None
         self._saver.set_writer_group(self._writer_group.active)
         # The leftover snapshots were freed, and no other copy of their steps exists.
         return due or (self._asynchronous is None and self._origin is not None)
 
-    def _is_only_in_former_memory(self) -> bool:
-        """Whether the step that the run resumed from is nowhere but in the memory of another mesh,
-        which is freed before the memory of this one holds a step: its writer could not store
-        it."""
-        origin = self._origin
-        if origin is None or origin.mesh == asdict(self._mesh.degrees):
-            return False
-        return self._mesh.broadcast_int(self.newest_stored()) < origin.step
+    def _store_unless_stored(self) -> None:
+        """Save the current step if storage lacks the one that the run resumed from, whose memory is
+        about to be freed. A failed save is logged."""
+        assert self._origin is not None
+        # The others have the same state, and may have resumed from another step.
+        if self._writer_group.index > 0:
+            return
+        if self._mesh.broadcast_int(self.newest_stored()) < self._origin.step:
+            self._synchronous.set_writer_group(self._writer_group.alone)
+            self._synchronous.after_step(save_due=True)
 
     def _release_memory(self) -> bool:
         """Release the shared memory so that a larger region is allocated. Returns True: a save is
@@ -302,11 +303,12 @@ class CheckpointManager:
 
     def keep_last_step(self) -> None:
         """Save the last step if snapshots are disabled, so that a training that continues does so
-        with this step. Every rank must call it. Raises CheckpointError on failure."""
+        with this step. Every rank must call it. A failed save is logged."""
         is_kept = self._asynchronous is not None or self._is_final or self._is_saved()
-        if self._can_save and self._writer_group.writes and not is_kept:
-            self.set_writer_group(self._writer_group.alone)
-            self._synchronous.save()
+        # All replicas have the same state.
+        if self._can_save and self._writer_group.index == 0 and not is_kept:
+            self._synchronous.set_writer_group(self._writer_group.alone)
+            self._synchronous.after_step(save_due=True)
 
     def _finish(self) -> None:
         """Save the current step durably."""

@@ -112,7 +112,7 @@ def train(job: Job) -> bool:
     """Train until the last step, or until a rank is asked to stop; then save.
 
     Returns whether the last step was reached. Raises TrainingDiverged if anomalies end the run,
-    with the last good state saved, and TrainingLeft if the ranks were ordered to leave.
+    with the last good state saved, and TrainingLeft if the ranks were ordered to leave before.
     """
     state, phases = job.state, job.phases
     phases.enter(Phase.BETWEEN)
@@ -125,7 +125,8 @@ def train(job: Job) -> bool:
                 report = train_step(job)
         except LeaveRequested:
             if not job.stop.was_signaled:
-                _leave(job)
+                # The ranks continue on another mesh.
+                raise TrainingLeft from None
             break
         stop_requested = report.stop_requested
         with phases.enter(Phase.CHECKPOINT):
@@ -144,8 +145,10 @@ def train(job: Job) -> bool:
             hook(state, report)
         if report.fatal_error is not None:
             _end(job, report, report.fatal_error)
-        if report.leave_requested:
-            _leave(job)
+        if report.leave_requested and state.step < job.steps:
+            phases.enter(Phase.CHECKPOINT)
+            job.checkpoints.keep_last_step()
+            raise TrainingLeft
         if first:
             # The first step compiles and connects, and is given longer.
             job.mesh.set_timeout(job.train_timeout_s)
@@ -156,13 +159,6 @@ def train(job: Job) -> bool:
     job.checkpoints.final_save(finished=finished)
     phases.enter(Phase.END)
     return finished
-
-
-def _leave(job: Job) -> NoReturn:
-    """Leave the training, which continues on another mesh. Raises TrainingLeft."""
-    with job.phases.enter(Phase.CHECKPOINT):
-        job.checkpoints.keep_last_step()
-    raise TrainingLeft
 
 
 def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> NoReturn:

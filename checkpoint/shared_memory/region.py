@@ -179,9 +179,28 @@ class Region:
         Until `finish_takeover` it also belongs to the earlier session: `session`, or else its last
         owner. A successor therefore finds the steps even if not all ranks came this far.
         """
-        path = region_path(folder, rank, kind)
+        region = cls.matching(
+            folder, rank, description, slot_bytes, num_slots, values_bytes=values_bytes, kind=kind
+        )
+        if region is not None:
+            region._take_over(json.dumps(description).encode(), session)
+        return region
+
+    @classmethod
+    def matching(
+        cls,
+        folder: Path,
+        rank: int,
+        description: dict[str, Any],
+        slot_bytes: int,
+        num_slots: int = 3,
+        values_bytes: int = 0,
+        kind: str = OWN,
+    ) -> "Region | None":
+        """Open the region that `adopt` would take over; None if there is none, or it does not
+        match."""
         try:
-            region = cls.open(path, writable=True)
+            region = cls.open(region_path(folder, rank, kind), writable=True)
         except DamagedSnapshot:
             return None
         encoded = json.dumps(description).encode()
@@ -194,7 +213,6 @@ class Region:
         if not fits:
             region.close()
             return None
-        region._take_over(encoded, session)
         return region
 
     def finish_takeover(self) -> None:

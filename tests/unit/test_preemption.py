@@ -48,7 +48,7 @@ def test_handlers_are_restored_even_after_an_error() -> None:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def _leave(folder: Path, signaled: int | None) -> tuple[str, list[str]]:
+def _leave(folder: Path, signaled: int | None, storage_fails: bool) -> tuple[str, list[str]]:
     """Train, with an order to leave at rank 0 from the second step on and a signal at rank
     `signaled`. Returns what has become of the training, and the checkpoints."""
     config = odd_config(
@@ -68,6 +68,9 @@ def _leave(folder: Path, signaled: int | None) -> tuple[str, list[str]]:
         nonlocal is_ordered
         if report.number == 1:
             is_ordered, stop.was_signaled = rank == 0, rank == signaled
+            if storage_fails and rank == 0:
+                (folder / "checkpoint").rename(folder / "former")
+                (folder / "checkpoint").touch()
 
     with build(config, mesh, stop) as built:
         try:
@@ -75,6 +78,12 @@ def _leave(folder: Path, signaled: int | None) -> tuple[str, list[str]]:
         except TrainingLeft:
             outcome = "left"
     return outcome, sorted(path.name for path in (folder / "checkpoint").glob("step-*"))
+
+
+def test_ranks_leave_also_if_the_step_cannot_be_saved(
+    pools: Callable[[int], WorkerPool], tmp_path: Path
+) -> None:
+    assert pools(2).run(_leave, tmp_path, None, True) == [("left", [])] * 2
 
 
 @pytest.mark.parametrize(
@@ -85,4 +94,4 @@ def test_all_ranks_leave_or_all_stop(
 ) -> None:
     """Whichever rank knows of the order, and whichever of a signal."""
     # Without snapshots in memory, the step is saved also if they leave.
-    assert pools(2).run(_leave, tmp_path, signaled) == [(outcome, ["step-1", "step-2"])] * 2
+    assert pools(2).run(_leave, tmp_path, signaled, False) == [(outcome, ["step-1", "step-2"])] * 2

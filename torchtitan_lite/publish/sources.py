@@ -5,7 +5,6 @@ error says that it is gone. Nothing is unpickled. Layer: above pins.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import (
@@ -16,11 +15,11 @@ from concurrent.futures import (
     wait,
 )
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Event
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 
@@ -28,6 +27,7 @@ from torchtitan_lite.checkpoint import DTYPES, tensor_bytes, tensor_from_bytes
 from torchtitan_lite.checkpoint.shared_memory import (
     PUBLISHED,
     HeldTensor,
+    RankLock,
     Region,
     RegionDescription,
     existing_run_folder,
@@ -52,12 +52,43 @@ _POLL_S = 0.002
 """Time between two looks into shared memory, or for a version of another rank."""
 _RETRY_S = 0.05
 """Longest time between two attempts."""
+_ANNOUNCED_S = 1.0
+"""Time between two looks at the announcement of a publisher that does not run here any more."""
 _MAX_CONNECTIONS = 16
 """Servers that are asked at the same time."""
 _T = TypeVar("_T")
 
 Block = tuple[str, tuple[slice, ...]]
 """A block of a local tensor, by its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """Content of the file in the output folder of a run that says where it publishes. Each start of
+    the run replaces it, maybe on another machine."""
+
+    folder: Path
+    run_id: str
+    session: str
+    url: str | None
+    """URL of the first rank; None without servers."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the file of a run. Raises OSError, KeyError and PublishError."""
+        found = read_json((folder / PUBLISHED_FILE).read_bytes())
+        run_id, session = str(found["run_id"]), str(found["session"])
+        return cls(folder=folder, run_id=run_id, session=session, url=found["url"])
+
+    def is_current(self) -> bool:
+        """Return whether the run has not been started again, as far as known."""
+        try:
+            return Announcement.read(self.folder).session == self.session
+        except (FileNotFoundError, KeyError, PublishError):
+            return False
+        except OSError:
+            # Storage that fails does not end what is in memory.
+            return True
 
 
 class VersionGone(PublishError):
@@ -143,15 +174,18 @@ class SharedMemorySource:
 
     is_remote: ClassVar[bool] = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, announcement: Announcement) -> None:
         """Raises DamagedSnapshot and OSError."""
         self._path, self._inode = path, path.stat().st_ino
+        self._announcement = announcement
+        self._is_announced, self._announced_s = True, time.monotonic()
         # Opened writable only because torch warns about read-only memory.
         self._region = region = Region.open(path, writable=True)
         self.description = RegionDescription.from_dict(
             region.description, slot_bytes=region.slot_bytes
         )
         self._held = {held.name: held for held in self.description.tensors}
+        self._publisher = RankLock(path.parent, self.description.rank, PUBLISHED)
 
     def versions(self) -> list[int]:
         return list(self._region.complete_slots())
@@ -189,9 +223,16 @@ class SharedMemorySource:
 
     def is_current(self) -> bool:
         try:
-            return self._path.stat().st_ino == self._inode
+            if self._path.stat().st_ino != self._inode:
+                return False
         except OSError:
             return False
+        if time.monotonic() >= self._announced_s + _ANNOUNCED_S:
+            self._announced_s = time.monotonic()
+            # A run whose publisher was killed may publish on another machine now.
+            is_alive = self._publisher.owner() is not None
+            self._is_announced = is_alive or self._announcement.is_current()
+        return self._is_announced
 
 
 class _ServedPart:
@@ -207,10 +248,10 @@ class _ServedPart:
         self._serial = connection.serial
         self._held = {held.name: held for held in description.tensors}
         self._data_start = 8 + len(header)
-        told = read_json(header)
-        if told.get("session") != description.session:
+        about = read_json(header)
+        if about.get("session") != description.session:
             raise VersionGone(f"Version {version} is of another start of the run.")
-        self.digests: Mapping[str, str] = told["digests"]
+        self.digests: Mapping[str, str] = about["digests"]
 
     def blocks(
         self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
@@ -336,8 +377,6 @@ class Publication:
 
     where: str
     ranks: tuple[RankSource, ...]
-    announcement: "Announcement | None" = None
-    """The file that told where it is; None if a URL did."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -401,34 +440,12 @@ class Publication:
 
     def is_current(self) -> bool:
         """Return whether the run still publishes here, as far as known."""
-        is_announced = self.announcement is None or self.announcement.is_current()
-        return is_announced and all(rank.is_current() for rank in self.ranks)
+        return all(rank.is_current() for rank in self.ranks)
 
     def close(self) -> None:
         """Close connections, and unmap memory."""
         for rank in self.ranks:
             rank.close()
-
-
-class Announcement:
-    """The file in the output folder of a run that tells where it publishes. Each start of the run
-    replaces it, maybe on another machine."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises OSError, KeyError and PublishError."""
-        self._path = folder / PUBLISHED_FILE
-        with self._path.open("rb") as file:
-            self._identity = _identity(os.fstat(file.fileno()))
-            told = read_json(file.read())
-        self.run_id, self.session = str(told["run_id"]), str(told["session"])
-        self.url: str | None = told["url"]
-
-    def is_current(self) -> bool:
-        """Return whether the file is still the same one."""
-        try:
-            return _identity(self._path.stat()) == self._identity
-        except OSError:
-            return False
 
 
 def open_publication(source: str, secret: str) -> Publication:
@@ -439,7 +456,7 @@ def open_publication(source: str, secret: str) -> Publication:
     if source.startswith("http://"):
         return _served(source, secret)
     try:
-        announcement = Announcement(Path(source).expanduser())
+        announcement = Announcement.read(Path(source).expanduser())
     except (OSError, KeyError) as error:
         raise PublishError(
             f"{source} publishes no weights: {error!r}. Start its run with --publish.enable, or "
@@ -449,14 +466,14 @@ def open_publication(source: str, secret: str) -> Publication:
     found = {} if folder is None else region_files(folder, PUBLISHED)
     sources: list[SharedMemorySource] = []
     with suppress(DamagedSnapshot, FileNotFoundError):
-        sources = [SharedMemorySource(one) for one in found.values()]
+        sources = [SharedMemorySource(one, announcement) for one in found.values()]
     # An earlier start, of more ranks or on this machine alone, may have been killed.
     sources = [one for one in sources if one.description.session == announcement.session]
     world_size = sources[0].description.world_size if sources else 0
     if sources and len(sources) == world_size:
-        return Publication(where=str(folder), ranks=tuple(sources), announcement=announcement)
+        return Publication(where=str(folder), ranks=tuple(sources))
     if announcement.url is not None:
-        return replace(_served(announcement.url, secret), announcement=announcement)
+        return _served(announcement.url, secret)
     raise PublishError(
         f"The run of {source} has published nothing yet, or has ended: {len(sources)} of "
         f"{world_size or 'its'} ranks are in the shared memory of this machine."
@@ -490,11 +507,6 @@ def _served(url: str, secret: str) -> Publication:
     except (KeyError, TypeError, DamagedSnapshot) as error:
         raise PublishError(f"{url} sent an invalid index: {error!r}") from None
     return Publication(where=url, ranks=ranks)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    """Return what tells a file from the one that replaces it."""
-    return status.st_ino, status.st_mtime_ns
 
 
 def read_json(text: bytes) -> dict[str, Any]:

@@ -90,7 +90,8 @@ class Subscription:
     version: int | None = None
     """The version that the targets hold; None before the first update, and after a failed copy."""
     problem: str = ""
-    """Why the newest version that was found was not received; "" if it was."""
+    """Reason why this process did not receive the last version that it has tried to; "" if it
+    did."""
     _reads: list[_Read] = field(default_factory=list)
     _planned: Publication | None = None
     _seen: int = _NO_VERSION

@@ -126,7 +126,7 @@ class StateConnection:
         )
         self._session = ClientSession(endpoint.secret, endpoint.purpose)
         self.serial = 0
-        """Of the offer that the last response was from."""
+        """Number of the offer that the last response was from; 0 without one."""
         self._header_bytes = 0
         """Of the last header: the next one is expected to be as long."""
 

@@ -56,7 +56,7 @@ _STOP_S = 0.05
 _STRANGER_S = 5
 """The same, for a connection that has not proved itself."""
 MAX_ROWS = 1 << 20
-"""Of a request, together."""
+"""Maximum number of rows of a request, over all its ranges."""
 _MAX_RESPONSE_BYTES = 64 << 20
 """Of a request of several ranges, which are joined in memory."""
 MAX_RANGES = 512

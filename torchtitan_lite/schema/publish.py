@@ -26,7 +26,7 @@ class PublishConfig(Section):
     """Limit of a wait, less than comm.train_timeout_seconds. A version is skipped afterwards."""
     address: str | None = None
     """Interface at which each rank serves its part to other machines, which needs
-    TORCHTITAN_LITE_TOKEN: its name, which is right on several machines, or its address. Unset: only
+    TORCHTITAN_LITE_TOKEN: its name, which is valid on every machine, or its address. Unset: only
     to this machine, through shared memory."""
     port: Annotated[int, between(0, 65535)] = 0
     """Port of the first rank's server, the URL of which subscribers use. 0: any free one, as

@@ -191,11 +191,17 @@ def test_a_crash_of_all_processes_loses_no_complete_step(
     assert f"step-{third.step}" in steps_in(manager.root)
 
 
-@pytest.mark.parametrize("is_another_mesh", [True, False])
+@pytest.mark.parametrize(
+    ("is_another_mesh", "is_stored"), [(True, False), (True, True), (False, False)]
+)
 def test_before_the_memory_of_another_mesh_is_freed_the_state_is_stored(
-    manage: Manage, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, is_another_mesh: bool
+    manage: Manage,
+    mesh: Mesh,
+    monkeypatch: pytest.MonkeyPatch,
+    is_another_mesh: bool,
+    is_stored: bool,
 ) -> None:
-    """Its writer was killed before it could store it."""
+    """Unless the writer of that mesh has stored it."""
     settings = ASYNC | {"interval": 100, "enable_first_step_checkpoint": False}
     describe = SaveContext.describe
 
@@ -212,8 +218,10 @@ def test_before_the_memory_of_another_mesh_is_freed_the_state_is_stored(
     manager = manage(other, **settings)
     assert manager.restore() == "step 5 in shared memory"
     assert same(other.tensors(), expected)
+    if is_stored:
+        monkeypatch.setattr(manager, "newest_stored", lambda: 5)
     steps(manager, other, mesh, 1)
-    assert Path(manager.root, "step-6").exists() is is_another_mesh
+    assert Path(manager.root, "step-6").exists() is (is_another_mesh and not is_stored)
 
 
 @pytest.mark.parametrize("crashes", [1, 2])

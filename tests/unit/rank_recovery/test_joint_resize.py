@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
+from tests.unit.rank_recovery.conftest import FakeProcess
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.processes import ExitStatus
 from torchtitan_lite.launcher.resize_request import (
@@ -27,33 +28,12 @@ from torchtitan_lite.rank_recovery.rank_process import RankState
 _MESH = RunMesh(3)
 
 
-class _Process:
-    """A process that does what the test says."""
-
-    def __init__(self) -> None:
-        self.state, self.has_progress = RankState.TRAINING, True
-        self.status: ExitStatus | None = None
-        self.error, self.pid = "", 0
-        self.is_ordered_to_leave = False
-        self.signals: list[object] = []
-
-    def poll(self) -> None:
-        """Nothing has changed."""
-
-    def leave_training(self) -> None:
-        self.is_ordered_to_leave = True
-
-    def signal(self, number: object) -> None:
-        self.signals.append(number)
-        self.state = RankState.EXITED
-
-
 class _Replica:
     """An agent of two ranks, and the launcher's side of its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.stops = folder, cast("list[int]", [])
-        self.started: list[_Process] = []
+        self.started: list[FakeProcess] = []
         self.agent = RankAgent(
             self._start,
             RunMesh(2),
@@ -63,13 +43,13 @@ class _Replica:
             inbox=RequestInbox(folder),
             check_resize=self._check,
         )
-        self.ranks = [_Process(), _Process()]
+        self.ranks = [FakeProcess(), FakeProcess()]
         self.agent._ranks = cast("dict[int, Any]", dict(enumerate(self.ranks)))
         self.request = ResizeRequest(mesh=_MESH, is_joint=True)
         send_request(folder, self.request)
 
     def _start(self) -> Any:
-        self.started.append(_Process())
+        self.started.append(FakeProcess())
         self.started[-1].state = RankState.STARTING
         return self.started[-1]
 

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerState
 
 from tests import launch
+from tests.unit.rank_recovery.conftest import FakeProcess
 from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.processes import WRITER_MODULE, Subreaper, command_line
@@ -25,7 +27,7 @@ from torchtitan_lite.launcher.resize_request import (
 )
 from torchtitan_lite.rank_recovery import machine_agent
 from torchtitan_lite.rank_recovery.machine_agent import MachineAgent
-from torchtitan_lite.rank_recovery.rank_process import RankProcess
+from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
 from torchtitan_lite.rank_recovery.resize_inbox import ResizeInbox
 from torchtitan_lite.rendezvous.link import RendezvousLink
 from torchtitan_lite.rendezvous.messages import MAX_CHARS, Answer, Phase, Report, RunState
@@ -67,6 +69,13 @@ class _Agent(MachineAgent):
         """Replace the last answer of the rendezvous, which sends no other one."""
         self._link._send = lambda now_s: None
         self._link.answer = answer
+
+    def monitored(self, process: FakeProcess) -> WorkerState:
+        """Return what this machine's agent finds, with `process` as its rank."""
+        self._ranks = cast("dict[int, Any]", {0: process})
+        state = self._monitor_workers(self._worker_group).state
+        self._ranks = {}
+        return state
 
     def order_to_leave(self, answer: Answer) -> bool:
         """Follow an answer; return whether the ranks were ordered to leave."""
@@ -272,6 +281,22 @@ def test_a_signal_waits_until_ranks_that_left_train_again(agent: _Agent) -> None
     assert agent.may_wait(ready) and not agent.may_wait(replace(ready, node_rank=-1))
     agent.joins(3)
     assert not agent.may_wait(ready)
+
+
+def test_ranks_may_park_before_their_machine_is_told_to_order_it(agent: _Agent) -> None:
+    """All ranks leave after the same step, of which another machine was told first."""
+    ready = Answer(
+        state=RunState.RUNNING, attempt=1, node_rank=0,
+        resize="r1", resize_mesh="1", resize_state=ResizeState.READY,
+    )  # fmt: skip
+    agent.joins(1)
+    process = FakeProcess()
+    process.state = RankState.PARKED
+    agent.answered(replace(ready, resize_state=ResizeState.ACCEPTED))
+    assert agent.monitored(process) is WorkerState.HEALTHY
+    agent.answered(ready)
+    assert agent.monitored(process) is WorkerState.UNHEALTHY
+    assert process.is_ordered_to_leave
 
 
 def test_storage_that_hangs_does_not_block_the_main_loop(agent: _Agent, tmp_path: Path) -> None:

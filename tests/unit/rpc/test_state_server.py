@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -208,9 +210,27 @@ def test_offers_of_two_servers_differ(server: StateServer, connection: StateConn
     other.close()
 
 
+def test_the_content_of_an_error_is_not_read(
+    connection: StateConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would fill the memory."""
+
+    def send_endlessly(handler: BaseHTTPRequestHandler, status: HTTPStatus, *_: object) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(1 << 50))
+        handler.end_headers()
+        with suppress(OSError):
+            while True:
+                handler.wfile.write(bytes(1 << 16))
+
+    monkeypatch.setattr(state_server._Handler, "_send_error", send_endlessly)
+    connection.select(9)
+    with pytest.raises(RpcError, match="HTTP 503"):
+        connection.fetch_range(0, [memoryview(bytearray(1))])
+
+
 @pytest.mark.parametrize("status", ["200 OK", "206 Partial Content", "503 Service Unavailable"])
 def test_the_content_of_a_stranger_is_not_read(status: str) -> None:
-    """It would fill the memory."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:

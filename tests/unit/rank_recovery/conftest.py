@@ -1,0 +1,28 @@
+"""Stand-ins for the processes of an agent."""
+
+from torchtitan_lite.launcher.processes import ExitStatus
+from torchtitan_lite.rank_recovery.rank_process import RankState
+
+
+class FakeProcess:
+    """A process that does what the test says."""
+
+    def __init__(self) -> None:
+        self.state, self.has_progress = RankState.TRAINING, True
+        self.status: ExitStatus | None = None
+        self.error, self.pid = "", 0
+        self.is_ordered_to_leave = False
+        self.signals: list[object] = []
+
+    def poll(self) -> None:
+        """Nothing has changed."""
+
+    def renew_lease(self, until_s: float) -> None:
+        """It needs none."""
+
+    def leave_training(self) -> None:
+        self.is_ordered_to_leave = True
+
+    def signal(self, number: object) -> None:
+        self.signals.append(number)
+        self.state = RankState.EXITED
