@@ -35,6 +35,10 @@ from torchtitan_lite.rendezvous.server import rendezvous_server
 from torchtitan_lite.rendezvous.timing import LEASE_S, PARK_S
 
 _SECRET = "a secret of the tests"
+_READY = Answer(
+    state=RunState.RUNNING, attempt=1, node_rank=0,
+    resize="r1", resize_mesh="1", resize_state=ResizeState.READY,
+)  # fmt: skip
 
 
 class _Agent(MachineAgent):
@@ -264,37 +268,29 @@ def test_a_signal_does_not_split_ranks_that_may_leave(agent: _Agent) -> None:
 
 
 def test_a_signal_waits_until_ranks_that_left_train_again(agent: _Agent) -> None:
-    ready = Answer(
-        state=RunState.RUNNING, attempt=1, node_rank=0,
-        resize="r1", resize_mesh="1", resize_state=ResizeState.READY,
-    )  # fmt: skip
     agent.joins(1)
-    assert not agent.may_wait(ready)
-    assert agent.order_to_leave(ready)
+    assert not agent.may_wait(_READY)
+    assert agent.order_to_leave(_READY)
     agent.stop()
-    agent.answered(replace(ready, resize=""))
+    agent.answered(replace(_READY, resize=""))
     assert not agent.may_forward()
     agent.report(Phase.PARKED)
-    assert agent.may_wait(ready)
+    assert agent.may_wait(_READY)
     # Also before the store of the next attempt is known, but not on a spare machine.
     agent.joins(2)
-    assert agent.may_wait(ready) and not agent.may_wait(replace(ready, node_rank=-1))
+    assert agent.may_wait(_READY) and not agent.may_wait(replace(_READY, node_rank=-1))
     agent.joins(3)
-    assert not agent.may_wait(ready)
+    assert not agent.may_wait(_READY)
 
 
 def test_ranks_may_park_before_their_machine_is_told_to_order_it(agent: _Agent) -> None:
     """All ranks leave after the same step, of which another machine was told first."""
-    ready = Answer(
-        state=RunState.RUNNING, attempt=1, node_rank=0,
-        resize="r1", resize_mesh="1", resize_state=ResizeState.READY,
-    )  # fmt: skip
     agent.joins(1)
     process = FakeProcess()
     process.state = RankState.PARKED
-    agent.answered(replace(ready, resize_state=ResizeState.ACCEPTED))
+    agent.answered(replace(_READY, resize_state=ResizeState.ACCEPTED))
     assert agent.monitored(process) is WorkerState.HEALTHY
-    agent.answered(ready)
+    agent.answered(_READY)
     assert agent.monitored(process) is WorkerState.UNHEALTHY
     assert process.is_ordered_to_leave
 
