@@ -30,6 +30,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     RankLock,
     lock_run_folder,
     region_files,
+    region_path,
     remove_regions,
     run_folder,
 )
@@ -82,13 +83,13 @@ def open_async_saver(
     """Allocate memory and start the writer; None, with a warning, if there is too little memory.
 
     `origin` is the snapshot that was restored from shared memory; its regions are taken over. If
-    those of a rank do not match, as after a change of the mesh, they are freed before new ones hold
+    that of a rank does not match, as after a change of the mesh, it is freed before a new one holds
     a step: `store`, which may contain collectives, is called before. Every rank must call it, after
     `wait_for_earlier_writers`.
     """
     mesh, saver, problem = context.mesh, None, ""
     pairing = pair_buddies(context)
-    if origin is not None and mesh.any(not _has_matching_region(context, pairing)):
+    if origin is not None and mesh.any(_replaces_region(context, pairing)):
         store()
     try:
         # Regions of ranks that an earlier session ran here, and this one runs elsewhere, waste
@@ -154,13 +155,17 @@ def _open(
     return AsynchronousSaver(context, region, copier, writer)
 
 
-def _has_matching_region(context: SaveContext, pairing: BuddyPairing | None) -> bool:
-    """Return whether this rank takes the region of an earlier session over."""
-    plan = plan_save(context.state.tensors(), context.mesh)
+def _replaces_region(context: SaveContext, pairing: BuddyPairing | None) -> bool:
+    """Return whether this rank has a region of an earlier session that it does not take over. One
+    that has none, as on another machine, has resumed from copies."""
+    rank, plan = context.mesh.rank, plan_save(context.state.tensors(), context.mesh)
     with suppress(OSError, RuntimeError, CheckpointError):
+        folder = run_folder(context.identity.run_id)
+        if not region_path(folder, rank).exists():
+            return False
         region = Region.matching(
-            run_folder(context.identity.run_id),
-            context.mesh.rank,
+            folder,
+            rank,
             context.describe(plan).to_dict(),
             plan.slot_bytes,
             num_slots=_num_slots(pairing),
@@ -168,8 +173,8 @@ def _has_matching_region(context: SaveContext, pairing: BuddyPairing | None) -> 
         )
         if region is not None:
             region.close()
-            return True
-    return False
+            return False
+    return True
 
 
 def _num_slots(pairing: BuddyPairing | None) -> int:

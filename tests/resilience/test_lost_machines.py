@@ -129,6 +129,9 @@ def test_a_lost_machine_is_restored_from_its_buddy(
     actual = launch.saved_tensors(run.folder / "checkpoint" / f"step-{_STEPS}")
     assert expected.keys() == actual.keys()
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    # The copies are in memory still: nothing had to be stored before the next step.
+    saved = [path.name for path in (run.folder / "checkpoint").glob("step-*")]
+    assert saved == [f"step-{_STEPS}"]
 
 
 @pytest.mark.matrix
