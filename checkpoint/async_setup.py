@@ -158,11 +158,12 @@ def _open(
 def _replaces_region(context: SaveContext, pairing: BuddyPairing | None) -> bool:
     """Return whether this rank has a region of an earlier session that it does not take over. One
     that has none, as on another machine, has resumed from copies."""
-    rank, plan = context.mesh.rank, plan_save(context.state.tensors(), context.mesh)
+    rank = context.mesh.rank
     with suppress(OSError, RuntimeError, CheckpointError):
         folder = run_folder(context.identity.run_id)
         if not region_path(folder, rank).exists():
             return False
+        plan = plan_save(context.state.tensors(), context.mesh)
         region = Region.matching(
             folder,
             rank,

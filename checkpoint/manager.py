@@ -209,12 +209,11 @@ class CheckpointManager:
         """Save the current step if storage lacks the one that the run resumed from, whose memory is
         about to be freed. A failed save is logged."""
         assert self._origin is not None
-        # The others have the same state, and may have resumed from another step.
-        if self._writer_group.index > 0:
-            return
-        if self._mesh.broadcast_int(self.newest_stored()) < self._origin.step:
-            self._synchronous.set_writer_group(self._writer_group.alone)
-            self._synchronous.after_step(save_due=True)
+        # Other replicas may have resumed from another step.
+        if self._writer_group.index == 0:
+            stored = self._mesh.broadcast_int(self.newest_stored())
+            if stored < self._origin.step:
+                self._save_alone()
 
     def _release_memory(self) -> bool:
         """Release the shared memory so that a larger region is allocated. Returns True: a save is
@@ -305,10 +304,14 @@ class CheckpointManager:
         """Save the last step if snapshots are disabled, so that a training that continues does so
         with this step. Every rank must call it. A failed save is logged."""
         is_kept = self._asynchronous is not None or self._is_final or self._is_saved()
-        # All replicas have the same state.
         if self._can_save and self._writer_group.index == 0 and not is_kept:
-            self._synchronous.set_writer_group(self._writer_group.alone)
-            self._synchronous.after_step(save_due=True)
+            self._save_alone()
+
+    def _save_alone(self) -> None:
+        """Save the current step without the other replicas, which have the same state. A failed
+        save is logged."""
+        self._synchronous.set_writer_group(self._writer_group.alone)
+        self._synchronous.after_step(save_due=True)
 
     def _finish(self) -> None:
         """Save the current step durably."""

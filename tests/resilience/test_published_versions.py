@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.processes import free_port
 from tests import launch
 from tests.forks import FORK_SERVER
 from torchtitan_lite.checkpoint.shared_memory.folder import (
@@ -112,15 +112,10 @@ def _publishing(
             process.join()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        return unused.getsockname()[1]
-
-
 @pytest.fixture(params=["memory", "server"])
 def port(request: pytest.FixtureRequest) -> int:
     """The port of the first rank's server; 0 for shared memory."""
-    return 0 if request.param == "memory" else _free_port()
+    return 0 if request.param == "memory" else free_port()
 
 
 @pytest.fixture
@@ -261,7 +256,7 @@ def test_a_publisher_skips_versions_while_all_slots_are_read(folder: Path) -> No
 def test_strangers_and_wrong_sources_are_rejected(folder: Path) -> None:
     with pytest.raises(PublishError, match="publishes no weights"):
         Subscriber(str(folder), timeout_s=0)
-    port = _free_port()
+    port = free_port()
     with _publishing(folder, 1, port):
         own, _ = _subscribe(folder, port)
         with pytest.raises(PublishError, match="another TORCHTITAN_LITE_TOKEN"):

@@ -318,10 +318,10 @@ class Subscriber:
                 found = self.publication.newest()
                 if self.publication.is_current():
                     return found
-        if not self._has_ended and not self.publication.is_current():
-            # While it is mapped, its memory is not free for the run that restarts.
-            self.publication.close()
-            self._has_ended = True
+            if not self.publication.is_current():
+                # While it is mapped, its memory is not free for the run that restarts.
+                self.publication.close()
+                self._has_ended = True
         try:
             self._reopen()
             return self.publication.newest()

@@ -16,7 +16,6 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.resize_request import (
     LEAVE_S,
     Permission,
@@ -30,6 +29,7 @@ from torchtitan_lite.launcher.supervised import RANK_LOGS, rank_log
 from torchtitan_lite.log import logger
 from torchtitan_lite.rank_recovery.agent import EXIT_S, UNLIMITED, AgentRendezvous, ProcessAgent
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
+from torchtitan_lite.rank_recovery.resize_inbox import refusal_of
 from torchtitan_lite.stores import listening_store
 
 _ADDRESS = "127.0.0.1"
@@ -192,13 +192,9 @@ class RankAgent(ProcessAgent):
             # Its answer would replace that to the launcher.
             logger.warning("Resize to %s ignored: all replicas are being resized.", request.mesh)
             return
-        try:
-            self._check_resize(request)
-        except Exception as error:
-            # Of whatever kind: it must not end the run.
-            reason = str(error) if isinstance(error, ConfigError) else repr(error)
-            logger.warning("Resize to %s rejected: %s", request.mesh, reason)
-            self._inbox.answer(request, ResizeState.REJECTED, reason)
+        if refusal := refusal_of(lambda: self._check_resize(request)):
+            logger.warning("Resize to %s rejected: %s", request.mesh, refusal)
+            self._inbox.answer(request, ResizeState.REJECTED, refusal)
             return
         if self._resize is not None:
             self._end_resize(ResizeState.REJECTED, f"{request.mesh} was requested since")

@@ -125,9 +125,15 @@ class ResizeInbox:
         """Return why the run cannot have a mesh; empty if it can."""
         if len(text) > MAX_CHARS:
             return f"its arguments have {len(text)} characters, at most {MAX_CHARS} fit"
-        try:
-            self._check(ResizeRequest(mesh=self.parse(text)))
-        except Exception as error:
-            # Of whatever kind: without this thread, no request would ever be answered.
-            return str(error) if isinstance(error, ConfigError) else repr(error)
-        return ""
+        return refusal_of(lambda: self._check(ResizeRequest(mesh=self.parse(text))))
+
+
+def refusal_of(check: Callable[[], None]) -> str:
+    """Return why a check rejects a request; empty if it does not. An error of whatever kind rejects
+    it: it must not end the run, nor the thread that answers requests."""
+    try:
+        check()
+    except Exception as error:
+        text = str(error) if isinstance(error, ConfigError) else ""
+        return text or repr(error)
+    return ""

@@ -1,11 +1,11 @@
 """What is read from a server is of one version of one start of the run."""
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.processes import free_port
 from tests.unit.publish.conftest import SECRET, Publish
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY
 from torchtitan_lite.publish import Subscriber, Target
@@ -20,8 +20,7 @@ _NUMBERS = torch.arange(_NUM_ROWS * 3, dtype=torch.int32).to(torch.uint8).reshap
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        return unused.getsockname()[1]
+    return free_port()
 
 
 def _published(publish: Publish, port: int, numbers: torch.Tensor, version: int = 7) -> Publisher:

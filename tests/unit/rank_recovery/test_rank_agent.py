@@ -178,27 +178,25 @@ def test_a_request_of_a_user_does_not_disturb_that_of_the_launcher(replica: _Rep
     assert found is not None and found.state is ResizeState.REJECTED
 
 
-def _state_of(replica: _Replica, request: ResizeRequest) -> tuple[ResizeState, str] | None:
+def _answer_to(replica: _Replica, mesh: RunMesh) -> tuple[ResizeState, str] | None:
+    """Return the answer to a request of a user."""
+    request = ResizeRequest(mesh=mesh)
+    send_request(replica.folder, request)
+    # After an answer, one look is omitted.
+    for _ in range(2):
+        assert replica.tick().state is WorkerState.HEALTHY
     found = read_answer(replica.folder, request)
     return None if found is None else (found.state, found.reason)
 
 
 def test_a_check_that_fails_does_not_end_the_run(replica: _Replica) -> None:
-    request = ResizeRequest(mesh=RunMesh(8))
-    send_request(replica.folder, request)
-    assert replica.tick().state is WorkerState.HEALTHY
     reason = "AttributeError('a fault of an extension')"
-    assert _state_of(replica, request) == (ResizeState.REJECTED, reason)
+    assert _answer_to(replica, RunMesh(8)) == (ResizeState.REJECTED, reason)
 
 
 def test_the_present_mesh_ends_a_resize_that_has_not_begun(replica: _Replica) -> None:
-    pending, present = ResizeRequest(mesh=_MESH), ResizeRequest(mesh=RunMesh(2))
-    for request, state in ((pending, ResizeState.ACCEPTED), (present, ResizeState.DONE)):
-        send_request(replica.folder, request)
-        replica.tick()
-        # After an answer, one look is omitted.
-        replica.tick()
-        assert _state_of(replica, request) == (state, "")
+    assert _answer_to(replica, _MESH) == (ResizeState.ACCEPTED, "")
+    assert _answer_to(replica, RunMesh(2)) == (ResizeState.DONE, "")
     (new,) = replica.started
     new.poll()
     assert new.state is RankState.EXITED
@@ -210,11 +208,8 @@ def test_processes_that_do_not_start_end_the_resize(
     replica: _Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_agent, "_PREPARE_S", 0.0)
-    request = ResizeRequest(mesh=_MESH)
-    send_request(replica.folder, request)
-    assert replica.tick().state is WorkerState.HEALTHY
     reason = "its new processes have not started in 0 s"
-    assert _state_of(replica, request) == (ResizeState.FAILED, reason)
+    assert _answer_to(replica, _MESH) == (ResizeState.FAILED, reason)
     (new,) = replica.started
     assert new.state is RankState.EXITED
     assert replica.tick().state is WorkerState.HEALTHY
