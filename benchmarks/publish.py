@@ -6,8 +6,9 @@ Ours: FSDP over 4 ranks publishes; two tensor-parallel servers in processes of t
 through shared memory and through sockets (loopback). The peers are those of frameworks for
 reinforcement learning: the trainer gathers every tensor on rank 0, which broadcasts it to the
 servers over gloo, or writes one safetensors file to shared memory, of which each server reads its
-part. Ours sends the shards that have changed since the version before: a share of all bytes; peers
-send everything. Seconds are those from the trainer's call to the last server rank.
+part. Ours sends the shards that have changed since the version before: a share of all bytes; or,
+where only some elements of each shard have changed, deltas. Peers send everything. Seconds are
+those from the trainer's call to the last server rank.
 
 The exit status is 1 if a process fails, or if a server holds anything but the published bits.
 """
@@ -46,8 +47,11 @@ _TIMEOUT_S = 400.0
 _POLL_S = 0.1
 _MIB = 1 << 20
 _TITLES = {"memory": "shared memory", "sockets": "sockets"}
-_BROADCAST_GOALS = {1.0: 1.0, 0.1: 0.35, 0.01: 0.15}
-"""By share of changed bytes; goals of the seconds relative to a broadcast."""
+_BROADCAST_GOALS = {
+    "shards": {1.0: 1.0, 0.1: 0.35, 0.01: 0.15},
+    "elements": {0.1: 1.0, 0.01: 0.5},
+}
+"""By what changes, and its share; goals of the seconds relative to a broadcast."""
 _FILE_GOALS = {1.0: 1.0}
 
 
@@ -74,36 +78,46 @@ class _Turns:
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all of `plan`, with files in `folder`."""
-    trainers, servers = _run(plan, folder)
+    for changes in SHARES:
+        yield from _measure(plan, folder / changes, changes)
+
+
+def _measure(plan: Plan, folder: Path, changes: str) -> Iterator[Result]:
+    trainers, servers = _run(plan, folder, changes)
     median = statistics.median
     copy_s = median(_turns(trainers, servers, COPY).stalls_s)
-    for share in SHARES:
+    of_what = "" if changes == "shards" else f" of {changes}"
+    for share in SHARES[changes]:
         turns = {
-            variant: _turns(trainers, servers, turn_name(share, variant)) for variant in VARIANTS
+            variant: _turns(trainers, servers, turn_name(share, variant))
+            for variant in VARIANTS[changes]
         }
-        for variant in OURS:
-            case = f"{share:.0%} changed, {_TITLES[variant]}"
+        peers = {name: one for name, one in turns.items() if name not in OURS}
+        for variant, ours in turns.items():
+            if variant in peers:
+                continue
+            case = f"{share:.0%}{of_what} changed, {_TITLES[variant]}"
             comparison = Comparison(case, other="broadcast")
-            compared = {"ours": turns[variant], **{n: turns[n] for n in VARIANTS if n not in OURS}}
-            for name, one in compared.items():
+            for name, one in {"ours": ours, **peers}.items():
                 comparison.note(f"seconds: {name} {formatted(one.seconds)}")
                 comparison.small(f"wrong tensors: {name}", one.num_wrong, 0)
-            ours, broadcast, file = compared.values()
+            broadcast = peers["broadcast"]
             seconds = median(ours.seconds)
             yield comparison.ratio(
                 "seconds per version, and of a broadcast",
                 "s",
                 seconds,
                 peer=median(broadcast.seconds),
-                goal=_BROADCAST_GOALS[share],
+                goal=_BROADCAST_GOALS[changes][share],
             )
-            of_file = ("seconds per version, and of a file", "s", seconds)
-            file_s = median(file.seconds)
-            yield (
-                comparison.ratio(*of_file, peer=file_s, goal=_FILE_GOALS[share])
-                if share in _FILE_GOALS
-                else comparison.value(*of_file, peer=file_s)
-            )
+            if "file" in peers:
+                of_file = ("seconds per version, and of a file", "s", seconds)
+                file_s = median(peers["file"].seconds)
+                yield (
+                    comparison.ratio(*of_file, peer=file_s, goal=_FILE_GOALS[share])
+                    if share in _FILE_GOALS
+                    else comparison.value(*of_file, peer=file_s)
+                )
             yield comparison.value(
                 "received by all servers, and by a broadcast", "MiB", ours.mib, peer=broadcast.mib
             )
@@ -144,13 +158,14 @@ def _turns(trainers: Sequence[_Rank], servers: Sequence[_Rank], name: str) -> _T
     )
 
 
-def _run(plan: Plan, folder: Path) -> tuple[list[_Rank], list[_Rank]]:
+def _run(plan: Plan, folder: Path, changes: str) -> tuple[list[_Rank], list[_Rank]]:
     """Run both worlds; return what the trainers and the servers return."""
     run_id = secrets.token_hex(16)
     worlds = {"trainers": (train, NUM_TRAINERS), "servers": (serve, NUM_SERVERS)}
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
         arguments = {
             "state": plan.state,
+            "changes": changes,
             "rounds": plan.rounds,
             "port": free_port(),
             "run_id": run_id,

@@ -1,14 +1,15 @@
 """The processes of the publish benchmark: ranks of a trainer (FSDP) and of a server (TP), two
 worlds on one machine, that turn by turn move a version of the weights in one of several ways.
 
-A version differs from the one before in a chosen share of the trainer's shards. Every variant ends
-with the weights in the same tensors of the server ranks, which compare them with what they compute
-themselves. Peers send everything in every version; their targets are cleared first.
+A version differs from the one before in a chosen share of the trainer's shards, or of the elements
+of each shard. Every variant ends with the weights in the same tensors of the server ranks, which
+compare them with what they compute themselves. Peers send everything in every version; their
+targets are cleared first.
 """
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,9 +38,11 @@ from torchtitan_lite.schema.publish import PublishConfig
 from torchtitan_lite.torch_compat import local_tensor
 
 NUM_TRAINERS, NUM_SERVERS = 4, 2
-SHARES = (1.0, 0.1, 0.01)
 OURS = ("memory", "sockets")
-VARIANTS = (*OURS, "broadcast", "file")
+SHARES = {"shards": (1.0, 0.1, 0.01), "elements": (0.1, 0.01)}
+"""By what changes."""
+VARIANTS = {"shards": (*OURS, "broadcast", "file"), "elements": ("sockets", "broadcast")}
+"""By what changes. If elements do, deltas are published, which only sockets use."""
 COPY = "copy"
 """Variant that copies the shards into other memory of the trainer: the floor of its stall."""
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -52,39 +55,39 @@ def turn_name(share: float, variant: str) -> str:
 
 
 def train(
-    state: str, rounds: int, port: int, run_id: str, folder: str, file: str
+    state: str, changes: str, rounds: int, port: int, run_id: str, folder: str, file: str
 ) -> dict[str, list[Sequence[float]]]:
     """A rank of the trainer; return when it began to publish, and when it could go on, for each
     turn."""
     mesh = sharding_mesh(port=port)
-    trainer = _Trainer(mesh, state, port, run_id, Path(folder), Path(file))
-    turns = _alternate(trainer.turn, rounds)
+    trainer = _Trainer(mesh, state, changes, port, run_id, Path(folder), Path(file))
+    turns = _alternate(trainer.turn, changes, rounds)
     trainer.close()
     dist.destroy_process_group()
     return turns
 
 
 def serve(
-    state: str, rounds: int, port: int, run_id: str, folder: str, file: str
+    state: str, changes: str, rounds: int, port: int, run_id: str, folder: str, file: str
 ) -> dict[str, list[Sequence[float]]]:
     """A rank of the server; return when it had all weights, bytes received, and tensors that are
     wrong, for each turn."""
     dist.init_process_group("gloo")
-    server = _Server(state, port, Path(folder), Path(file))
-    turns = _alternate(server.turn, rounds)
+    server = _Server(state, changes, port, Path(folder), Path(file))
+    turns = _alternate(server.turn, changes, rounds)
     server.close()
     dist.destroy_process_group()
     return turns
 
 
 def _alternate(
-    turn: Callable[[float, str], Sequence[float]], rounds: int
+    turn: Callable[[float, str], Sequence[float]], changes: str, rounds: int
 ) -> dict[str, list[Sequence[float]]]:
     """Take all turns, in the same order on every rank."""
     turns = {
         turn_name(share, variant): partial(turn, share, variant)
-        for share in SHARES
-        for variant in VARIANTS
+        for share in SHARES[changes]
+        for variant in VARIANTS[changes]
     }
     turns[COPY] = partial(turn, 0.0, COPY)
     return alternate(turns, rounds, shuffled=True)
@@ -93,9 +96,9 @@ def _alternate(
 class _Rank:
     """What the ranks of both worlds have in common: the model, its changes, and groups across."""
 
-    def __init__(self, state: str, port: int, number: int) -> None:
+    def __init__(self, state: str, changes: str, port: int, number: int) -> None:
         """`number` counts the ranks of both worlds, trainers first."""
-        self._shapes = STATES[state]
+        self._shapes, self._changes = STATES[state], changes
         self._num_changes = 0
         store = TCPStore(
             "127.0.0.1",
@@ -126,28 +129,42 @@ class _Rank:
             name: torch.randn(shape, generator=generator) for name, shape in self._shapes.items()
         }
 
-    def _change(self, share: float) -> list[tuple[str, int]]:
-        """Draw shards, by name and trainer, that have this share of all bytes at most."""
+    def _change(self, share: float, shards: Mapping[tuple[str, int], torch.Tensor]) -> None:
+        """Change this share of the weights at most, as far as they are in `shards`, by name and
+        trainer."""
         self._num_changes += 1
-        shards = [(name, rank) for name in self._shapes for rank in range(NUM_TRAINERS)]
+        names = [(name, rank) for name in self._shapes for rank in range(NUM_TRAINERS)]
         sizes = {
             name: torch.Size(shape).numel() // NUM_TRAINERS for name, shape in self._shapes.items()
         }
+        if self._changes == "elements":
+            for number, (name, rank) in enumerate(names):
+                if (name, rank) in shards:
+                    draws = torch.Generator().manual_seed(self._num_changes * len(names) + number)
+                    drawn = torch.rand(sizes[name], generator=draws)
+                    shards[name, rank].view(torch.int32).view(-1).add_(drawn < share)
+            return
         left = share * NUM_TRAINERS * sum(sizes.values())
-        random.Random(self._num_changes).shuffle(shards)
-        changed = []
-        for name, rank in shards:
+        random.Random(self._num_changes).shuffle(names)
+        for name, rank in names:
             if sizes[name] <= left:
                 left -= sizes[name]
-                changed.append((name, rank))
-        return changed
+                if (name, rank) in shards:
+                    shards[name, rank].view(torch.int32).add_(1)
 
 
 class _Trainer(_Rank):
     def __init__(
-        self, mesh: Mesh, state: str, port: int, run_id: str, folder: Path, file: Path
+        self,
+        mesh: Mesh,
+        state: str,
+        changes: str,
+        port: int,
+        run_id: str,
+        folder: Path,
+        file: Path,
     ) -> None:
-        super().__init__(state, port, mesh.rank)
+        super().__init__(state, changes, port, mesh.rank)
         self._file, self._rank = file, mesh.rank
         self._tensors: dict[str, DTensor] = {}
         for name, whole in self._whole().items():
@@ -163,7 +180,12 @@ class _Trainer(_Rank):
         self._publisher = Publisher(
             # More versions than by default: turns are faster than steps of training, and a version
             # is not overwritten for 0.3 s after a server has sent it.
-            PublishConfig(enable=True, address="127.0.0.1", keep_versions=8),
+            PublishConfig(
+                enable=True,
+                address="127.0.0.1",
+                keep_versions=8,
+                deltas=changes == "elements",
+            ),
             self._tensors,
             mesh,
             run_id=run_id,
@@ -181,9 +203,8 @@ class _Trainer(_Rank):
 
     def turn(self, share: float, variant: str) -> Sequence[float]:
         if variant in OURS:
-            for name, rank in self._change(share):
-                if rank == self._rank:
-                    self._shards[name].view(torch.int32).add_(1)
+            own = {(name, self._rank): shard for name, shard in self._shards.items()}
+            self._change(share, own)
         send = {
             "memory": self._publish,
             "sockets": self._publish,
@@ -233,9 +254,9 @@ class _Trainer(_Rank):
 
 
 class _Server(_Rank):
-    def __init__(self, state: str, port: int, folder: Path, file: Path) -> None:
+    def __init__(self, state: str, changes: str, port: int, folder: Path, file: Path) -> None:
         self._rank = dist.get_rank()
-        super().__init__(state, port, NUM_TRAINERS + self._rank)
+        super().__init__(state, changes, port, NUM_TRAINERS + self._rank)
         self._file = file
         mesh = HolderMesh.ranks(NUM_SERVERS)
         self._layouts = {name: tp(name, mesh) for name in self._shapes}
@@ -277,9 +298,12 @@ class _Server(_Rank):
     def turn(self, share: float, variant: str) -> Sequence[float]:
         targets = self._targets.get(variant, self._targets["peers"])
         if variant in OURS:
-            for name, rank in self._change(share):
-                shard = self._expected[name].chunk(NUM_TRAINERS)[rank]
-                shard.view(torch.int32).add_(1)
+            shards = {
+                (name, rank): shard
+                for name, whole in self._expected.items()
+                for rank, shard in enumerate(whole.chunk(NUM_TRAINERS))
+            }
+            self._change(share, shards)
         else:
             for target in targets.values():
                 target.zero_()
@@ -306,7 +330,7 @@ class _Server(_Rank):
         )
         if update is None or update.version != self._num_changes:
             raise ChildFailed(f"Received {update} instead of version {self._num_changes}.")
-        return update.num_bytes
+        return update.num_bytes_received
 
     def _receive_broadcast(self) -> int:
         received = [self._sender.broadcast(whole, 0) for whole in self._received.values()]

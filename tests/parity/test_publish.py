@@ -174,6 +174,29 @@ def test_versions_may_have_another_dtype(dtype: str, pools: Pools, tmp_path: Pat
     _check(pools, folder, MESHES["fsdp-2"], more, "columns-2", "memory")
 
 
+@pytest.mark.parametrize(
+    ("trainer", "server"),
+    [
+        ("fsdp-2-tp-2", "columns-3"),
+        pytest.param("pp-2-fsdp-2", "rows-2-columns-2", marks=pytest.mark.matrix),
+        pytest.param("ep-2-etp-2", "columns-2", marks=pytest.mark.matrix),
+    ],
+)
+def test_changes_of_bfloat16_arrive_bit_by_bit(
+    trainer: str, server: str, pools: Pools, tmp_path: Path
+) -> None:
+    experts = EXPERTS if trainer in EXPERT_MESHES else {}
+    world_size, overrides = (MESHES | EXPERT_MESHES)[trainer]
+    # As in reinforcement learning, most weights change by less than bfloat16 represents.
+    small_steps = {"optimizer.lr": 1e-6, "publish.dtype": "bfloat16", "publish.deltas": True}
+    settings = {**overrides, **experts, **small_steps}
+    folder = tmp_path / "run" / "run"
+    for updates in pools(world_size).run(publish_and_receive, folder, settings, server, "server"):
+        assert [update and update.version for update in updates] == [1, 2, 3]
+        for update in updates[1:]:
+            assert update is not None and update.num_bytes_received < 0.5 * update.num_bytes
+
+
 @pytest.mark.parametrize("transport", ["memory", "server"])
 def test_initial_weights_are_version_0(transport: str, pools: Pools, tmp_path: Path) -> None:
     world_size, overrides = MESHES["fsdp-2"]

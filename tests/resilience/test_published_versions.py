@@ -41,7 +41,9 @@ from torchtitan_lite.schema.publish import PublishConfig
 SECRET = "0123456789abcdef0123456789abcdef"
 RUN_ID = "0123456789abcdef" * 2
 _RANKS = 2
-_SHAPES = {"a": (2 * _RANKS, 3), "b": (128 * _RANKS, 1024)}
+_SHAPES = {"a": (2 * _RANKS, 3), "b": (128 * _RANKS, 1024), "c": (128 * _RANKS, 1024)}
+_CHANGING_ROWS = {"a": 2, "b": 128, "c": 16}
+"""Of each rank's rows, the first that change: servers send those of "c" as a delta."""
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
 
@@ -59,8 +61,8 @@ def _publish(
     start: int,
     changing: Collection[str],
 ) -> None:
-    """Publish versions from `first` on: all numbers of the tensors `changing` are those of version
-    and start. Serve them if `port` is not 0."""
+    """Publish versions from `first` on: the changing rows of the tensors `changing` are those of
+    version and start. Serve them if `port` is not 0."""
     dist.init_process_group("gloo", store=FileStore(store, _RANKS), rank=rank, world_size=_RANKS)
     with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh:
         axis = mesh.device_mesh["dp_shard"]
@@ -71,7 +73,12 @@ def _publish(
             name: DTensor.from_local(tensor, axis, [Shard(0)]) for name, tensor in local.items()
         }
         publisher = Publisher(
-            PublishConfig(enable=True, address="127.0.0.1" if port else None, port=port),
+            PublishConfig(
+                enable=True,
+                address="127.0.0.1" if port else None,
+                port=port,
+                deltas=port > 0,
+            ),
             tensors,
             mesh,
             run_id=RUN_ID,
@@ -81,7 +88,8 @@ def _publish(
         )
         for version in range(first, 1 << 40):
             for name in changing:
-                local[name].fill_(version * _NUM_STARTS + start % _NUM_STARTS)
+                value = version * _NUM_STARTS + start % _NUM_STARTS
+                local[name][: _CHANGING_ROWS[name]].fill_(value)
             publisher.after_step(version, tensors)
             # As a step of training would, leave the processor to others.
             time.sleep(0.003)
@@ -140,7 +148,11 @@ def _subscribe(folder: Path, port: int) -> tuple[Subscription, dict[str, torch.T
 
 def _version_of(tensors: dict[str, torch.Tensor]) -> int:
     """Return the version that the tensors hold; they must hold one."""
-    values = {float(value) for tensor in tensors.values() for value in tensor.unique()}
+    values: set[float] = set()
+    for name, tensor in tensors.items():
+        changing, rest = tensor.unflatten(0, (_RANKS, -1)).tensor_split([_CHANGING_ROWS[name]], 1)
+        values.update(map(float, changing.unique()))
+        assert not rest.any()
     assert len(values) == 1, f"a mix of versions: {sorted(values)}"
     return int(values.pop()) // _NUM_STARTS
 
@@ -157,17 +169,18 @@ def _receive(folder: str, port: int) -> None:
 @pytest.mark.timeout(900)
 def test_a_killed_publisher_leaves_whole_versions(num_kills: int, port: int, folder: Path) -> None:
     draws = random.Random(num_kills)
-    version, num_updates = 0, 0
+    version, num_updates, num_bytes_saved = 0, 0, 0
     subscription, tensors = None, {}
 
     def receive(seconds: float) -> None:
-        nonlocal version, num_updates
+        nonlocal version, num_updates, num_bytes_saved
         assert subscription is not None
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if (update := subscription.update()) is not None:
                 assert _version_of(tensors) == update.version > version
                 version, num_updates = update.version, num_updates + 1
+                num_bytes_saved += update.num_bytes - update.num_bytes_received
 
     for number in range(num_kills):
         # A run that resumes publishes the numbers of lost steps again, with other values.
@@ -185,6 +198,7 @@ def test_a_killed_publisher_leaves_whole_versions(num_kills: int, port: int, fol
             receive(0.02)
         receive(0.01)
     assert subscription is not None and num_updates > num_kills
+    assert bool(num_bytes_saved) == bool(port)
     subscription.subscriber.close()
 
 
@@ -262,7 +276,7 @@ def test_strangers_and_wrong_sources_are_rejected(folder: Path) -> None:
         with pytest.raises(PublishError, match="another TORCHTITAN_LITE_TOKEN"):
             Subscriber(_source(folder, port), secret="f" * 32, timeout_s=0)
         for targets, problem in (
-            ([Target("c", torch.zeros(1))], "publishes no tensor 'c'"),
+            ([Target("d", torch.zeros(1))], "publishes no tensor 'd'"),
             ([Target("a", torch.zeros(3, 3))], r"has shape \[3, 3\]"),
             ([Target("a", torch.zeros(3), row=9)], "4 elements and no 9"),
         ):
@@ -278,7 +292,7 @@ def test_only_changed_parts_are_received(port: int, folder: Path) -> None:
         first, second = (own.update(timeout_s=60) for _ in range(2))
         assert first is not None and second is not None and second.version > first.version
         assert (first.num_bytes, first.num_bytes_unchanged) == (sum(sizes.values()), 0)
-        assert (second.num_bytes, second.num_bytes_unchanged) == (sizes["a"], sizes["b"])
+        assert (second.num_bytes, second.num_bytes_unchanged) == (sizes["a"], 2 * sizes["b"])
         assert tensors["a"].eq(second.version * _NUM_STARTS).all() and not tensors["b"].any()
         own.subscriber.close()
 
@@ -306,7 +320,8 @@ def test_after_a_failed_copy_the_targets_hold_no_version(
 ) -> None:
     with _publishing(folder, 1, 0):
         own, tensors = _subscribe(folder, 0)
-        targets = [Target("a", tensors["a"]), Target("b", tensors["b"].as_subclass(_Faulty))]
+        tensors["b"] = tensors["b"].as_subclass(_Faulty)
+        targets = [Target(name, one) for name, one in tensors.items()]
         own = own.subscriber.subscribe(targets)
         assert own.update(timeout_s=60) is not None
         monkeypatch.setattr(_Faulty, "is_faulty", True)

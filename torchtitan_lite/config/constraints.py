@@ -410,6 +410,11 @@ def _publish(config: Config) -> list[str]:
         )
     if publish.address is not None and (problem := secret_problem(os.environ.get(TOKEN, ""))):
         problems.append(f"publish.address = {publish.address!r}: {problem}")
+    if publish.deltas and publish.address is None:
+        problems.append(
+            "publish.deltas = true has no effect without publish.address: subscribers on this "
+            "machine read shared memory. Give an address, or disable it."
+        )
     return problems
 
 

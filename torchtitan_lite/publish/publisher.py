@@ -21,6 +21,7 @@ import xxhash
 from torch import nn
 
 from torchtitan_lite.checkpoint import (
+    DTYPES,
     Copier,
     SavePlan,
     first_message,
@@ -45,6 +46,7 @@ from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints, 
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.network import address_of_interface
+from torchtitan_lite.publish.deltas import encode_delta
 from torchtitan_lite.publish.hugging_face import HUGGING_FACE, hugging_face_to_json
 from torchtitan_lite.publish.pins import SlotLock
 from torchtitan_lite.publish.sources import INDEX_VERSION, PUBLISHED_FILE, PURPOSE, STATUS_VERSION
@@ -280,7 +282,9 @@ class Publisher:
         return None, None
 
     def _complete(self, slot: int, version: int, lock: SlotLock) -> None:
-        """Store the checksums, which makes the version visible."""
+        """Store the checksums, which makes the version visible, and serve it."""
+        # The newest version so far, which is not overwritten before this one is complete.
+        base = next(iter(self._region.complete_slots().values()), None)
         try:
             data = self._region.data(slot)
             digests = {
@@ -293,10 +297,34 @@ class Publisher:
         if self._server is not None:
             versions = list(self._region.complete_slots())
             about = {"session": self._session, "version": version, "digests": digests}
-            header = json.dumps(about).encode()
-            state = FramedState(header, data)
+            encoded: list[bytes] = []
+            if self._config.deltas and base is not None:
+                about["deltas"], encoded = self._deltas(base, slot, digests)
+            state = FramedState(json.dumps(about).encode(), data, *encoded)
             self._server.offer(version, state, keep=[INDEX_VERSION, STATUS_VERSION, *versions])
             self._offer_status(versions)
+
+    def _deltas(
+        self, base: int, slot: int, digests: Mapping[str, str]
+    ) -> tuple[dict[str, dict[str, Any]], list[bytes]]:
+        """Return the deltas of shards from the version in slot `base` to that in `slot`, and by
+        name where they are behind the data."""
+        old, new = self._region.data(base), self._region.data(slot)
+        old_digests = self._region.values(base)["digests"]
+        about: dict[str, dict[str, Any]] = {}
+        encoded: list[bytes] = []
+        offset = len(new)
+        for held in self._held:
+            part = slice(held.offset, held.offset + held.bytes)
+            if old_digests[held.name] == digests[held.name]:
+                continue
+            delta = encode_delta(old[part], new[part], DTYPES[held.dtype].itemsize)
+            if delta is not None:
+                size = len(delta)
+                about[held.name] = {"base": old_digests[held.name], "offset": offset, "bytes": size}
+                encoded.append(delta)
+                offset += size
+        return about, encoded
 
     def _announce(self, where: Mapping[str, Any]) -> None:
         """Write where the run publishes."""

@@ -1,7 +1,7 @@
 """Published parts of ranks, in this machine's shared memory or at the ranks' servers.
 
 Invariant: what a pinned version holds does not change, and is readable until it is released, or an
-error says that it is gone. Nothing is unpickled. Layer: above pins.
+error says that it is gone. Nothing is unpickled. Layer: above pins and deltas.
 """
 
 import json
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Event
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from torchtitan_lite.checkpoint.shared_memory import (
     slot_lock_path,
 )
 from torchtitan_lite.errors import DamagedSnapshot, PublishError, RpcError
+from torchtitan_lite.publish.deltas import Delta
 from torchtitan_lite.publish.pins import SlotLock
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.rpc.state_server import MAX_RANGES, MAX_ROWS, ByteRows
@@ -60,6 +61,15 @@ _T = TypeVar("_T")
 
 Block = tuple[str, tuple[slice, ...]]
 """A block of a local tensor, by its name."""
+
+
+class HeldShard(NamedTuple):
+    """A shard, of which a subscriber holds blocks of an earlier version."""
+
+    digest: str
+    """Checksum of the shard in that version."""
+    num_bytes: int
+    """Bytes of the blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +112,13 @@ class PinnedPart(Protocol):
     @property
     def digests(self) -> Mapping[str, str]:
         """Checksums of the local tensors, by name."""
+        ...
+
+    def deltas(
+        self, held: Mapping[str, HeldShard], is_cancelled: Callable[[], bool] = lambda: False
+    ) -> dict[str, Delta]:
+        """Return the deltas by name that the publisher has for shards that the subscriber holds, if
+        they are smaller than what it wants of them. Raises as `blocks` does, and PublishError."""
         ...
 
     def blocks(
@@ -154,6 +171,12 @@ class _SharedPart:
     ) -> None:
         self._data, self._held, self._lock = region.data(slot), held, lock
         self.digests: Mapping[str, str] = region.values(slot)["digests"]
+
+    def deltas(
+        self, held: Mapping[str, HeldShard], is_cancelled: Callable[[], bool] = lambda: False
+    ) -> dict[str, Delta]:
+        """Return none: blocks are read where they are."""
+        return {}
 
     def blocks(
         self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
@@ -252,6 +275,32 @@ class _ServedPart:
         if about.get("session") != description.session:
             raise VersionGone(f"Version {version} is of another start of the run.")
         self.digests: Mapping[str, str] = about["digests"]
+        self._deltas: Mapping[str, Mapping[str, Any]] = about.get("deltas", {})
+
+    def deltas(
+        self, held: Mapping[str, HeldShard], is_cancelled: Callable[[], bool] = lambda: False
+    ) -> dict[str, Delta]:
+        sizes: dict[str, int] = {}
+        rows: list[ByteRows] = []
+        for name, shard in held.items():
+            delta = self._deltas.get(name)
+            if delta is None or delta["base"] != shard.digest or delta["bytes"] >= shard.num_bytes:
+                continue
+            sizes[name] = delta["bytes"]
+            rows += _in_requests(ByteRows(self._data_start + delta["offset"], delta["bytes"]))
+        received = memoryview(bytearray(sum(sizes.values())))
+        targets, start = [], 0
+        for one in rows:
+            targets.append(received[start : start + one.num_bytes])
+            start += one.num_bytes
+        self._fetch(rows, targets, is_cancelled)
+        found, start = {}, 0
+        for name, size in sizes.items():
+            shard = self._held[name]
+            raw = received[start : start + size]
+            found[name] = Delta.decode(raw, shard.local_shape, DTYPES[shard.dtype])
+            start += size
+        return found
 
     def blocks(
         self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
@@ -272,6 +321,16 @@ class _ServedPart:
                     rows.append(one._replace(start=start))
                     targets.append(into[target : target + one.num_bytes])
                     target += one.num_bytes
+        self._fetch(rows, targets, is_cancelled)
+        return found
+
+    def _fetch(
+        self,
+        rows: Sequence[ByteRows],
+        targets: Sequence[memoryview],
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        """Fill `targets`, one for each of `rows`. Raises VersionGone."""
         self._connection.select(self._version)
         try:
             for first, stop in _requests(rows):
@@ -283,7 +342,6 @@ class _ServedPart:
                     raise VersionGone(f"Version {self._version} was replaced.")
         except RpcError as error:
             raise VersionGone(str(error)) from None
-        return found
 
     def release(self) -> None:
         """The server keeps a version for a short time after each request."""

@@ -6,6 +6,7 @@ Layer: above sources.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint import DTYPES
 from torchtitan_lite.errors import LayoutError, PublishError
+from torchtitan_lite.publish.deltas import ChangedElements
 from torchtitan_lite.publish.sources import (
+    HeldShard,
     PinnedPart,
     Publication,
     VersionGone,
@@ -67,6 +70,8 @@ class Update:
     """Bytes of changed blocks, as published."""
     num_bytes_unchanged: int
     """Bytes of blocks that the targets held already."""
+    num_bytes_received: int
+    """Bytes received for the changed blocks: fewer than they have if deltas are published."""
     seconds: float
 
 
@@ -176,6 +181,7 @@ class Subscription:
             version=version,
             num_bytes=sum(read.num_bytes for read in pinned.reads),
             num_bytes_unchanged=pinned.num_bytes_unchanged,
+            num_bytes_received=pinned.num_bytes_received,
             seconds=time.perf_counter() - started,
         )
 
@@ -214,21 +220,54 @@ class Subscription:
         changed = {key for key, digest in digests.items() if self._digests.get(key) != digest}
         reads = [read for read in self._reads if (read.rank, read.name) in changed]
         total = sum(read.num_bytes for read in self._reads)
-        wanted = {
-            rank: [(read.name, read.source) for read in some]
-            for rank, some in groupby(reads, attrgetter("rank"))
-        }
+        wanted = {rank: list(some) for rank, some in groupby(reads, attrgetter("rank"))}
 
-        def receive(rank: int, is_cancelled: Callable[[], bool]) -> list[torch.Tensor]:
-            return parts[rank].blocks(wanted[rank], is_cancelled)
+        def receive(rank: int, is_cancelled: Callable[[], bool]) -> _Received:
+            return self._receive_part(parts[rank], wanted[rank], is_cancelled)
 
-        blocks = publication.map_ranks(receive, list(wanted))
+        received = publication.map_ranks(receive, list(wanted))
         return _Pinned(
             digests=digests,
             reads=reads,
-            blocks=[block for some in blocks for block in some],
+            contents=[content for one in received for content in one.contents],
             num_bytes_unchanged=total - sum(read.num_bytes for read in reads),
+            num_bytes_received=sum(one.num_bytes for one in received),
         )
+
+    def _receive_part(
+        self, part: PinnedPart, reads: Sequence[_Read], is_cancelled: Callable[[], bool]
+    ) -> "_Received":
+        """Receive what reads of one rank need: deltas of shards where there are smaller ones."""
+        wanted_bytes: dict[str, int] = defaultdict(int)
+        for read in reads:
+            wanted_bytes[read.name] += read.num_bytes
+        rank = reads[0].rank
+        held = {
+            name: HeldShard(digest, num_bytes)
+            for name, num_bytes in wanted_bytes.items()
+            if (digest := self._digests.get((rank, name))) is not None
+        }
+        deltas = part.deltas(held, is_cancelled)
+        wanted = [(read.name, read.source) for read in reads if read.name not in deltas]
+        blocks = part.blocks(wanted, is_cancelled)
+        left = iter(blocks)
+        return _Received(
+            contents=[
+                deltas[read.name].within(read.source) if read.name in deltas else next(left)
+                for read in reads
+            ],
+            num_bytes=sum(one.num_bytes for one in deltas.values())
+            + sum(block.nbytes for block in blocks),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Received:
+    """What reads of one rank have received."""
+
+    contents: Sequence[torch.Tensor | ChangedElements]
+    """Of each read."""
+    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,15 +276,20 @@ class _Pinned:
 
     digests: dict[tuple[int, str], str]
     reads: Sequence[_Read]
-    blocks: Sequence[torch.Tensor]
-    """Block of each read: received, or in the publisher's shared memory."""
+    contents: Sequence[torch.Tensor | ChangedElements]
+    """Of each read, its block, received or in the publisher's shared memory, or the elements that
+    differ."""
     num_bytes_unchanged: int
+    num_bytes_received: int
 
 
 def _copy(pinned: _Pinned) -> int:
-    """Copy the blocks into the targets."""
-    for read, block in zip(pinned.reads, pinned.blocks, strict=True):
-        read.into.copy_(block)
+    """Copy the contents into the targets."""
+    for read, content in zip(pinned.reads, pinned.contents, strict=True):
+        if isinstance(content, ChangedElements):
+            content.copy_to(read.into)
+        else:
+            read.into.copy_(content)
     return 0
 
 

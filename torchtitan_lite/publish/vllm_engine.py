@@ -104,7 +104,7 @@ class PublishedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             _logger.info(
                 "Weights of version %d: received %.1f MiB in %.3f s.",
                 update.version,
-                update.num_bytes / 2**20,
+                update.num_bytes_received / 2**20,
                 update.seconds,
             )
         elif self._subscription.version in (None, self.version):

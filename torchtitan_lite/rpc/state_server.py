@@ -105,24 +105,23 @@ class _Offer(NamedTuple):
 
 
 class FramedState:
-    """A header, which 8 bytes of its length precede, and data; clients read the header with
-    `StateConnection.fetch_header`."""
+    """A header, which 8 bytes of its length precede, and data in one or more pieces; clients read
+    the header with `StateConnection.fetch_header`."""
 
-    def __init__(self, header: bytes, data: bytes | memoryview = b"") -> None:
-        self._header = memoryview(len(header).to_bytes(8, "little") + header)
-        self._data = memoryview(data)
+    def __init__(self, header: bytes, *data: bytes | memoryview) -> None:
+        self._pieces = [memoryview(len(header).to_bytes(8, "little") + header)]
+        self._pieces += map(memoryview, data)
 
     @property
     def length(self) -> int:
-        return len(self._header) + len(self._data)
+        return sum(map(len, self._pieces))
 
     def read(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the bytes from `start` to `stop`."""
-        size = len(self._header)
-        if start < size:
-            yield self._header[start:stop]
-        if stop > size:
-            yield self._data[max(start - size, 0) : stop - size]
+        for piece in self._pieces:
+            if start < len(piece) and stop > 0:
+                yield piece[max(start, 0) : stop]
+            start, stop = start - len(piece), stop - len(piece)
 
 
 class StateServer:

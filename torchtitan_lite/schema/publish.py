@@ -31,3 +31,8 @@ class PublishConfig(Section):
     port: Annotated[int, between(0, 65535)] = 0
     """Port of the first rank's server, the URL of which subscribers use. 0: any free one, as
     `published.json` in the output folder tells, and another one after a restart."""
+    deltas: bool = False
+    """Also serve what has changed since the version before, element by element. Subscribers on
+    other machines that hold that version receive it instead of the shards where it is smaller, with
+    the same result. Each rank compares both versions after each publication, and needs memory for
+    the changes: at most half of its published shards per version."""

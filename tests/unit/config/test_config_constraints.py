@@ -458,6 +458,15 @@ def test_a_wait_for_subscribers_ends_before_collectives_do(config) -> None:
     check_against(config(*waits, "--publish.when_in_use=skip"), 1)
 
 
+def test_deltas_need_an_address(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHTITAN_LITE_TOKEN", "0123456789abcdef")
+    deltas = ["--publish.enable=true", "--publish.deltas=true"]
+    assert "publish.deltas = true has no effect without publish.address" in config_error(
+        config(*deltas)
+    )
+    check_against(config(*deltas, "--publish.address=127.0.0.1"), 1)
+
+
 def test_unsupported_numbers_of_microbatches_are_rejected_with_the_nearest_batch(config) -> None:
     arguments = ["--parallelism.pipeline_parallel_degree", "2"]
     arguments += ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]

@@ -71,7 +71,13 @@ class Subscription:
             return None
         self.version = self.published.pop(0)
         self._targets["w"].fill_(self.version)
-        return Update(version=self.version, num_bytes=4, num_bytes_unchanged=0, seconds=0.1)
+        return Update(
+            version=self.version,
+            num_bytes=4,
+            num_bytes_unchanged=0,
+            num_bytes_received=4,
+            seconds=0.1,
+        )
 
 
 class Subscriber:
