@@ -130,8 +130,8 @@ class _Rank:
         }
 
     def _change(self, share: float, shards: Mapping[tuple[str, int], torch.Tensor]) -> None:
-        """Change this share of the weights at most, as far as they are in `shards`, by name and
-        trainer."""
+        """Change about this share of the weights, as far as they are in `shards`, by name and
+        trainer: of whole shards not more."""
         self._num_changes += 1
         names = [(name, rank) for name in self._shapes for rank in range(NUM_TRAINERS)]
         sizes = {

@@ -16,6 +16,7 @@ from tests.forks import run_command
 from tests.publishing import publishing_run
 from torchtitan_lite.publish import Subscriber, Target, hugging_face_targets
 from torchtitan_lite.publish.hugging_face import hugging_face_config
+from torchtitan_lite.publish.sources import PUBLISHED_FILE, read_json
 
 _FAMILIES = {
     "llama3": (),
@@ -86,6 +87,23 @@ def test_the_command_writes_folders_that_transformers_loads(tmp_path: Path) -> N
     os.environ.pop("TORCHTITAN_LITE_TOKEN", None)
     failed = run_command("subscribe", str(tmp_path), "--timeout", "1", status=1)
     assert "publishes no weights" in failed and "Traceback" not in failed
+
+
+def test_the_command_receives_deltas_from_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setenv("TORCHTITAN_LITE_TOKEN", "0123456789abcdef0123456789abcdef")
+    small_steps = ("--optimizer.lr=1e-6", "--lr_scheduler.warmup_steps=0")
+    settings = ("--publish.address=127.0.0.1", "--publish.deltas=true", "--publish.dtype=bfloat16")
+    with publishing_run(run, *settings, *small_steps, "--publish.keep_versions=8"):
+        url = read_json((run / PUBLISHED_FILE).read_bytes())["url"]
+        command = [sys.executable, "-m", "torchtitan_lite", "subscribe", url, "--versions", "4"]
+        # A fork would lack the token.
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    first, *later = re.findall(r"MiB changed, (.*)received in", output)
+    assert first == "" and len(later) == 3
+    assert all(re.fullmatch(r"[0-2]\.\d MiB ", received) for received in later), output
 
 
 def test_the_client_imports_little() -> None:

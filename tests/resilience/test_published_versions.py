@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.processes import free_port
 from tests import launch
 from tests.forks import FORK_SERVER
+from tests.unit.publish.conftest import received
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     SHARED_MEMORY,
     run_folder,
@@ -42,8 +43,8 @@ SECRET = "0123456789abcdef0123456789abcdef"
 RUN_ID = "0123456789abcdef" * 2
 _RANKS = 2
 _SHAPES = {"a": (2 * _RANKS, 3), "b": (128 * _RANKS, 1024), "c": (128 * _RANKS, 1024)}
-_CHANGING_ROWS = {"a": 2, "b": 128, "c": 16}
-"""Of each rank's rows, the first that change: servers send those of "c" as a delta."""
+_NUM_PARTS = 8
+"""Parts of "c" on each rank. A version changes one: servers send it as a delta."""
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
 
@@ -61,8 +62,8 @@ def _publish(
     start: int,
     changing: Collection[str],
 ) -> None:
-    """Publish versions from `first` on: the changing rows of the tensors `changing` are those of
-    version and start. Serve them if `port` is not 0."""
+    """Publish versions from `first` on: all numbers of the tensors `changing` are those of version
+    and start, of "c" those of a part. Serve them if `port` is not 0."""
     dist.init_process_group("gloo", store=FileStore(store, _RANKS), rank=rank, world_size=_RANKS)
     with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh:
         axis = mesh.device_mesh["dp_shard"]
@@ -88,8 +89,9 @@ def _publish(
         )
         for version in range(first, 1 << 40):
             for name in changing:
-                value = version * _NUM_STARTS + start % _NUM_STARTS
-                local[name][: _CHANGING_ROWS[name]].fill_(value)
+                part = local["c"].chunk(_NUM_PARTS)[version % _NUM_PARTS]
+                changed = part if name == "c" else local[name]
+                changed.fill_(version * _NUM_STARTS + start % _NUM_STARTS)
             publisher.after_step(version, tensors)
             # As a step of training would, leave the processor to others.
             time.sleep(0.003)
@@ -148,13 +150,20 @@ def _subscribe(folder: Path, port: int) -> tuple[Subscription, dict[str, torch.T
 
 def _version_of(tensors: dict[str, torch.Tensor]) -> int:
     """Return the version that the tensors hold; they must hold one."""
-    values: set[float] = set()
-    for name, tensor in tensors.items():
-        changing, rest = tensor.unflatten(0, (_RANKS, -1)).tensor_split([_CHANGING_ROWS[name]], 1)
-        values.update(map(float, changing.unique()))
-        assert not rest.any()
+    values = {float(value) for name in ("a", "b") for value in tensors[name].unique()}
     assert len(values) == 1, f"a mix of versions: {sorted(values)}"
-    return int(values.pop()) // _NUM_STARTS
+    newest = int(values.pop())
+    version = newest // _NUM_STARTS
+    # The last versions changed one part of "c" each; those before the start none.
+    parts = tensors["c"].unflatten(0, (_RANKS, _NUM_PARTS, -1))
+    found = []
+    for before in range(min(_NUM_PARTS, version)):
+        (value,) = parts[:, (version - before) % _NUM_PARTS].unique().tolist()
+        found.append(value)
+    count = found.index(0) if 0 in found else len(found)
+    assert count > 0 and not any(found[count:]), f"a mix of versions: {found}"
+    assert found[:count] == [newest - before * _NUM_STARTS for before in range(count)]
+    return version
 
 
 def _receive(folder: str, port: int) -> None:
@@ -260,7 +269,7 @@ def test_a_publisher_skips_versions_while_all_slots_are_read(folder: Path) -> No
         time.sleep(0.5)
         assert subscriber.newest() == last
         wanted = [("a", (slice(0, 1), slice(0, 1)))]
-        held = [parts[0].blocks(wanted)[0] for parts in pins.values()]
+        held = [received(parts[0], wanted)[0] for parts in pins.values()]
         assert [int(block) // _NUM_STARTS for block in held] == list(pins)
         for part in (part for parts in pins.values() for part in parts):
             part.release()
@@ -292,8 +301,12 @@ def test_only_changed_parts_are_received(port: int, folder: Path) -> None:
         first, second = (own.update(timeout_s=60) for _ in range(2))
         assert first is not None and second is not None and second.version > first.version
         assert (first.num_bytes, first.num_bytes_unchanged) == (sum(sizes.values()), 0)
-        assert (second.num_bytes, second.num_bytes_unchanged) == (sizes["a"], 2 * sizes["b"])
-        assert tensors["a"].eq(second.version * _NUM_STARTS).all() and not tensors["b"].any()
+        assert (second.num_bytes, second.num_bytes_unchanged) == (
+            sizes["a"],
+            sizes["b"] + sizes["c"],
+        )
+        assert tensors["a"].eq(second.version * _NUM_STARTS).all()
+        assert not tensors["b"].any() and not tensors["c"].any()
         own.subscriber.close()
 
 

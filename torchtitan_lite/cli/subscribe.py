@@ -64,9 +64,9 @@ def _receive(options: argparse.Namespace, subscriber: Subscriber) -> None:
             )
         num_versions += 1
         whole = update.num_bytes + update.num_bytes_unchanged
-        # Of shards of which only changes were sent.
-        is_less = update.num_bytes_received < update.num_bytes
-        received = f"{update.num_bytes_received / _MIB:.1f} MiB " if is_less else ""
+        # With deltas, fewer bytes are received than have changed.
+        has_deltas = update.num_bytes_received < update.num_bytes
+        received = f"{update.num_bytes_received / _MIB:.1f} MiB " if has_deltas else ""
         print(
             f"version {update.version}: {update.num_bytes / _MIB:.1f} of {whole / _MIB:.1f} MiB "
             f"changed, {received}received in {update.seconds:.3f} s",

@@ -1,125 +1,204 @@
-"""Deltas: the elements of a shard that differ from those of an earlier version, by position and
+"""Deltas: the elements of a shard that differ from those of the version before, by position and
 value.
 
-Values are compared and stored as raw bits, so the earlier shard and its delta give exactly the
+Values are compared, stored and set as raw bits, so the earlier shard and its delta give exactly the
 later one. A delta is, for each block of 65,536 elements, the number of those that differ (4 bytes),
-then their values, then their positions within the blocks (2 bytes each).
+then their values, then their positions in the blocks (2 bytes each).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchtitan_lite.checkpoint import DTYPES
+from torchtitan_lite.checkpoint.shared_memory import HeldTensor
 from torchtitan_lite.errors import PublishError
 from torchtitan_lite.redistribute.program import RAW_DTYPES
 
-MAX_SHARE = 0.5
+_MAX_SHARE = 0.5
 """Maximum bytes of a delta, as a share of those of the shard."""
 _BLOCK = 1 << 16
 _COUNT, _POSITION = np.dtype("<u4"), np.dtype("<u2")
-_CHUNK = 64 * _BLOCK
-"""Elements that are compared at the same time, which bounds memory."""
+_BLOCKS_AT_ONCE = 16
+"""Blocks that are compared or copied at the same time, which bounds memory: 1 M elements."""
 
 
 def encode_delta(old: memoryview, new: memoryview, itemsize: int) -> bytes | None:
     """Return the delta from `old` to `new`, both shards of elements of `itemsize` bytes; None if it
-    is larger than `MAX_SHARE`."""
+    exceeds half of the shard."""
     before, after = _raw(old, itemsize), _raw(new, itemsize)
-    left = int(MAX_SHARE * len(new)) - _COUNT.itemsize * _num_blocks(len(after))
-    counts, values, positions = [], [], []
-    for first in range(0, len(after), _CHUNK):
-        chunk = after[first : first + _CHUNK]
-        found = np.flatnonzero(before[first : first + _CHUNK] != chunk)
+    left = int(_MAX_SHARE * len(new)) - _COUNT.itemsize * _num_blocks(len(after))
+    counts: list[bytes] = []
+    values: list[bytes] = []
+    positions: list[bytes] = []
+    for first in range(0, len(after), _BLOCKS_AT_ONCE * _BLOCK):
+        chunk = after[first : first + _BLOCKS_AT_ONCE * _BLOCK]
+        found = np.flatnonzero(before[first : first + len(chunk)] != chunk)
         left -= len(found) * (itemsize + _POSITION.itemsize)
         if left < 0:
             return None
-        counts.append(np.bincount(found // _BLOCK, minlength=_num_blocks(len(chunk))))
-        values.append(chunk[found])
-        positions.append(found % _BLOCK)
-    parts = [
-        np.concatenate(counts).astype(_COUNT),
-        np.concatenate(values),
-        np.concatenate(positions).astype(_POSITION),
-    ]
-    return b"".join(part.tobytes() for part in parts)
+        per_block = np.bincount(found // _BLOCK, minlength=_num_blocks(len(chunk)))
+        counts.append(per_block.astype(_COUNT).tobytes())
+        values.append(chunk[found].tobytes())
+        positions.append((found % _BLOCK).astype(_POSITION).tobytes())
+    return b"".join([*counts, *values, *positions])
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChangedElements:
-    """Elements of a tensor, and their new values."""
-
-    indices: tuple[torch.Tensor, ...]
-    """Index of each element, per dim."""
-    values: torch.Tensor
-
-    def copy_to(self, tensor: torch.Tensor) -> None:
-        """Set the elements of `tensor`, in its dtype and on its device."""
-        # As integers: torch does not set single elements of all dtypes.
-        raw = RAW_DTYPES[tensor.dtype.itemsize]
-        indices = tuple(index.to(tensor.device) for index in self.indices)
-        values = self.values.to(tensor.device, tensor.dtype)
-        tensor.view(raw).index_put_(indices, values.view(raw))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Delta:
-    """A decoded delta."""
+    """A received delta of a shard."""
 
-    shape: tuple[int, ...]
-    """Shape of the shard."""
-    positions: NDArray[np.int64]
-    """Positions in the flat shard, which increase."""
-    values: torch.Tensor
+    def __init__(self, raw: memoryview, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """`shape` is that of the shard, which has at least one dim. Raises PublishError if `raw` is
+        not a delta of such a shard."""
+        self._shape, self._dtype = tuple(shape), dtype
+        num_elements = prod(shape)
+        num_blocks, width = _num_blocks(num_elements), dtype.itemsize + _POSITION.itemsize
+        start = num_blocks * _COUNT.itemsize
+        count, rest = divmod(len(raw) - start, width)
+        if not num_blocks or count < 0 or rest:
+            raise PublishError(f"A delta of {len(raw)} bytes does not fit shape {list(shape)}.")
+        stop = start + count * dtype.itemsize
+        self._counts = np.frombuffer(raw[:start], _COUNT)
+        self._values = _raw(raw[start:stop], dtype.itemsize)
+        self._positions = np.frombuffer(raw[stop:], _POSITION)
+        self._starts = np.concatenate([[0], np.cumsum(self._counts, dtype=np.int64)])
+        if self._starts[-1] != count:
+            raise PublishError(f"A delta has {count} elements and counts {self._starts[-1]}.")
+        increases = self._positions[1:] > self._positions[:-1]
+        # From one block to the next, they need not.
+        increases[self._starts[(self._starts > 0) & (self._starts < count)] - 1] = True
+        last = self._positions[self._starts[-2] :]
+        fits = len(last) == 0 or int(last[-1]) < num_elements - (num_blocks - 1) * _BLOCK
+        if not (fits and increases.all()):
+            raise PublishError(f"The positions of a delta do not fit shape {list(shape)}.")
+
+    def __len__(self) -> int:
+        """Return the number of elements."""
+        return len(self._positions)
+
+    def copy_to(self, tensor: torch.Tensor, block: Sequence[slice]) -> None:
+        """Set the elements of `block` of the shard in `tensor`, which holds it in its own dtype, on
+        its device and with its strides."""
+        # As integers: torch does not set single elements of all dtypes.
+        raw = RAW_DTYPES.get(tensor.dtype.itemsize, tensor.dtype)
+        target = tensor.view(raw)
+        stride = prod(self._shape[1:])
+        first, stop = block[0].start * stride, block[0].stop * stride
+        whole = [slice(0, dim) for dim in self._shape[1:]]
+        is_flat = list(block[1:]) == whole and tensor.is_contiguous()
+        for positions, values in self._between(first, stop):
+            if is_flat:
+                target, indices = target.view(-1), (positions - first,)
+            else:
+                indices, inside = _in_block(positions, self._shape, block)
+                values = values[inside]
+            target.index_put_(
+                tuple(torch.from_numpy(index).to(tensor.device) for index in indices),
+                # A copy, because those of a buffer may be unaligned.
+                torch.from_numpy(values.copy())
+                .view(self._dtype)
+                .to(tensor.device, tensor.dtype)
+                .view(raw),
+            )
+
+    def _between(self, first: int, stop: int) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+        """Yield positions in the flat shard from `first` to `stop`, and their values, some at a
+        time."""
+        for block in range(first // _BLOCK, _num_blocks(stop), _BLOCKS_AT_ONCE):
+            blocks = np.arange(block, min(block + _BLOCKS_AT_ONCE, _num_blocks(stop)))
+            part = slice(self._starts[blocks[0]], self._starts[blocks[-1] + 1])
+            positions = np.repeat(blocks * _BLOCK, self._counts[blocks]) + self._positions[part]
+            begin, end = np.searchsorted(positions, [first, stop])
+            if begin < end:
+                yield positions[begin:end], self._values[part][begin:end]
+
+
+class DeltaHistory:
+    """Deltas of the last versions. One that follows the other gives the newest version from an
+    older one."""
+
+    def __init__(self, num_versions: int) -> None:
+        self._versions: deque[_VersionDeltas] = deque(maxlen=num_versions)
+        """Newest first."""
+
+    def add(
+        self,
+        held: Iterable[HeldTensor],
+        old: memoryview,
+        new: memoryview,
+        old_digests: Mapping[str, str],
+        new_digests: Mapping[str, str],
+    ) -> None:
+        """Add the deltas from one version to the next: the slots that hold their shards, and the
+        checksums of these."""
+        links: dict[str, _Link] = {}
+        encoded: list[bytes] = []
+        start = 0
+        for one in held:
+            base, digest = old_digests[one.name], new_digests[one.name]
+            if base == digest or not one.local_shape:
+                continue
+            part = slice(one.offset, one.offset + one.bytes)
+            delta = encode_delta(old[part], new[part], DTYPES[one.dtype].itemsize)
+            if delta is not None:
+                links[one.name] = _Link(base, digest, start, len(delta))
+                encoded.append(delta)
+                start += len(delta)
+        self._versions.appendleft(_VersionDeltas(links, b"".join(encoded)))
+
+    def clear(self) -> None:
+        """Drop all deltas."""
+        self._versions.clear()
+
+    def encoded(self) -> list[bytes]:
+        """Return the deltas of each version, newest first."""
+        return [version.encoded for version in self._versions]
+
+    def chains(self, digests: Mapping[str, str], offset: int) -> dict[str, list[dict[str, Any]]]:
+        """Describe the deltas that lead to shards with these checksums, by name and newest first:
+        from which checksum, and where, if `encoded` begins at `offset`."""
+        chains: dict[str, list[dict[str, Any]]] = {}
+        for version in self._versions:
+            for name, link in version.links.items():
+                chain = chains.setdefault(name, [])
+                if link.digest == (chain[-1]["base"] if chain else digests[name]):
+                    where = {"offset": offset + link.start, "bytes": link.num_bytes}
+                    chain.append({"base": link.base, **where})
+            offset += len(version.encoded)
+        return {name: chain for name, chain in chains.items() if chain}
+
+
+class _Link(NamedTuple):
+    """A delta of a shard between two checksums, and where it is in those of its version."""
+
+    base: str
+    digest: str
+    start: int
     num_bytes: int
 
-    @classmethod
-    def decode(cls, raw: memoryview, shape: Sequence[int], dtype: torch.dtype) -> Self:
-        """Raises PublishError if `raw` is not a delta of such a shard."""
-        num_elements, itemsize = prod(shape), dtype.itemsize
-        num_blocks = _num_blocks(num_elements)
-        start = num_blocks * _COUNT.itemsize
-        count, rest = divmod(len(raw) - start, itemsize + _POSITION.itemsize)
-        if count < 0 or rest:
-            raise PublishError(f"A delta of {len(raw)} bytes does not fit shape {list(shape)}.")
-        counts = np.frombuffer(raw[:start], _COUNT)
-        # A copy, which is aligned.
-        values = _raw(raw[start : start + count * itemsize], itemsize).copy()
-        offsets = np.frombuffer(raw[start + count * itemsize :], _POSITION)
-        if int(counts.sum(dtype=np.int64)) != count:
-            raise PublishError(f"A delta has {count} elements and counts {int(counts.sum())}.")
-        blocks = np.repeat(np.arange(num_blocks, dtype=np.int64) * _BLOCK, counts)
-        positions = blocks + offsets
-        if count and (positions[-1] >= num_elements or (np.diff(positions) <= 0).any()):
-            raise PublishError(f"The positions of a delta do not fit shape {list(shape)}.")
-        return cls(
-            shape=tuple(shape),
-            positions=positions,
-            values=torch.from_numpy(values).view(dtype),
-            num_bytes=len(raw),
-        )
 
-    def within(self, block: Sequence[slice]) -> ChangedElements:
-        """Return the elements of a block of the shard, with indices in the block."""
-        stride = prod(self.shape[1:])
-        first, stop = np.searchsorted(
-            self.positions, [block[0].start * stride, block[0].stop * stride]
-        )
-        indices = np.unravel_index(self.positions[first:stop], self.shape)
-        inside = np.ones(stop - first, dtype=bool)
-        for index, part in zip(indices[1:], block[1:], strict=True):
-            inside &= (part.start <= index) & (index < part.stop)
-        return ChangedElements(
-            indices=tuple(
-                torch.from_numpy(index[inside] - part.start)
-                for index, part in zip(indices, block, strict=True)
-            ),
-            values=self.values[first:stop][torch.from_numpy(inside)],
-        )
+class _VersionDeltas(NamedTuple):
+    links: dict[str, _Link]
+    """By name of the shard."""
+    encoded: bytes
+
+
+def _in_block(
+    positions: NDArray[np.int64], shape: Sequence[int], block: Sequence[slice]
+) -> tuple[tuple[NDArray[np.int64], ...], NDArray[np.bool_]]:
+    """Return the indices in a block, per dim, of those positions in the flat shard that are in it,
+    and which these are. Their index in dim 0 must be in the block."""
+    indices = np.unravel_index(positions, shape)
+    inside = np.ones(len(positions), dtype=bool)
+    for index, part in zip(indices[1:], block[1:], strict=True):
+        inside &= (part.start <= index) & (index < part.stop)
+    moved = (index[inside] - part.start for index, part in zip(indices, block, strict=True))
+    return tuple(moved), inside
 
 
 def _raw(data: memoryview, itemsize: int) -> NDArray[Any]:

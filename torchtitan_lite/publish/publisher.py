@@ -21,7 +21,6 @@ import xxhash
 from torch import nn
 
 from torchtitan_lite.checkpoint import (
-    DTYPES,
     Copier,
     SavePlan,
     first_message,
@@ -46,7 +45,7 @@ from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints, 
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.network import address_of_interface
-from torchtitan_lite.publish.deltas import encode_delta
+from torchtitan_lite.publish.deltas import DeltaHistory
 from torchtitan_lite.publish.hugging_face import HUGGING_FACE, hugging_face_to_json
 from torchtitan_lite.publish.pins import SlotLock
 from torchtitan_lite.publish.sources import INDEX_VERSION, PUBLISHED_FILE, PURPOSE, STATUS_VERSION
@@ -67,6 +66,8 @@ _VERSION_BYTES = 24
 """Bytes of a version as JSON."""
 _DIGEST_BYTES = 48
 """Bytes of a checksum as JSON, beside the name."""
+_HEADER_BYTES = 4096
+"""A version's header has a multiple of these bytes."""
 
 
 class Publisher:
@@ -90,6 +91,7 @@ class Publisher:
         self._config, self._mesh = config, mesh
         self._published_file = folder / PUBLISHED_FILE
         self._server: StateServer | None = None
+        self._deltas = DeltaHistory(config.keep_versions) if config.deltas else None
         self._finishing: Future[None] | None = None
         self._is_skipping = False
         """Whether the last call warned, or would have."""
@@ -283,9 +285,9 @@ class Publisher:
 
     def _complete(self, slot: int, version: int, lock: SlotLock) -> None:
         """Store the checksums, which makes the version visible, and serve it."""
-        # The newest version so far, which is not overwritten before this one is complete.
-        base = next(iter(self._region.complete_slots().values()), None)
         try:
+            # The newest version so far, which is not overwritten before this one is complete.
+            base = next(iter(self._region.complete_slots().values()), None)
             data = self._region.data(slot)
             digests = {
                 held.name: xxhash.xxh3_64_hexdigest(data[held.offset : held.offset + held.bytes])
@@ -295,36 +297,38 @@ class Publisher:
         finally:
             lock.release()
         if self._server is not None:
-            versions = list(self._region.complete_slots())
-            about = {"session": self._session, "version": version, "digests": digests}
-            encoded: list[bytes] = []
-            if self._config.deltas and base is not None:
-                about["deltas"], encoded = self._deltas(base, slot, digests)
-            state = FramedState(json.dumps(about).encode(), data, *encoded)
-            self._server.offer(version, state, keep=[INDEX_VERSION, STATUS_VERSION, *versions])
-            self._offer_status(versions)
+            if self._deltas is not None and base is not None:
+                self._add_deltas(self._deltas, base, slot, version)
+            self._serve(self._server, version, data, digests)
 
-    def _deltas(
-        self, base: int, slot: int, digests: Mapping[str, str]
-    ) -> tuple[dict[str, dict[str, Any]], list[bytes]]:
-        """Return the deltas of shards from the version in slot `base` to that in `slot`, and by
-        name where they are behind the data."""
-        old, new = self._region.data(base), self._region.data(slot)
-        old_digests = self._region.values(base)["digests"]
-        about: dict[str, dict[str, Any]] = {}
+    def _add_deltas(self, deltas: DeltaHistory, base: int, slot: int, version: int) -> None:
+        """Add the deltas from the version in slot `base` to the one in `slot`. Without memory for
+        them, subscribers receive shards."""
+        old, new = (self._region.values(one)["digests"] for one in (base, slot))
+        try:
+            deltas.add(self._held, self._region.data(base), self._region.data(slot), old, new)
+        except MemoryError as error:
+            deltas.clear()
+            logger.warning(
+                "Version %d has no deltas on rank %d: %r", version, self._mesh.rank, error
+            )
+
+    def _serve(
+        self, server: StateServer, version: int, data: memoryview, digests: Mapping[str, str]
+    ) -> None:
+        """Serve a complete version, the shards of which are `data`."""
+        versions = list(self._region.complete_slots())
+        about = {"session": self._session, "version": version, "digests": digests}
         encoded: list[bytes] = []
-        offset = len(new)
-        for held in self._held:
-            part = slice(held.offset, held.offset + held.bytes)
-            if old_digests[held.name] == digests[held.name]:
-                continue
-            delta = encode_delta(old[part], new[part], DTYPES[held.dtype].itemsize)
-            if delta is not None:
-                size = len(delta)
-                about[held.name] = {"base": old_digests[held.name], "offset": offset, "bytes": size}
-                encoded.append(delta)
-                offset += size
-        return about, encoded
+        if self._deltas is not None:
+            about["deltas"] = self._deltas.chains(digests, len(data))
+            encoded = self._deltas.encoded()
+        header = json.dumps(about).encode()
+        # Most have one length, as those of a status do.
+        header = header.ljust(-(-len(header) // _HEADER_BYTES) * _HEADER_BYTES)
+        state = FramedState(header, data, *encoded)
+        server.offer(version, state, keep=[INDEX_VERSION, STATUS_VERSION, *versions])
+        self._offer_status(versions)
 
     def _announce(self, where: Mapping[str, Any]) -> None:
         """Write where the run publishes."""

@@ -6,6 +6,7 @@ error says that it is gone. Nothing is unpickled. Layer: above pins and deltas.
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import (
     FIRST_EXCEPTION,
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Event
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 
@@ -61,15 +63,22 @@ _T = TypeVar("_T")
 
 Block = tuple[str, tuple[slice, ...]]
 """A block of a local tensor, by its name."""
+Content = torch.Tensor | tuple[Delta, ...]
+"""A block, or, oldest first, the deltas of its shard from the version that the subscriber holds."""
+_NOTHING_HELD: Mapping[str, str] = MappingProxyType({})
 
 
-class HeldShard(NamedTuple):
-    """A shard, of which a subscriber holds blocks of an earlier version."""
+def _never() -> bool:
+    return False
 
-    digest: str
-    """Checksum of the shard in that version."""
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """What a subscriber has received of one part."""
+
+    contents: Sequence[Content]
+    """Of each block that it wants."""
     num_bytes: int
-    """Bytes of the blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,19 +123,16 @@ class PinnedPart(Protocol):
         """Checksums of the local tensors, by name."""
         ...
 
-    def deltas(
-        self, held: Mapping[str, HeldShard], is_cancelled: Callable[[], bool] = lambda: False
-    ) -> dict[str, Delta]:
-        """Return the deltas by name that the publisher has for shards that the subscriber holds, if
-        they are smaller than what it wants of them. Raises as `blocks` does, and PublishError."""
-        ...
-
-    def blocks(
-        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
-    ) -> list[torch.Tensor]:
-        """Return blocks of local tensors, which may share the publisher's memory; what comes from a
-        server, which may die, is received completely. Raises VersionGone, also if it is cancelled
-        in between."""
+    def receive(
+        self,
+        wanted: Sequence[Block],
+        held: Mapping[str, str] = _NOTHING_HELD,
+        is_cancelled: Callable[[], bool] = _never,
+    ) -> Received:
+        """Receive blocks of local tensors, which may share the publisher's memory; what comes from
+        a server, which may die, is received completely. `held` are checksums of the shards, by
+        name, of which the subscriber holds these blocks in an earlier version. Raises VersionGone,
+        also if it is cancelled in between."""
         ...
 
     def release(self) -> None:
@@ -172,21 +178,18 @@ class _SharedPart:
         self._data, self._held, self._lock = region.data(slot), held, lock
         self.digests: Mapping[str, str] = region.values(slot)["digests"]
 
-    def deltas(
-        self, held: Mapping[str, HeldShard], is_cancelled: Callable[[], bool] = lambda: False
-    ) -> dict[str, Delta]:
-        """Return none: blocks are read where they are."""
-        return {}
-
-    def blocks(
-        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
-    ) -> list[torch.Tensor]:
-        found = []
+    def receive(
+        self,
+        wanted: Sequence[Block],
+        held: Mapping[str, str] = _NOTHING_HELD,
+        is_cancelled: Callable[[], bool] = _never,
+    ) -> Received:
+        found: list[torch.Tensor] = []
         for name, block in wanted:
-            held = self._held[name]
-            raw = self._data[held.offset : held.offset + held.bytes]
-            found.append(tensor_from_bytes(raw, DTYPES[held.dtype], held.local_shape)[block])
-        return found
+            shard = self._held[name]
+            raw = self._data[shard.offset : shard.offset + shard.bytes]
+            found.append(tensor_from_bytes(raw, DTYPES[shard.dtype], shard.local_shape)[block])
+        return Received(contents=found, num_bytes=sum(block.nbytes for block in found))
 
     def release(self) -> None:
         self._lock.release()
@@ -275,68 +278,72 @@ class _ServedPart:
         if about.get("session") != description.session:
             raise VersionGone(f"Version {version} is of another start of the run.")
         self.digests: Mapping[str, str] = about["digests"]
-        self._deltas: Mapping[str, Mapping[str, Any]] = about.get("deltas", {})
+        self._chains: Mapping[str, Sequence[Mapping[str, Any]]] = about.get("deltas", {})
 
-    def deltas(
-        self, held: Mapping[str, HeldShard], is_cancelled: Callable[[], bool] = lambda: False
-    ) -> dict[str, Delta]:
-        sizes: dict[str, int] = {}
-        rows: list[ByteRows] = []
-        for name, shard in held.items():
-            delta = self._deltas.get(name)
-            if delta is None or delta["base"] != shard.digest or delta["bytes"] >= shard.num_bytes:
-                continue
-            sizes[name] = delta["bytes"]
-            rows += _in_requests(ByteRows(self._data_start + delta["offset"], delta["bytes"]))
-        received = memoryview(bytearray(sum(sizes.values())))
-        targets, start = [], 0
-        for one in rows:
-            targets.append(received[start : start + one.num_bytes])
-            start += one.num_bytes
-        self._fetch(rows, targets, is_cancelled)
-        found, start = {}, 0
-        for name, size in sizes.items():
-            shard = self._held[name]
-            raw = received[start : start + size]
-            found[name] = Delta.decode(raw, shard.local_shape, DTYPES[shard.dtype])
-            start += size
-        return found
-
-    def blocks(
-        self, wanted: Sequence[Block], is_cancelled: Callable[[], bool] = lambda: False
-    ) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        rows: list[ByteRows] = []
-        targets: list[memoryview] = []
-        for name, block in wanted:
-            held = self._held[name]
-            dtype = DTYPES[held.dtype]
-            found.append(torch.empty([one.stop - one.start for one in block], dtype=dtype))
-            if found[-1].numel() == 0:
-                continue
-            into, target = tensor_bytes(found[-1]), 0
-            for part in block_rows(held.local_shape, block, dtype.itemsize):
-                for one in _in_requests(part):
-                    start = self._data_start + held.offset + one.start
-                    rows.append(one._replace(start=start))
-                    targets.append(into[target : target + one.num_bytes])
-                    target += one.num_bytes
-        self._fetch(rows, targets, is_cancelled)
-        return found
-
-    def _fetch(
+    def receive(
         self,
-        rows: Sequence[ByteRows],
-        targets: Sequence[memoryview],
-        is_cancelled: Callable[[], bool],
-    ) -> None:
-        """Fill `targets`, one for each of `rows`. Raises VersionGone."""
+        wanted: Sequence[Block],
+        held: Mapping[str, str] = _NOTHING_HELD,
+        is_cancelled: Callable[[], bool] = _never,
+    ) -> Received:
+        rows = _Rows()
+        chains: dict[str, list[memoryview]] = {}
+        for name, links in self._smaller_chains(wanted, held).items():
+            chains[name] = [memoryview(bytearray(link["bytes"])) for link in links]
+            for link, into in zip(links, chains[name], strict=True):
+                rows.add(ByteRows(self._data_start + link["offset"], len(into)), into)
+        blocks: list[torch.Tensor] = []
+        for name, block in wanted:
+            if name in chains:
+                continue
+            shard = self._held[name]
+            dtype = DTYPES[shard.dtype]
+            blocks.append(torch.empty([one.stop - one.start for one in block], dtype=dtype))
+            into, target = tensor_bytes(blocks[-1]), 0
+            if not into:
+                continue
+            for part in block_rows(shard.local_shape, block, dtype.itemsize):
+                start = self._data_start + shard.offset + part.start
+                rows.add(part._replace(start=start), into[target : target + part.num_bytes])
+                target += part.num_bytes
+        self._fetch(rows, is_cancelled)
+        deltas = {name: self._decoded(name, chain) for name, chain in chains.items()}
+        left = iter(blocks)
+        contents = [deltas[name] if name in deltas else next(left) for name, _ in wanted]
+        return Received(contents=contents, num_bytes=rows.num_bytes)
+
+    def _smaller_chains(
+        self, wanted: Sequence[Block], held: Mapping[str, str]
+    ) -> dict[str, list[Mapping[str, Any]]]:
+        """Return the deltas that lead from shards held to those of this version, oldest first, by
+        name, where they are smaller than the wanted blocks of a shard."""
+        num_bytes: dict[str, int] = defaultdict(int)
+        for name, block in wanted:
+            itemsize = DTYPES[self._held[name].dtype].itemsize
+            num_bytes[name] += prod(one.stop - one.start for one in block) * itemsize
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for name, wanted_bytes in num_bytes.items():
+            links: list[Mapping[str, Any]] = []
+            for link in self._chains.get(name, ()) if name in held else ():
+                links.insert(0, link)
+                if link["base"] == held[name]:
+                    if sum(one["bytes"] for one in links) < wanted_bytes:
+                        found[name] = links
+                    break
+        return found
+
+    def _decoded(self, name: str, chain: Sequence[memoryview]) -> tuple[Delta, ...]:
+        shard = self._held[name]
+        return tuple(Delta(raw, shard.local_shape, DTYPES[shard.dtype]) for raw in chain)
+
+    def _fetch(self, rows: "_Rows", is_cancelled: Callable[[], bool]) -> None:
+        """Fill the targets of `rows`. Raises VersionGone."""
         self._connection.select(self._version)
         try:
-            for first, stop in _requests(rows):
+            for first, stop in _requests(rows.rows):
                 if is_cancelled():
                     raise VersionGone(f"Version {self._version} is not needed any more.")
-                self._connection.fetch(rows[first:stop], targets[first:stop])
+                self._connection.fetch(rows.rows[first:stop], rows.targets[first:stop])
                 if self._connection.serial != self._serial:
                     # A run that restarts may publish another version of this number.
                     raise VersionGone(f"Version {self._version} was replaced.")
@@ -403,6 +410,26 @@ def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> l
         outer = [base + index * strides[dim] for base in outer for index in range(sizes[dim])]
     count, stride = sizes[inner - 1], strides[inner - 1]
     return [ByteRows(first + base, length, count, stride) for base in outer]
+
+
+class _Rows:
+    """Rows to fetch, and the memory that receives each."""
+
+    def __init__(self) -> None:
+        self.rows: list[ByteRows] = []
+        self.targets: list[memoryview] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.targets))
+
+    def add(self, rows: ByteRows, into: memoryview) -> None:
+        """Add rows, in parts that fit into requests."""
+        start = 0
+        for one in _in_requests(rows):
+            self.rows.append(one)
+            self.targets.append(into[start : start + one.num_bytes])
+            start += one.num_bytes
 
 
 def _in_requests(rows: ByteRows) -> Iterator[ByteRows]:

@@ -6,7 +6,6 @@ Layer: above sources.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -21,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint import DTYPES
 from torchtitan_lite.errors import LayoutError, PublishError
-from torchtitan_lite.publish.deltas import ChangedElements
 from torchtitan_lite.publish.sources import (
-    HeldShard,
+    Content,
     PinnedPart,
     Publication,
+    Received,
     VersionGone,
     open_publication,
 )
@@ -51,7 +50,8 @@ class Target:
     """Name of the published tensor, that of the parameter in the trainer."""
     tensor: torch.Tensor
     """Receives this process's shard, in its own dtype; may be a view, such as rows of a fused
-    projection. A DTensor has its layout with it."""
+    projection. A DTensor has its layout with it. Nothing else may change it between versions: what
+    a version has in common with the one before is not received again."""
     layout: Layout | None = None
     """Layout of the tensor over the subscriber's processes, which its holders number. Unset: that
     of the DTensor, or the whole tensor."""
@@ -222,8 +222,11 @@ class Subscription:
         total = sum(read.num_bytes for read in self._reads)
         wanted = {rank: list(some) for rank, some in groupby(reads, attrgetter("rank"))}
 
-        def receive(rank: int, is_cancelled: Callable[[], bool]) -> _Received:
-            return self._receive_part(parts[rank], wanted[rank], is_cancelled)
+        def receive(rank: int, is_cancelled: Callable[[], bool]) -> Received:
+            blocks = [(read.name, read.source) for read in wanted[rank]]
+            names = {name for name, _ in blocks if (rank, name) in self._digests}
+            held = {name: self._digests[rank, name] for name in names}
+            return parts[rank].receive(blocks, held, is_cancelled)
 
         received = publication.map_ranks(receive, list(wanted))
         return _Pinned(
@@ -234,41 +237,6 @@ class Subscription:
             num_bytes_received=sum(one.num_bytes for one in received),
         )
 
-    def _receive_part(
-        self, part: PinnedPart, reads: Sequence[_Read], is_cancelled: Callable[[], bool]
-    ) -> "_Received":
-        """Receive what reads of one rank need: deltas of shards where there are smaller ones."""
-        wanted_bytes: dict[str, int] = defaultdict(int)
-        for read in reads:
-            wanted_bytes[read.name] += read.num_bytes
-        rank = reads[0].rank
-        held = {
-            name: HeldShard(digest, num_bytes)
-            for name, num_bytes in wanted_bytes.items()
-            if (digest := self._digests.get((rank, name))) is not None
-        }
-        deltas = part.deltas(held, is_cancelled)
-        wanted = [(read.name, read.source) for read in reads if read.name not in deltas]
-        blocks = part.blocks(wanted, is_cancelled)
-        left = iter(blocks)
-        return _Received(
-            contents=[
-                deltas[read.name].within(read.source) if read.name in deltas else next(left)
-                for read in reads
-            ],
-            num_bytes=sum(one.num_bytes for one in deltas.values())
-            + sum(block.nbytes for block in blocks),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Received:
-    """What reads of one rank have received."""
-
-    contents: Sequence[torch.Tensor | ChangedElements]
-    """Of each read."""
-    num_bytes: int
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Pinned:
@@ -276,9 +244,8 @@ class _Pinned:
 
     digests: dict[tuple[int, str], str]
     reads: Sequence[_Read]
-    contents: Sequence[torch.Tensor | ChangedElements]
-    """Of each read, its block, received or in the publisher's shared memory, or the elements that
-    differ."""
+    contents: Sequence[Content]
+    """Of each read: received, or in the publisher's shared memory."""
     num_bytes_unchanged: int
     num_bytes_received: int
 
@@ -286,10 +253,11 @@ class _Pinned:
 def _copy(pinned: _Pinned) -> int:
     """Copy the contents into the targets."""
     for read, content in zip(pinned.reads, pinned.contents, strict=True):
-        if isinstance(content, ChangedElements):
-            content.copy_to(read.into)
-        else:
+        if isinstance(content, torch.Tensor):
             read.into.copy_(content)
+        else:
+            for delta in content:
+                delta.copy_to(read.into, read.source)
     return 0
 
 

@@ -105,8 +105,8 @@ class _Offer(NamedTuple):
 
 
 class FramedState:
-    """A header, which 8 bytes of its length precede, and data in one or more pieces; clients read
-    the header with `StateConnection.fetch_header`."""
+    """A header, which 8 bytes of its length precede, and data in a few pieces; clients read the
+    header with `StateConnection.fetch_header`."""
 
     def __init__(self, header: bytes, *data: bytes | memoryview) -> None:
         self._pieces = [memoryview(len(header).to_bytes(8, "little") + header)]
@@ -119,9 +119,11 @@ class FramedState:
     def read(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the bytes from `start` to `stop`."""
         for piece in self._pieces:
-            if start < len(piece) and stop > 0:
-                yield piece[max(start, 0) : stop]
-            start, stop = start - len(piece), stop - len(piece)
+            if start < len(piece):
+                yield piece[start:stop]
+            start, stop = max(start - len(piece), 0), stop - len(piece)
+            if stop <= 0:
+                return
 
 
 class StateServer:

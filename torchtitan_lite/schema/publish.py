@@ -32,7 +32,7 @@ class PublishConfig(Section):
     """Port of the first rank's server, the URL of which subscribers use. 0: any free one, as
     `published.json` in the output folder tells, and another one after a restart."""
     deltas: bool = False
-    """Also serve what has changed since the version before, element by element. Subscribers on
-    other machines that hold that version receive it instead of the shards where it is smaller, with
-    the same result. Each rank compares both versions after each publication, and needs memory for
-    the changes: at most half of its published shards per version."""
+    """Also serve what has changed since the last `keep_versions` versions, element by element.
+    Subscribers on other machines receive it instead of shards where it is smaller, with the same
+    result. Each rank compares every version with the one before, and keeps at most half of its
+    published shards for each of `keep_versions`."""

@@ -1,7 +1,7 @@
 """A publisher of one rank, in this process."""
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.shared_memory import free_run
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.publish.publisher import Publisher
+from torchtitan_lite.publish.sources import Block, PinnedPart
 from torchtitan_lite.schema.publish import PublishConfig
 
 Publish = Callable[..., Publisher]
@@ -38,6 +39,12 @@ def open_publisher(
         model=model or {},
         secret=SECRET,
     )
+
+
+def received(part: PinnedPart, wanted: Sequence[Block]) -> list[torch.Tensor]:
+    """Receive blocks, without deltas."""
+    contents = part.receive(wanted).contents
+    return [one for one in contents if isinstance(one, torch.Tensor)]
 
 
 @pytest.fixture

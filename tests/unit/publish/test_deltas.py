@@ -13,13 +13,15 @@ from tests.unit.publish.conftest import SECRET, Publish
 from torchtitan_lite.checkpoint import tensor_bytes
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY
 from torchtitan_lite.errors import PublishError
-from torchtitan_lite.publish import Subscriber, Target, Update
+from torchtitan_lite.publish import Subscriber, Target, deltas
 from torchtitan_lite.publish.deltas import Delta, encode_delta
-from torchtitan_lite.publish.publisher import Publisher
 from torchtitan_lite.redistribute import HolderMesh, Layout
 from torchtitan_lite.redistribute.program import RAW_DTYPES
 
-_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]
+_DTYPES = [
+    torch.float64, torch.complex64, torch.float32, torch.uint32, torch.bfloat16, torch.float16,
+    torch.float8_e4m3fn, torch.uint8, torch.bool,
+]  # fmt: skip
 needs_shared_memory = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
 
 
@@ -40,29 +42,34 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("shape", [(70_001,), (300, 1000), (5, 200, 70)])
+@pytest.mark.parametrize("shape", [(70_001,), (3000, 1000), (5, 200, 70)])
 def test_any_block_of_a_shard_is_exact(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     draws = random.Random(f"{dtype} {shape}")
     generator = torch.Generator().manual_seed(len(shape))
     size = torch.Size(shape).numel()
     old = torch.randint(0, 2, shape, generator=generator).to(dtype)
-    positions = torch.randperm(size, generator=generator)[: size // 50]
     # The first and the last element, and both sides of a block of positions.
+    positions = torch.randint(0, size, (size // 50,), generator=generator)
     positions = torch.cat([positions, torch.tensor([0, 65_535, 65_536, size - 1])]).unique()
     new = _changed(old, positions)
     raw = _encode(old, new)
     assert raw is not None and len(raw) < old.nbytes
-    delta = Delta.decode(memoryview(raw), shape, dtype)
-    assert len(delta.positions) == len(positions) and delta.num_bytes == len(raw)
+    # In a buffer, elements may be unaligned.
+    delta = Delta(memoryview(b"." + raw)[1:], shape, dtype)
+    assert len(delta) == len(positions)
     for number in range(20):
         starts = [draws.randrange(dim) if number else 0 for dim in shape]
-        block = [
-            slice(start, draws.randint(start, dim) if number else dim)
+        stops = [
+            draws.randint(start, dim) if number % 4 else dim
             for start, dim in zip(starts, shape, strict=True)
         ]
-        held = old[tuple(block)].clone()
-        delta.within(block).copy_to(held)
-        assert _equal(held, new[tuple(block)])
+        # Of every fifth block all rows are whole.
+        first = 1 if number % 5 == 0 else len(shape)
+        spans = [*zip(starts, stops, strict=True)][:first] + [(0, dim) for dim in shape[first:]]
+        block = tuple(slice(*span) for span in spans)
+        held = torch.stack([old, old])[0][block] if number % 2 else old[block].clone()
+        delta.copy_to(held, block)
+        assert _equal(held.contiguous(), new[block].contiguous())
 
 
 def test_bits_are_compared_and_not_values() -> None:
@@ -72,9 +79,9 @@ def test_bits_are_compared_and_not_values() -> None:
     new[1], new[2] = -torch.nan, -0.0
     raw = _encode(old, new)
     assert raw is not None
-    delta = Delta.decode(memoryview(raw), (1000,), torch.float32)
-    assert delta.positions.tolist() == [1, 2]
-    delta.within([slice(0, 1000)]).copy_to(old)
+    delta = Delta(memoryview(raw), (1000,), torch.float32)
+    assert len(delta) == 2
+    delta.copy_to(old, [slice(0, 1000)])
     assert _equal(old, new)
 
 
@@ -95,6 +102,7 @@ def test_many_changes_have_no_delta() -> None:
         (lambda raw: b"\7" + raw[1:], "has 2 elements and counts 7"),
         (lambda raw: raw[:-2] + b"\xff\xff", "positions of a delta"),
         (lambda raw: raw[:-4] + raw[-2:] + raw[-4:-2], "positions of a delta"),
+        (lambda raw: raw[:-4] + raw[-2:] + raw[-2:], "positions of a delta"),
     ],
 )
 def test_damaged_deltas_are_rejected(change: Any, problem: str) -> None:
@@ -102,7 +110,9 @@ def test_damaged_deltas_are_rejected(change: Any, problem: str) -> None:
     raw = _encode(old, _changed(old, [3, 7]))
     assert raw is not None
     with pytest.raises(PublishError, match=problem):
-        Delta.decode(memoryview(change(raw)), (1000,), torch.float32)
+        Delta(memoryview(change(raw)), (1000,), torch.float32)
+    with pytest.raises(PublishError, match="does not fit shape"):
+        Delta(memoryview(b""), (0,), torch.float32)
 
 
 @pytest.fixture
@@ -112,10 +122,13 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def _step(weights: dict[str, torch.Tensor], *, every: int = 100) -> None:
-    """Change every `every`th element, and all of the norm."""
+def _step(weights: dict[str, torch.Tensor], step: int, *, every: int = 100) -> None:
+    """Change every `every`th element, others in each step, and all of the norm."""
     for name, one in weights.items():
-        one.copy_(_changed(one, range(0, one.numel(), 1 if name == "norm" else every)))
+        if name == "norm":
+            one.add_(1)
+        else:
+            one.copy_(_changed(one, range(step % every, one.numel(), every)))
 
 
 @needs_shared_memory
@@ -123,7 +136,9 @@ def test_subscribers_receive_changes_only(
     publish: Publish, weights: dict[str, torch.Tensor]
 ) -> None:
     port = free_port()
-    publisher = publish(weights, address="127.0.0.1", port=port, deltas=True, keep_versions=4)
+    # A server counts a version as being read for a moment.
+    settings = {"keep_versions": 3, "when_in_use": "wait"}
+    publisher = publish(weights, address="127.0.0.1", port=port, deltas=True, **settings)
 
     def next_version(step: int) -> None:
         assert publisher.publish(step, weights)
@@ -145,35 +160,90 @@ def test_subscribers_receive_changes_only(
             ]
         )
 
-        def receive() -> Update:
+        def receive() -> float:
+            """Receive the newest version, and return the share of bytes."""
             update = subscription.update()
-            assert update is not None
+            assert update is not None and update.num_bytes_unchanged == 0
             assert torch.equal(fused[:, 100:350], weights["w"][:, 250:])
             assert not fused[:, :100].any() and not fused[:, 350:].any()
             assert torch.equal(expert, weights["experts"][4].bfloat16())
             assert _equal(quantized, weights["experts"].to(torch.float8_e4m3fn))
             assert torch.equal(norm, weights["norm"])
-            return update
+            return update.num_bytes_received / update.num_bytes
 
-        first = receive()
-        assert first.num_bytes_received == first.num_bytes
-        for step in (2, 3):
-            _step(weights)
+        assert receive() == 1
+        _step(weights, 2)
+        next_version(2)
+        one = receive()
+        assert 0.01 < one < 0.03
+        # One that has missed versions receives the changes of all of them, as far as they are kept.
+        for step in (3, 4, 5):
+            _step(weights, step)
             next_version(step)
-            update = receive()
-            assert update.num_bytes == first.num_bytes
-            assert norm.nbytes < update.num_bytes_received < 0.05 * update.num_bytes
-        # Changes of one version do not give the one after it.
-        for step in (4, 5):
-            _step(weights)
+        assert one * 2.5 < receive() < one * 3.5
+        for step in (6, 7, 8, 9):
+            _step(weights, step)
             next_version(step)
-        update = receive()
-        assert update.num_bytes_received == update.num_bytes
-        # Nor are deltas larger than shards received.
-        _step(weights, every=2)
-        next_version(6)
-        update = receive()
-        assert update.num_bytes_received == update.num_bytes
+        assert receive() == 1
+        # With a version of many changes, the chain ends.
+        for step, every in ((10, 100), (11, 2), (12, 100)):
+            _step(weights, step, every=every)
+            next_version(step)
+        assert receive() == 1
+
+
+@needs_shared_memory
+def test_deltas_larger_than_a_block_are_not_received(
+    publish: Publish, weights: dict[str, torch.Tensor]
+) -> None:
+    port = free_port()
+    weights = {"experts": weights["experts"]}
+    publisher = publish(weights, address="127.0.0.1", port=port, deltas=True)
+    expert = torch.zeros(100, 50)
+    with Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10) as subscriber:
+        subscription = subscriber.subscribe([Target("experts", expert, row=4)])
+        for step, every, is_delta in ((1, 100, False), (2, 8, False), (3, 10, True)):
+            _step(weights, step, every=every)
+            assert publisher.publish(step, weights)
+            publisher._finish_last()
+            update = subscription.update()
+            assert update is not None and torch.equal(expert, weights["experts"][4])
+            # The delta of all six experts is between 0.9 and 1.2 times one of them.
+            assert (update.num_bytes_received < update.num_bytes) is is_delta
+            assert publisher._deltas is not None
+            sizes = [len(encoded) / expert.nbytes for encoded in publisher._deltas.encoded()]
+            assert all(0.8 < size < 1.2 for size in sizes) and len(sizes) == min(2, step - 1)
+
+
+@needs_shared_memory
+def test_without_memory_for_deltas_shards_are_served(
+    publish: Publish,
+    weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    port = free_port()
+    publisher = publish(weights, address="127.0.0.1", port=port, deltas=True)
+    with Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10) as subscriber:
+        held = {name: torch.zeros_like(one) for name, one in weights.items()}
+        subscription = subscriber.subscribe(Target(name, one) for name, one in held.items())
+        for step, is_full in ((1, False), (2, True), (3, False)):
+            _step(weights, step)
+            with monkeypatch.context() as patch:
+                if is_full:
+                    patch.setattr(deltas, "encode_delta", _no_memory)
+                assert publisher.publish(step, weights)
+                publisher._finish_last()
+            update = subscription.update()
+            assert update is not None
+            assert all(torch.equal(held[name], weights[name]) for name in weights)
+            assert (update.num_bytes_received == update.num_bytes) is (step < 3)
+    (warning,) = logged.messages
+    assert warning == "Version 2 has no deltas on rank 0: MemoryError()"
+
+
+def _no_memory(*_: Any) -> bytes:
+    raise MemoryError
 
 
 @needs_shared_memory
@@ -181,18 +251,18 @@ def test_after_a_failed_copy_shards_are_received(
     publish: Publish, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
-    publisher: Publisher = publish(weights, address="127.0.0.1", port=port, deltas=True)
+    publisher = publish(weights, address="127.0.0.1", port=port, deltas=True)
     held = {name: torch.zeros_like(one) for name, one in weights.items()}
     with Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10) as subscriber:
         subscription = subscriber.subscribe(Target(name, one) for name, one in held.items())
         for step in (1, 2):
-            _step(weights)
+            _step(weights, step)
             assert publisher.publish(step, weights)
             publisher._finish_last()
             if step == 1:
                 assert subscription.update() is not None
         with monkeypatch.context() as patch:
-            # After the changes of some tensors were copied.
+            # The norm has no delta. It comes after the deltas of other tensors.
             patch.setattr(torch.Tensor, "copy_", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 subscription.update()

@@ -10,7 +10,7 @@ import torch
 
 from tests import launch
 from tests.forks import FORK_SERVER
-from tests.unit.publish.conftest import Publish, open_publisher
+from tests.unit.publish.conftest import Publish, open_publisher, received
 from torchtitan_lite.checkpoint.shared_memory import (
     PUBLISHED,
     SHARED_MEMORY,
@@ -111,7 +111,7 @@ def test_a_version_that_is_read_is_in_use(tmp_path: Path, run_id: str) -> None:
             assert (run.pinned, run.owners, run.is_used) == ((0,), {}, True)
             with pytest.raises(CheckpointError, match=r"a subscriber holds .*published-00000-0"):
                 free_run(run_id)
-            (block,) = pinned.blocks([("a", (slice(0, 2), slice(0, 3)))])
+            (block,) = received(pinned, [("a", (slice(0, 2), slice(0, 3)))])
             assert block.eq(1).all()
             pinned.release()
     finally:

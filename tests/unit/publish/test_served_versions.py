@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.processes import free_port
-from tests.unit.publish.conftest import SECRET, Publish
+from tests.unit.publish.conftest import SECRET, Publish, received
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY
 from torchtitan_lite.publish import Subscriber, Target
 from torchtitan_lite.publish.publisher import Publisher
@@ -40,7 +40,7 @@ def test_many_short_rows_are_received(publish: Publish, port: int) -> None:
         (rank,) = subscriber.publication.ranks
         pinned = rank.pin(7)
         columns = (slice(0, 1), slice(1, 3))
-        blocks = pinned.blocks([("a", (slice(0, _NUM_ROWS), one)) for one in columns])
+        blocks = received(pinned, [("a", (slice(0, _NUM_ROWS), one)) for one in columns])
         for block, one in zip(blocks, columns, strict=True):
             assert torch.equal(block, _NUMBERS[:, one])
 
@@ -51,18 +51,18 @@ def test_a_version_of_another_start_is_gone(publish: Publish, port: int) -> None
         (rank,) = subscriber.publication.ranks
         pinned = rank.pin(7)
         wanted = [("a", (slice(0, 1), slice(0, 3)))]
-        assert torch.equal(pinned.blocks(wanted)[0], _NUMBERS[:1])
+        assert torch.equal(received(pinned, wanted)[0], _NUMBERS[:1])
         first.close()
         with pytest.raises(VersionGone, match="HTTP 503"):
-            pinned.blocks(wanted)
+            received(pinned, wanted)
         _published(publish, port, 1 - _NUMBERS)
         with pytest.raises(VersionGone, match="was replaced"):
-            pinned.blocks(wanted)
+            received(pinned, wanted)
         with pytest.raises(VersionGone, match="of another start"):
             rank.pin(7)
         assert subscriber.newest() == 7
         (again,) = subscriber.publication.ranks
-        assert torch.equal(again.pin(7).blocks(wanted)[0], 1 - _NUMBERS[:1])
+        assert torch.equal(received(again.pin(7), wanted)[0], 1 - _NUMBERS[:1])
 
 
 def test_versions_are_published_once(

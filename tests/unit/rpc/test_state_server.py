@@ -55,6 +55,15 @@ def expected(rows: ByteRows) -> bytes:
     return b"".join(DATA[start : start + rows.length] for start in starts)
 
 
+def test_a_state_in_pieces_is_read_as_one() -> None:
+    state = FramedState(HEADER, b"", DATA[:5], DATA[5:6], b"", DATA[6:20])
+    whole = len(HEADER).to_bytes(8, "little") + HEADER + DATA[:20]
+    assert state.length == len(whole)
+    for start in range(len(whole)):
+        for stop in range(start + 1, len(whole) + 1):
+            assert b"".join(state.read(start, stop)) == whole[start:stop]
+
+
 @pytest.mark.parametrize(
     "rows",
     [
