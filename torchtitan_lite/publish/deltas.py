@@ -2,14 +2,15 @@
 value.
 
 Values are compared, stored and set as raw bits, so the earlier shard and its delta give exactly the
-later one. A delta is, for each block of 65,536 elements, the number of those that differ (4 bytes),
-then their values, then their positions in the blocks (2 bytes each).
+later one. A delta consists of three little-endian arrays: the number of elements that differ in
+each block of 65,536 (uint32), their values, and their positions in their blocks (uint16).
+Layer: above checkpoint.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -32,15 +33,15 @@ def encode_delta(old: memoryview, new: memoryview, itemsize: int) -> bytes | Non
     """Return the delta from `old` to `new`, both shards of elements of `itemsize` bytes; None if it
     exceeds half of the shard."""
     before, after = _raw(old, itemsize), _raw(new, itemsize)
-    left = int(_MAX_SHARE * len(new)) - _COUNT.itemsize * _num_blocks(len(after))
+    budget = int(_MAX_SHARE * len(new)) - _COUNT.itemsize * _num_blocks(len(after))
     counts: list[bytes] = []
     values: list[bytes] = []
     positions: list[bytes] = []
     for first in range(0, len(after), _BLOCKS_AT_ONCE * _BLOCK):
         chunk = after[first : first + _BLOCKS_AT_ONCE * _BLOCK]
         found = np.flatnonzero(before[first : first + len(chunk)] != chunk)
-        left -= len(found) * (itemsize + _POSITION.itemsize)
-        if left < 0:
+        budget -= len(found) * (itemsize + _POSITION.itemsize)
+        if budget < 0:
             return None
         per_block = np.bincount(found // _BLOCK, minlength=_num_blocks(len(chunk)))
         counts.append(per_block.astype(_COUNT).tobytes())
@@ -53,37 +54,34 @@ class Delta:
     """A received delta of a shard."""
 
     def __init__(self, raw: memoryview, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """`shape` is that of the shard, which has at least one dim. Raises PublishError if `raw` is
-        not a delta of such a shard."""
+        """`shape` and `dtype` are those of the shard. Raises PublishError if `raw` is not a delta
+        of such a shard."""
         self._shape, self._dtype = tuple(shape), dtype
         num_elements = prod(shape)
         num_blocks, width = _num_blocks(num_elements), dtype.itemsize + _POSITION.itemsize
         start = num_blocks * _COUNT.itemsize
         count, rest = divmod(len(raw) - start, width)
-        if not num_blocks or count < 0 or rest:
-            raise PublishError(f"A delta of {len(raw)} bytes does not fit shape {list(shape)}.")
+        # Shards without dims, of one element, have none.
+        if not shape or not num_blocks or count < 0 or rest:
+            raise PublishError(f"{len(raw)} bytes are no delta of shape {list(shape)}.")
         stop = start + count * dtype.itemsize
         self._counts = np.frombuffer(raw[:start], _COUNT)
         self._values = _raw(raw[start:stop], dtype.itemsize)
         self._positions = np.frombuffer(raw[stop:], _POSITION)
         self._starts = np.concatenate([[0], np.cumsum(self._counts, dtype=np.int64)])
         if self._starts[-1] != count:
-            raise PublishError(f"A delta has {count} elements and counts {self._starts[-1]}.")
+            raise PublishError(f"It has {count} elements, and counts {self._starts[-1]}.")
         increases = self._positions[1:] > self._positions[:-1]
         # From one block to the next, they need not.
         increases[self._starts[(self._starts > 0) & (self._starts < count)] - 1] = True
         last = self._positions[self._starts[-2] :]
         fits = len(last) == 0 or int(last[-1]) < num_elements - (num_blocks - 1) * _BLOCK
         if not (fits and increases.all()):
-            raise PublishError(f"The positions of a delta do not fit shape {list(shape)}.")
+            raise PublishError(f"Its positions do not increase, or exceed shape {list(shape)}.")
 
-    def __len__(self) -> int:
-        """Return the number of elements."""
-        return len(self._positions)
-
-    def copy_to(self, tensor: torch.Tensor, block: Sequence[slice]) -> None:
-        """Set the elements of `block` of the shard in `tensor`, which holds it in its own dtype, on
-        its device and with its strides."""
+    def apply_to(self, tensor: torch.Tensor, block: Sequence[slice]) -> None:
+        """Set the elements that differ in `tensor`, which holds this `block` of the shard, in any
+        dtype, on any device and with any strides."""
         # As integers: torch does not set single elements of all dtypes.
         raw = RAW_DTYPES.get(tensor.dtype.itemsize, tensor.dtype)
         target = tensor.view(raw)
@@ -91,7 +89,7 @@ class Delta:
         first, stop = block[0].start * stride, block[0].stop * stride
         whole = [slice(0, dim) for dim in self._shape[1:]]
         is_flat = list(block[1:]) == whole and tensor.is_contiguous()
-        for positions, values in self._between(first, stop):
+        for positions, values in self._elements_between(first, stop):
             if is_flat:
                 target, indices = target.view(-1), (positions - first,)
             else:
@@ -106,7 +104,9 @@ class Delta:
                 .view(raw),
             )
 
-    def _between(self, first: int, stop: int) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+    def _elements_between(
+        self, first: int, stop: int
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
         """Yield positions in the flat shard from `first` to `stop`, and their values, some at a
         time."""
         for block in range(first // _BLOCK, _num_blocks(stop), _BLOCKS_AT_ONCE):
@@ -118,9 +118,41 @@ class Delta:
                 yield positions[begin:end], self._values[part][begin:end]
 
 
+class DeltaLink(NamedTuple):
+    """A delta of a shard among the bytes that a server offers, and where it leads from."""
+
+    base: str
+    """Checksum of the shard to which it applies."""
+    offset: int
+    num_bytes: int
+
+    @classmethod
+    def from_json(cls, given: Any) -> Self:
+        """Raises PublishError."""
+        if (
+            isinstance(given, list)
+            and len(given) == 3
+            and isinstance(given[0], str)
+            and all(type(number) is int and number >= 0 for number in given[1:])
+        ):
+            return cls(*given)
+        raise PublishError(f"{given!r} does not describe a delta.")
+
+
+def chain_from(digest: str, links: Iterable[DeltaLink]) -> list[DeltaLink]:
+    """Return the deltas, oldest first, that lead from the shard with this checksum to the newest
+    one, of `links`, newest first; none if they lead from others only."""
+    found: list[DeltaLink] = []
+    for link in links:
+        found.append(link)
+        if link.base == digest:
+            return found[::-1]
+    return []
+
+
 class DeltaHistory:
-    """Deltas of the last versions. One that follows the other gives the newest version from an
-    older one."""
+    """Deltas of the last versions. Applied in order, they turn an older version into the newest
+    one."""
 
     def __init__(self, num_versions: int) -> None:
         self._versions: deque[_VersionDeltas] = deque(maxlen=num_versions)
@@ -136,7 +168,7 @@ class DeltaHistory:
     ) -> None:
         """Add the deltas from one version to the next: the slots that hold their shards, and the
         checksums of these."""
-        links: dict[str, _Link] = {}
+        links: dict[str, _VersionLink] = {}
         encoded: list[bytes] = []
         start = 0
         for one in held:
@@ -146,44 +178,38 @@ class DeltaHistory:
             part = slice(one.offset, one.offset + one.bytes)
             delta = encode_delta(old[part], new[part], DTYPES[one.dtype].itemsize)
             if delta is not None:
-                links[one.name] = _Link(base, digest, start, len(delta))
+                links[one.name] = _VersionLink(digest, DeltaLink(base, start, len(delta)))
                 encoded.append(delta)
                 start += len(delta)
         self._versions.appendleft(_VersionDeltas(links, b"".join(encoded)))
-
-    def clear(self) -> None:
-        """Drop all deltas."""
-        self._versions.clear()
 
     def encoded(self) -> list[bytes]:
         """Return the deltas of each version, newest first."""
         return [version.encoded for version in self._versions]
 
-    def chains(self, digests: Mapping[str, str], offset: int) -> dict[str, list[dict[str, Any]]]:
-        """Describe the deltas that lead to shards with these checksums, by name and newest first:
-        from which checksum, and where, if `encoded` begins at `offset`."""
-        chains: dict[str, list[dict[str, Any]]] = {}
+    def chains(self, digests: Mapping[str, str], offset: int) -> dict[str, list[DeltaLink]]:
+        """Return the deltas that lead to shards with these checksums, by name and newest first, if
+        `encoded` begins at `offset`."""
+        chains: dict[str, list[DeltaLink]] = {}
         for version in self._versions:
-            for name, link in version.links.items():
+            for name, (digest, link) in version.links.items():
                 chain = chains.setdefault(name, [])
-                if link.digest == (chain[-1]["base"] if chain else digests[name]):
-                    where = {"offset": offset + link.start, "bytes": link.num_bytes}
-                    chain.append({"base": link.base, **where})
+                # Otherwise a version in between has changed too much for a delta.
+                if digest == (chain[-1].base if chain else digests[name]):
+                    chain.append(link._replace(offset=offset + link.offset))
             offset += len(version.encoded)
         return {name: chain for name, chain in chains.items() if chain}
 
 
-class _Link(NamedTuple):
-    """A delta of a shard between two checksums, and where it is in those of its version."""
-
-    base: str
+class _VersionLink(NamedTuple):
     digest: str
-    start: int
-    num_bytes: int
+    """Checksum of the shard to which it leads."""
+    link: DeltaLink
+    """Its offset is that in the deltas of its version."""
 
 
 class _VersionDeltas(NamedTuple):
-    links: dict[str, _Link]
+    links: dict[str, _VersionLink]
     """By name of the shard."""
     encoded: bytes
 

@@ -2,8 +2,9 @@
 serves it to other machines if configured.
 
 Invariant: a version is complete on a rank once its checksums are stored, and the newest complete
-one is never overwritten. Training waits for the copy, not for the checksums, and for subscribers
-only if configured. Layer: above sources, mesh and checkpoint.
+one is never overwritten. Training waits for the copy; for the checksums and deltas only if the next
+version is due before they are computed; and for subscribers only if configured.
+Layer: above sources, mesh and checkpoint.
 """
 
 import json
@@ -298,20 +299,25 @@ class Publisher:
             lock.release()
         if self._server is not None:
             if self._deltas is not None and base is not None:
-                self._add_deltas(self._deltas, base, slot, version)
+                self._add_deltas(self._deltas, base, slot, version, digests)
             self._serve(self._server, version, data, digests)
 
-    def _add_deltas(self, deltas: DeltaHistory, base: int, slot: int, version: int) -> None:
-        """Add the deltas from the version in slot `base` to the one in `slot`. Without memory for
-        them, subscribers receive shards."""
-        old, new = (self._region.values(one)["digests"] for one in (base, slot))
+    def _add_deltas(
+        self,
+        deltas: DeltaHistory,
+        base: int,
+        slot: int,
+        version: int,
+        digests: Mapping[str, str],
+    ) -> None:
+        """Add the deltas from the version in slot `base` to the one in `slot`. After an error,
+        subscribers receive shards."""
+        old, new = self._region.data(base), self._region.data(slot)
         try:
-            deltas.add(self._held, self._region.data(base), self._region.data(slot), old, new)
-        except MemoryError as error:
-            deltas.clear()
-            logger.warning(
-                "Version %d has no deltas on rank %d: %r", version, self._mesh.rank, error
-            )
+            deltas.add(self._held, old, new, self._region.values(base)["digests"], digests)
+        except Exception as error:
+            rank = self._mesh.rank
+            self._problem = f"Version {version} is served without deltas: rank {rank}: {error!r}"
 
     def _serve(
         self, server: StateServer, version: int, data: memoryview, digests: Mapping[str, str]

@@ -37,7 +37,7 @@ from torchtitan_lite.checkpoint.shared_memory import (
     slot_lock_path,
 )
 from torchtitan_lite.errors import DamagedSnapshot, PublishError, RpcError
-from torchtitan_lite.publish.deltas import Delta
+from torchtitan_lite.publish.deltas import Delta, DeltaLink, chain_from
 from torchtitan_lite.publish.pins import SlotLock
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.rpc.state_server import MAX_RANGES, MAX_ROWS, ByteRows
@@ -278,7 +278,7 @@ class _ServedPart:
         if about.get("session") != description.session:
             raise VersionGone(f"Version {version} is of another start of the run.")
         self.digests: Mapping[str, str] = about["digests"]
-        self._chains: Mapping[str, Sequence[Mapping[str, Any]]] = about.get("deltas", {})
+        self._chains = _chains_from_json(about.get("deltas", {}))
 
     def receive(
         self,
@@ -286,12 +286,12 @@ class _ServedPart:
         held: Mapping[str, str] = _NOTHING_HELD,
         is_cancelled: Callable[[], bool] = _never,
     ) -> Received:
-        rows = _Rows()
+        request = _Request()
         chains: dict[str, list[memoryview]] = {}
         for name, links in self._smaller_chains(wanted, held).items():
-            chains[name] = [memoryview(bytearray(link["bytes"])) for link in links]
+            chains[name] = [memoryview(bytearray(link.num_bytes)) for link in links]
             for link, into in zip(links, chains[name], strict=True):
-                rows.add(ByteRows(self._data_start + link["offset"], len(into)), into)
+                request.add(ByteRows(self._data_start + link.offset, len(into)), into)
         blocks: list[torch.Tensor] = []
         for name, block in wanted:
             if name in chains:
@@ -304,46 +304,48 @@ class _ServedPart:
                 continue
             for part in block_rows(shard.local_shape, block, dtype.itemsize):
                 start = self._data_start + shard.offset + part.start
-                rows.add(part._replace(start=start), into[target : target + part.num_bytes])
+                request.add(part._replace(start=start), into[target : target + part.num_bytes])
                 target += part.num_bytes
-        self._fetch(rows, is_cancelled)
+        self._fetch(request, is_cancelled)
         deltas = {name: self._decoded(name, chain) for name, chain in chains.items()}
-        left = iter(blocks)
-        contents = [deltas[name] if name in deltas else next(left) for name, _ in wanted]
-        return Received(contents=contents, num_bytes=rows.num_bytes)
+        remaining = iter(blocks)
+        contents = [deltas[name] if name in deltas else next(remaining) for name, _ in wanted]
+        return Received(contents=contents, num_bytes=sum(map(len, request.targets)))
 
     def _smaller_chains(
         self, wanted: Sequence[Block], held: Mapping[str, str]
-    ) -> dict[str, list[Mapping[str, Any]]]:
+    ) -> dict[str, list[DeltaLink]]:
         """Return the deltas that lead from shards held to those of this version, oldest first, by
         name, where they are smaller than the wanted blocks of a shard."""
         num_bytes: dict[str, int] = defaultdict(int)
         for name, block in wanted:
             itemsize = DTYPES[self._held[name].dtype].itemsize
             num_bytes[name] += prod(one.stop - one.start for one in block) * itemsize
-        found: dict[str, list[Mapping[str, Any]]] = {}
-        for name, wanted_bytes in num_bytes.items():
-            links: list[Mapping[str, Any]] = []
-            for link in self._chains.get(name, ()) if name in held else ():
-                links.insert(0, link)
-                if link["base"] == held[name]:
-                    if sum(one["bytes"] for one in links) < wanted_bytes:
-                        found[name] = links
-                    break
+        found: dict[str, list[DeltaLink]] = {}
+        for name in self._chains.keys() & held.keys() & num_bytes.keys():
+            chain = chain_from(held[name], self._chains[name])
+            if chain and sum(link.num_bytes for link in chain) < num_bytes[name]:
+                found[name] = chain
         return found
 
     def _decoded(self, name: str, chain: Sequence[memoryview]) -> tuple[Delta, ...]:
         shard = self._held[name]
-        return tuple(Delta(raw, shard.local_shape, DTYPES[shard.dtype]) for raw in chain)
+        try:
+            return tuple(Delta(raw, shard.local_shape, DTYPES[shard.dtype]) for raw in chain)
+        except PublishError as error:
+            raise PublishError(
+                f"{self._connection.url} sent an invalid delta of {name}: {error}"
+            ) from None
 
-    def _fetch(self, rows: "_Rows", is_cancelled: Callable[[], bool]) -> None:
-        """Fill the targets of `rows`. Raises VersionGone."""
+    def _fetch(self, request: "_Request", is_cancelled: Callable[[], bool]) -> None:
+        """Fill the targets. Raises VersionGone."""
+        rows, targets = request.rows, request.targets
         self._connection.select(self._version)
         try:
-            for first, stop in _requests(rows.rows):
+            for first, stop in _requests(rows):
                 if is_cancelled():
                     raise VersionGone(f"Version {self._version} is not needed any more.")
-                self._connection.fetch(rows.rows[first:stop], rows.targets[first:stop])
+                self._connection.fetch(rows[first:stop], targets[first:stop])
                 if self._connection.serial != self._serial:
                     # A run that restarts may publish another version of this number.
                     raise VersionGone(f"Version {self._version} was replaced.")
@@ -392,6 +394,13 @@ class ServerSource:
             raise VersionGone(str(error)) from None
 
 
+def _chains_from_json(given: Any) -> dict[str, list[DeltaLink]]:
+    """Raises PublishError."""
+    if not isinstance(given, dict) or not all(isinstance(one, list) for one in given.values()):
+        raise PublishError("A publisher describes deltas by something else than lists.")
+    return {name: [DeltaLink.from_json(link) for link in links] for name, links in given.items()}
+
+
 def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> list[ByteRows]:
     """Return the rows of a block of a contiguous tensor of `shape`, as few as possible, in the
     order of the block."""
@@ -412,19 +421,15 @@ def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> l
     return [ByteRows(first + base, length, count, stride) for base in outer]
 
 
-class _Rows:
+class _Request:
     """Rows to fetch, and the memory that receives each."""
 
     def __init__(self) -> None:
         self.rows: list[ByteRows] = []
         self.targets: list[memoryview] = []
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.targets))
-
     def add(self, rows: ByteRows, into: memoryview) -> None:
-        """Add rows, in parts that fit into requests."""
+        """Add rows, in parts that fit into requests of the server."""
         start = 0
         for one in _in_requests(rows):
             self.rows.append(one)

@@ -71,7 +71,7 @@ class Update:
     num_bytes_unchanged: int
     """Bytes of blocks that the targets held already."""
     num_bytes_received: int
-    """Bytes received for the changed blocks: fewer than they have if deltas are published."""
+    """Bytes received for the changed blocks: fewer if deltas are received instead."""
     seconds: float
 
 
@@ -225,6 +225,8 @@ class Subscription:
         def receive(rank: int, is_cancelled: Callable[[], bool]) -> Received:
             blocks = [(read.name, read.source) for read in wanted[rank]]
             names = {name for name, _ in blocks if (rank, name) in self._digests}
+            # Of tensors of other types, such as quantized ones, single elements cannot be set.
+            names -= {read.name for read in wanted[rank] if type(read.into) is not torch.Tensor}
             held = {name: self._digests[rank, name] for name in names}
             return parts[rank].receive(blocks, held, is_cancelled)
 
@@ -257,7 +259,7 @@ def _copy(pinned: _Pinned) -> int:
             read.into.copy_(content)
         else:
             for delta in content:
-                delta.copy_to(read.into, read.source)
+                delta.apply_to(read.into, read.source)
     return 0
 
 

@@ -130,6 +130,11 @@ class StateConnection:
         self._header_bytes = 0
         """Of the last header: the next one is expected to be as long."""
 
+    @property
+    def url(self) -> str:
+        """URL of the peer, for messages."""
+        return self._endpoint.url
+
     def select(self, version: int) -> None:
         """Fetch from this state from now on."""
         self._path = f"/state/{version}"

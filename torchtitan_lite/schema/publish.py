@@ -34,5 +34,6 @@ class PublishConfig(Section):
     deltas: bool = False
     """Also serve what has changed since the last `keep_versions` versions, element by element.
     Subscribers on other machines receive it instead of shards where it is smaller, with the same
-    result. Each rank compares every version with the one before, and keeps at most half of its
-    published shards for each of `keep_versions`."""
+    result; few elements change with dtype "bfloat16" and a small learning rate. Each rank compares
+    every version with the one before, and needs memory for the changes: at most `keep_versions`
+    times its published shards."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,10 +12,16 @@ from torch.distributed.tensor import Shard
 from benchmarks.processes import free_port
 from tests.unit.publish.conftest import SECRET, Publish
 from torchtitan_lite.checkpoint import tensor_bytes
-from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY
+from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, HeldTensor
 from torchtitan_lite.errors import PublishError
 from torchtitan_lite.publish import Subscriber, Target, deltas
-from torchtitan_lite.publish.deltas import Delta, encode_delta
+from torchtitan_lite.publish.deltas import (
+    Delta,
+    DeltaHistory,
+    DeltaLink,
+    chain_from,
+    encode_delta,
+)
 from torchtitan_lite.redistribute import HolderMesh, Layout
 from torchtitan_lite.redistribute.program import RAW_DTYPES
 
@@ -37,8 +44,14 @@ def _encode(old: torch.Tensor, new: torch.Tensor) -> bytes | None:
     return encode_delta(tensor_bytes(old), tensor_bytes(new), old.dtype.itemsize)
 
 
+def _num_bytes(shard: torch.Tensor, count: int) -> int:
+    """Return the size of a delta of `count` elements."""
+    return 4 * -(-shard.numel() // 65_536) + count * (shard.itemsize + 2)
+
+
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    raw = RAW_DTYPES[one.itemsize]
+    return one.dtype == other.dtype and torch.equal(one.view(raw), other.view(raw))
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
@@ -53,10 +66,9 @@ def test_any_block_of_a_shard_is_exact(dtype: torch.dtype, shape: tuple[int, ...
     positions = torch.cat([positions, torch.tensor([0, 65_535, 65_536, size - 1])]).unique()
     new = _changed(old, positions)
     raw = _encode(old, new)
-    assert raw is not None and len(raw) < old.nbytes
+    assert raw is not None and len(raw) == _num_bytes(old, len(positions))
     # In a buffer, elements may be unaligned.
     delta = Delta(memoryview(b"." + raw)[1:], shape, dtype)
-    assert len(delta) == len(positions)
     for number in range(20):
         starts = [draws.randrange(dim) if number else 0 for dim in shape]
         stops = [
@@ -67,9 +79,13 @@ def test_any_block_of_a_shard_is_exact(dtype: torch.dtype, shape: tuple[int, ...
         first = 1 if number % 5 == 0 else len(shape)
         spans = [*zip(starts, stops, strict=True)][:first] + [(0, dim) for dim in shape[first:]]
         block = tuple(slice(*span) for span in spans)
-        held = torch.stack([old, old])[0][block] if number % 2 else old[block].clone()
-        delta.copy_to(held, block)
-        assert _equal(held.contiguous(), new[block].contiguous())
+        held = old[block].clone()
+        if number % 3 == 1:
+            held = torch.stack([held, held], -1)[..., 0]
+        elif number % 3 == 2:
+            held = held.mT.contiguous().mT if len(shape) > 1 else held
+        delta.apply_to(held, block)
+        assert _equal(held, new[block])
 
 
 def test_bits_are_compared_and_not_values() -> None:
@@ -78,10 +94,9 @@ def test_bits_are_compared_and_not_values() -> None:
     new = old.clone()
     new[1], new[2] = -torch.nan, -0.0
     raw = _encode(old, new)
-    assert raw is not None
+    assert raw is not None and len(raw) == _num_bytes(old, 2)
     delta = Delta(memoryview(raw), (1000,), torch.float32)
-    assert len(delta) == 2
-    delta.copy_to(old, [slice(0, 1000)])
+    delta.apply_to(old, [slice(0, 1000)])
     assert _equal(old, new)
 
 
@@ -95,24 +110,67 @@ def test_many_changes_have_no_delta() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("positions", "change", "problem"),
     [
-        (lambda raw: raw[:-1], "does not fit shape"),
-        (lambda raw: raw[:3], "does not fit shape"),
-        (lambda raw: b"\7" + raw[1:], "has 2 elements and counts 7"),
-        (lambda raw: raw[:-2] + b"\xff\xff", "positions of a delta"),
-        (lambda raw: raw[:-4] + raw[-2:] + raw[-4:-2], "positions of a delta"),
-        (lambda raw: raw[:-4] + raw[-2:] + raw[-2:], "positions of a delta"),
+        ([3, 7], lambda raw: raw[:-1], "12 bytes|bytes are no delta"),
+        ([3, 7], lambda raw: raw[:3], "3 bytes are no delta"),
+        ([3, 7], lambda raw: b"\7" + raw[1:], "has 2 elements, and counts 7"),
+        # The last three are in the second block, which has 1,000 elements.
+        ([3, 65_540, 65_542], lambda raw: raw[:-2] + b"\xe8\3", "exceed shape"),
+        ([3, 65_540, 65_542], lambda raw: raw[:-4] + raw[-2:] + raw[-4:-2], "do not increase"),
+        ([3, 65_540, 65_542], lambda raw: raw[:-2] + raw[-4:-2], "do not increase"),
+        ([3, 7, 65_540], lambda raw: raw[:-6] + raw[-4:-2] + raw[-6:-4] + raw[-2:], "not increase"),
     ],
 )
-def test_damaged_deltas_are_rejected(change: Any, problem: str) -> None:
-    old = torch.zeros(1000)
-    raw = _encode(old, _changed(old, [3, 7]))
+def test_damaged_deltas_are_rejected(positions: list[int], change: Any, problem: str) -> None:
+    old = torch.zeros(66_536)
+    raw = _encode(old, _changed(old, positions))
     assert raw is not None
+    Delta(memoryview(raw), old.shape, old.dtype)
+    # The last position of a block may be above the first one of the next.
     with pytest.raises(PublishError, match=problem):
-        Delta(memoryview(change(raw)), (1000,), torch.float32)
-    with pytest.raises(PublishError, match="does not fit shape"):
-        Delta(memoryview(b""), (0,), torch.float32)
+        Delta(memoryview(change(raw)), old.shape, old.dtype)
+    for shape in ((), (0,)):
+        with pytest.raises(PublishError, match="are no delta of shape"):
+            Delta(memoryview(raw), shape, old.dtype)
+
+
+@pytest.mark.parametrize("given", [None, 7, ["a", 1], [1, 2, 3], ["a", -1, 2], ["a", 1, 2.5]])
+def test_damaged_links_are_rejected(given: Any) -> None:
+    with pytest.raises(PublishError, match="does not describe a delta"):
+        DeltaLink.from_json(given)
+
+
+def test_chains_pass_over_versions_that_do_not_change_a_shard() -> None:
+    shard = torch.zeros(1000)
+    held = HeldTensor(
+        name="a",
+        layout=0,
+        shape=(1000,),
+        local_shape=(1000,),
+        dtype="F32",
+        offset=0,
+        bytes=shard.nbytes,
+    )
+    history = DeltaHistory(3)
+    versions = [shard]
+    for position in (1, None, 3, 4):
+        versions.append(versions[-1] if position is None else _changed(versions[-1], [position]))
+    names = ["zero", "one", "one", "three", "four"]
+    for (old, new), (base, digest) in zip(pairwise(versions), pairwise(names), strict=True):
+        history.add([held], tensor_bytes(old), tensor_bytes(new), {"a": base}, {"a": digest})
+    chains = history.chains({"a": "four"}, 100)
+    # The first version is not kept any more.
+    assert [link.base for link in chains["a"]] == ["three", "one"]
+    encoded = bytes(100) + b"".join(history.encoded())
+    chain = chain_from("one", chains["a"])
+    assert len(chain) == 2 and chain_from("zero", chains["a"]) == []
+    received = versions[1].clone()
+    for link in chain:
+        raw = memoryview(encoded)[link.offset : link.offset + link.num_bytes]
+        Delta(raw, (1000,), torch.float32).apply_to(received, [slice(0, 1000)])
+    assert _equal(received, versions[-1])
+    assert history.chains({"a": "five"}, 100) == {}
 
 
 @pytest.fixture
@@ -239,11 +297,33 @@ def test_without_memory_for_deltas_shards_are_served(
             assert all(torch.equal(held[name], weights[name]) for name in weights)
             assert (update.num_bytes_received == update.num_bytes) is (step < 3)
     (warning,) = logged.messages
-    assert warning == "Version 2 has no deltas on rank 0: MemoryError()"
+    assert "Version 2 is served without deltas: rank 0: MemoryError()" in warning
 
 
 def _no_memory(*_: Any) -> bytes:
     raise MemoryError
+
+
+class _Quantized(torch.Tensor):
+    """A tensor that receives values by its own `copy_`."""
+
+
+@needs_shared_memory
+def test_tensors_of_other_types_receive_shards(
+    publish: Publish, weights: dict[str, torch.Tensor]
+) -> None:
+    port = free_port()
+    publisher = publish(weights, address="127.0.0.1", port=port, deltas=True)
+    held = torch.zeros_like(weights["w"]).as_subclass(_Quantized)
+    with Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10) as subscriber:
+        subscription = subscriber.subscribe([Target("w", held)])
+        for step in (1, 2):
+            _step(weights, step)
+            assert publisher.publish(step, weights)
+            publisher._finish_last()
+            update = subscription.update()
+            assert update is not None and update.num_bytes_received == update.num_bytes
+            assert torch.equal(held, weights["w"])
 
 
 @needs_shared_memory
@@ -266,6 +346,7 @@ def test_after_a_failed_copy_shards_are_received(
             patch.setattr(torch.Tensor, "copy_", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 subscription.update()
+        assert subscription.version is None
         update = subscription.update()
         assert update is not None and update.num_bytes_received == update.num_bytes
         assert all(torch.equal(held[name], weights[name]) for name in weights)
