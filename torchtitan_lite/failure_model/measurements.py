@@ -13,31 +13,31 @@ MEASUREMENTS: dict[str, tuple[float, str]] = {
         "rank_recovery.json, 1 of 4 ranks killed, FSDP-4, until training again, median of 3, ours",
     ),
     "replica_stall_s": (
-        0.201,
+        0.192,
         "recovery.json, ours, builtin lighthouse, survivor's stall, median of 5, ours",
     ),
     "replica_restart_s": (
-        4.69,
+        4.62,
         "recovery.json, ours, builtin lighthouse, restart to first committed step, median, ours",
     ),
     "donor_stall_s": (
-        0.167,
+        0.148,
         "recovery.json, ours, builtin lighthouse, donor's stall, median, ours",
     ),
     "torchft_stall_s": (
-        0.987,
+        1.06,
         "recovery.json, ours, builtin lighthouse, survivor's stall, median of 5, peer",
     ),
     "torchft_restart_s": (
-        3.4,
+        4.26,
         "recovery.json, ours, builtin lighthouse, restart to first committed step, median, peer",
     ),
     "torchft_donor_stall_s": (
-        0.00757,
+        0.0553,
         "recovery.json, ours, builtin lighthouse, donor's stall, median, peer",
     ),
     "heal_mib_per_s": (
-        1100.0,
+        925.0,
         "recovery.json, heal of 144 MiB, rate by 4 connections, ours",
     ),
     "load_mib_per_s": (
