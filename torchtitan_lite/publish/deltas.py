@@ -89,9 +89,11 @@ class Delta:
         first, stop = block[0].start * stride, block[0].stop * stride
         whole = [slice(0, dim) for dim in self._shape[1:]]
         is_flat = list(block[1:]) == whole and tensor.is_contiguous()
+        if is_flat:
+            target = target.view(-1)
         for positions, values in self._elements_between(first, stop):
             if is_flat:
-                target, indices = target.view(-1), (positions - first,)
+                indices = (positions - first,)
             else:
                 indices, inside = _in_block(positions, self._shape, block)
                 values = values[inside]

@@ -210,7 +210,7 @@ class Publisher:
             self._region.begin(slot, step)
             self._copier.start(slot, local_tensors(tensors), lambda: None)
             self._copier.wait()
-            self._finishing = self._pool.submit(self._complete, slot, step, lock)
+            self._finishing = self._pool.submit(self._complete, slot, lock)
         except Exception as error:
             lock.release()
             self._problem = self._describe_error(step, error)
@@ -284,11 +284,9 @@ class Publisher:
                 return slot, lock
         return None, None
 
-    def _complete(self, slot: int, version: int, lock: SlotLock) -> None:
+    def _complete(self, slot: int, lock: SlotLock) -> None:
         """Store the checksums, which makes the version visible, and serve it."""
         try:
-            # The newest version so far, which is not overwritten before this one is complete.
-            base = next(iter(self._region.complete_slots().values()), None)
             data = self._region.data(slot)
             digests = {
                 held.name: xxhash.xxh3_64_hexdigest(data[held.offset : held.offset + held.bytes])
@@ -298,43 +296,43 @@ class Publisher:
         finally:
             lock.release()
         if self._server is not None:
-            if self._deltas is not None and base is not None:
-                self._add_deltas(self._deltas, base, slot, version, digests)
-            self._serve(self._server, version, data, digests)
-
-    def _add_deltas(
-        self,
-        deltas: DeltaHistory,
-        base: int,
-        slot: int,
-        version: int,
-        digests: Mapping[str, str],
-    ) -> None:
-        """Add the deltas from the version in slot `base` to the one in `slot`. After an error,
-        subscribers receive shards."""
-        old, new = self._region.data(base), self._region.data(slot)
-        try:
-            deltas.add(self._held, old, new, self._region.values(base)["digests"], digests)
-        except Exception as error:
-            rank = self._mesh.rank
-            self._problem = f"Version {version} is served without deltas: rank {rank}: {error!r}"
+            self._serve(self._server, self._region.complete_slots(), digests)
 
     def _serve(
-        self, server: StateServer, version: int, data: memoryview, digests: Mapping[str, str]
+        self, server: StateServer, slots: Mapping[int, int], digests: Mapping[str, str]
     ) -> None:
-        """Serve a complete version, the shards of which are `data`."""
-        versions = list(self._region.complete_slots())
+        """Serve the newest version. `slots` are those of the complete ones, newest first, and
+        `digests` its checksums."""
+        version, slot = next(iter(slots.items()))
+        data = self._region.data(slot)
         about = {"session": self._session, "version": version, "digests": digests}
         encoded: list[bytes] = []
         if self._deltas is not None:
+            self._add_deltas(self._deltas, slots, digests)
             about["deltas"] = self._deltas.chains(digests, len(data))
             encoded = self._deltas.encoded()
         header = json.dumps(about).encode()
         # Most have one length, as those of a status do.
         header = header.ljust(-(-len(header) // _HEADER_BYTES) * _HEADER_BYTES)
         state = FramedState(header, data, *encoded)
-        server.offer(version, state, keep=[INDEX_VERSION, STATUS_VERSION, *versions])
-        self._offer_status(versions)
+        server.offer(version, state, keep=[INDEX_VERSION, STATUS_VERSION, *slots])
+        self._offer_status(list(slots))
+
+    def _add_deltas(
+        self, deltas: DeltaHistory, slots: Mapping[int, int], digests: Mapping[str, str]
+    ) -> None:
+        """Add the deltas to the newest version from the one before, which is not overwritten before
+        the next call of `publish` has waited for this. After an error, subscribers receive
+        shards."""
+        if len(slots) < 2:
+            return
+        (version, slot), (_, base) = list(slots.items())[:2]
+        old, new = self._region.data(base), self._region.data(slot)
+        try:
+            deltas.add(self._held, old, new, self._region.values(base)["digests"], digests)
+        except Exception as error:
+            rank = self._mesh.rank
+            self._problem = f"Version {version} is served without deltas: rank {rank}: {error!r}"
 
     def _announce(self, where: Mapping[str, Any]) -> None:
         """Write where the run publishes."""

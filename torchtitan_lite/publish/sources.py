@@ -7,7 +7,7 @@ error says that it is gone. Nothing is unpickled. Layer: above pins and deltas.
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import (
     FIRST_EXCEPTION,
     CancelledError,
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Event
-from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
@@ -65,11 +64,6 @@ Block = tuple[str, tuple[slice, ...]]
 """A block of a local tensor, by its name."""
 Content = torch.Tensor | tuple[Delta, ...]
 """A block, or, oldest first, the deltas of its shard from the version that the subscriber holds."""
-_NOTHING_HELD: Mapping[str, str] = MappingProxyType({})
-
-
-def _never() -> bool:
-    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +118,7 @@ class PinnedPart(Protocol):
         ...
 
     def receive(
-        self,
-        wanted: Sequence[Block],
-        held: Mapping[str, str] = _NOTHING_HELD,
-        is_cancelled: Callable[[], bool] = _never,
+        self, wanted: Sequence[Block], held: Mapping[str, str], is_cancelled: Callable[[], bool]
     ) -> Received:
         """Receive blocks of local tensors, which may share the publisher's memory; what comes from
         a server, which may die, is received completely. `held` are checksums of the shards, by
@@ -179,10 +170,7 @@ class _SharedPart:
         self.digests: Mapping[str, str] = region.values(slot)["digests"]
 
     def receive(
-        self,
-        wanted: Sequence[Block],
-        held: Mapping[str, str] = _NOTHING_HELD,
-        is_cancelled: Callable[[], bool] = _never,
+        self, wanted: Sequence[Block], held: Mapping[str, str], is_cancelled: Callable[[], bool]
     ) -> Received:
         found: list[torch.Tensor] = []
         for name, block in wanted:
@@ -281,17 +269,14 @@ class _ServedPart:
         self._chains = _chains_from_json(about.get("deltas", {}))
 
     def receive(
-        self,
-        wanted: Sequence[Block],
-        held: Mapping[str, str] = _NOTHING_HELD,
-        is_cancelled: Callable[[], bool] = _never,
+        self, wanted: Sequence[Block], held: Mapping[str, str], is_cancelled: Callable[[], bool]
     ) -> Received:
         request = _Request()
         chains: dict[str, list[memoryview]] = {}
         for name, links in self._smaller_chains(wanted, held).items():
             chains[name] = [memoryview(bytearray(link.num_bytes)) for link in links]
             for link, into in zip(links, chains[name], strict=True):
-                request.add(ByteRows(self._data_start + link.offset, len(into)), into)
+                request.add([ByteRows(self._data_start + link.offset, len(into))], into)
         blocks: list[torch.Tensor] = []
         for name, block in wanted:
             if name in chains:
@@ -299,13 +284,12 @@ class _ServedPart:
             shard = self._held[name]
             dtype = DTYPES[shard.dtype]
             blocks.append(torch.empty([one.stop - one.start for one in block], dtype=dtype))
-            into, target = tensor_bytes(blocks[-1]), 0
-            if not into:
+            if not blocks[-1].numel():
                 continue
-            for part in block_rows(shard.local_shape, block, dtype.itemsize):
-                start = self._data_start + shard.offset + part.start
-                request.add(part._replace(start=start), into[target : target + part.num_bytes])
-                target += part.num_bytes
+            first = self._data_start + shard.offset
+            rows = block_rows(shard.local_shape, block, dtype.itemsize)
+            moved = (one._replace(start=first + one.start) for one in rows)
+            request.add(moved, tensor_bytes(blocks[-1]))
         self._fetch(request, is_cancelled)
         deltas = {name: self._decoded(name, chain) for name, chain in chains.items()}
         remaining = iter(blocks)
@@ -428,13 +412,14 @@ class _Request:
         self.rows: list[ByteRows] = []
         self.targets: list[memoryview] = []
 
-    def add(self, rows: ByteRows, into: memoryview) -> None:
-        """Add rows, in parts that fit into requests of the server."""
+    def add(self, rows: Iterable[ByteRows], into: memoryview) -> None:
+        """Add rows that fill `into`, in parts that fit into requests of the server."""
         start = 0
-        for one in _in_requests(rows):
-            self.rows.append(one)
-            self.targets.append(into[start : start + one.num_bytes])
-            start += one.num_bytes
+        for one in rows:
+            for part in _in_requests(one):
+                self.rows.append(part)
+                self.targets.append(into[start : start + part.num_bytes])
+                start += part.num_bytes
 
 
 def _in_requests(rows: ByteRows) -> Iterator[ByteRows]:

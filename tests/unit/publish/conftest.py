@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.processes import free_port
 from torchtitan_lite.checkpoint.shared_memory import free_run
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.publish import Subscriber
 from torchtitan_lite.publish.publisher import Publisher
 from torchtitan_lite.publish.sources import Block, PinnedPart
 from torchtitan_lite.schema.publish import PublishConfig
@@ -41,10 +43,27 @@ def open_publisher(
     )
 
 
+def complete(publisher: Publisher, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Publish a version, and wait until subscribers see it."""
+    assert publisher.publish(version, tensors)
+    publisher._finish_last()
+
+
+def remote_subscriber(port: int) -> Subscriber:
+    """Connect to the servers of the publisher at this port."""
+    return Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10)
+
+
 def received(part: PinnedPart, wanted: Sequence[Block]) -> list[torch.Tensor]:
     """Receive blocks, without deltas."""
-    contents = part.receive(wanted).contents
+    contents = part.receive(wanted, {}, lambda: False).contents
     return [one for one in contents if isinstance(one, torch.Tensor)]
+
+
+@pytest.fixture
+def port() -> int:
+    """A free port."""
+    return free_port()
 
 
 @pytest.fixture

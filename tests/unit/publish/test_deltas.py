@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from benchmarks.processes import free_port
-from tests.unit.publish.conftest import SECRET, Publish
+from tests.unit.publish.conftest import Publish, complete, remote_subscriber
 from torchtitan_lite.checkpoint import tensor_bytes
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, HeldTensor
 from torchtitan_lite.errors import PublishError
-from torchtitan_lite.publish import Subscriber, Target, deltas
+from torchtitan_lite.publish import Target, deltas
 from torchtitan_lite.publish.deltas import (
     Delta,
     DeltaHistory,
@@ -191,24 +190,19 @@ def _step(weights: dict[str, torch.Tensor], step: int, *, every: int = 100) -> N
 
 @needs_shared_memory
 def test_subscribers_receive_changes_only(
-    publish: Publish, weights: dict[str, torch.Tensor]
+    publish: Publish, port: int, weights: dict[str, torch.Tensor]
 ) -> None:
-    port = free_port()
     # A server counts a version as being read for a moment.
     settings = {"keep_versions": 3, "when_in_use": "wait"}
     publisher = publish(weights, address="127.0.0.1", port=port, deltas=True, **settings)
 
-    def next_version(step: int) -> None:
-        assert publisher.publish(step, weights)
-        publisher._finish_last()
-
-    next_version(1)
+    complete(publisher, 1, weights)
     columns = Layout(HolderMesh.ranks(2), [Shard(1)])
     fused = torch.zeros(300, 600)
     expert = torch.zeros(100, 50, dtype=torch.bfloat16)
     quantized = torch.zeros(6, 100, 50, dtype=torch.float8_e4m3fn)
     norm = torch.zeros(8)
-    with Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10) as subscriber:
+    with remote_subscriber(port) as subscriber:
         subscription = subscriber.subscribe(
             [
                 Target("w", fused[:, 100:350], columns, 1),
@@ -231,39 +225,37 @@ def test_subscribers_receive_changes_only(
 
         assert receive() == 1
         _step(weights, 2)
-        next_version(2)
+        complete(publisher, 2, weights)
         one = receive()
         assert 0.01 < one < 0.03
         # One that has missed versions receives the changes of all of them, as far as they are kept.
         for step in (3, 4, 5):
             _step(weights, step)
-            next_version(step)
+            complete(publisher, step, weights)
         assert one * 2.5 < receive() < one * 3.5
         for step in (6, 7, 8, 9):
             _step(weights, step)
-            next_version(step)
+            complete(publisher, step, weights)
         assert receive() == 1
         # With a version of many changes, the chain ends.
         for step, every in ((10, 100), (11, 2), (12, 100)):
             _step(weights, step, every=every)
-            next_version(step)
+            complete(publisher, step, weights)
         assert receive() == 1
 
 
 @needs_shared_memory
 def test_deltas_larger_than_a_block_are_not_received(
-    publish: Publish, weights: dict[str, torch.Tensor]
+    publish: Publish, port: int, weights: dict[str, torch.Tensor]
 ) -> None:
-    port = free_port()
     weights = {"experts": weights["experts"]}
     publisher = publish(weights, address="127.0.0.1", port=port, deltas=True)
     expert = torch.zeros(100, 50)
-    with Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10) as subscriber:
+    with remote_subscriber(port) as subscriber:
         subscription = subscriber.subscribe([Target("experts", expert, row=4)])
         for step, every, is_delta in ((1, 100, False), (2, 8, False), (3, 10, True)):
             _step(weights, step, every=every)
-            assert publisher.publish(step, weights)
-            publisher._finish_last()
+            complete(publisher, step, weights)
             update = subscription.update()
             assert update is not None and torch.equal(expert, weights["experts"][4])
             # The delta of all six experts is between 0.9 and 1.2 times one of them.
@@ -276,13 +268,13 @@ def test_deltas_larger_than_a_block_are_not_received(
 @needs_shared_memory
 def test_without_memory_for_deltas_shards_are_served(
     publish: Publish,
+    port: int,
     weights: dict[str, torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
     logged: pytest.LogCaptureFixture,
 ) -> None:
-    port = free_port()
     publisher = publish(weights, address="127.0.0.1", port=port, deltas=True)
-    with Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10) as subscriber:
+    with remote_subscriber(port) as subscriber:
         held = {name: torch.zeros_like(one) for name, one in weights.items()}
         subscription = subscriber.subscribe(Target(name, one) for name, one in held.items())
         for step, is_full in ((1, False), (2, True), (3, False)):
@@ -290,8 +282,7 @@ def test_without_memory_for_deltas_shards_are_served(
             with monkeypatch.context() as patch:
                 if is_full:
                     patch.setattr(deltas, "encode_delta", _no_memory)
-                assert publisher.publish(step, weights)
-                publisher._finish_last()
+                complete(publisher, step, weights)
             update = subscription.update()
             assert update is not None
             assert all(torch.equal(held[name], weights[name]) for name in weights)
@@ -310,17 +301,15 @@ class _Quantized(torch.Tensor):
 
 @needs_shared_memory
 def test_tensors_of_other_types_receive_shards(
-    publish: Publish, weights: dict[str, torch.Tensor]
+    publish: Publish, port: int, weights: dict[str, torch.Tensor]
 ) -> None:
-    port = free_port()
     publisher = publish(weights, address="127.0.0.1", port=port, deltas=True)
     held = torch.zeros_like(weights["w"]).as_subclass(_Quantized)
-    with Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10) as subscriber:
+    with remote_subscriber(port) as subscriber:
         subscription = subscriber.subscribe([Target("w", held)])
         for step in (1, 2):
             _step(weights, step)
-            assert publisher.publish(step, weights)
-            publisher._finish_last()
+            complete(publisher, step, weights)
             update = subscription.update()
             assert update is not None and update.num_bytes_received == update.num_bytes
             assert torch.equal(held, weights["w"])
@@ -328,17 +317,18 @@ def test_tensors_of_other_types_receive_shards(
 
 @needs_shared_memory
 def test_after_a_failed_copy_shards_are_received(
-    publish: Publish, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    publish: Publish,
+    port: int,
+    weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    port = free_port()
     publisher = publish(weights, address="127.0.0.1", port=port, deltas=True)
     held = {name: torch.zeros_like(one) for name, one in weights.items()}
-    with Subscriber(f"http://127.0.0.1:{port}", secret=SECRET, timeout_s=10) as subscriber:
+    with remote_subscriber(port) as subscriber:
         subscription = subscriber.subscribe(Target(name, one) for name, one in held.items())
         for step in (1, 2):
             _step(weights, step)
-            assert publisher.publish(step, weights)
-            publisher._finish_last()
+            complete(publisher, step, weights)
             if step == 1:
                 assert subscription.update() is not None
         with monkeypatch.context() as patch:
