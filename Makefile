@@ -10,7 +10,7 @@ SHARD ?= 0/12
 BUDGET_S ?= 600
 # An environment with a CUDA build of torch, for tests of the code for GPUs on a machine without one.
 CUDA_VENV := .venv-cuda
-CUDA_TEST_PACKAGES := pytest|pytest-timeout|pytest-xdist|hypothesis|safetensors|scipy|torchao|transformers
+CUDA_TEST_PACKAGES := pytest|pytest-timeout|pytest-xdist|hypothesis|scipy|torchao|transformers
 # Two processes: many tests wait. Files stay whole, so that their pools do, and in order: the slow
 # folders come first, so that the end is balanced.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,19 @@ DISTRIBUTIONS = {
     "tomli_w": "tomli-w",
 }
 """Maps an import name to the name on PyPI, if they differ."""
-PLUGINS = {"py-spy", "s3fs", "tensorboard"}
-"""Not imported by name: fsspec opens s3:// through s3fs, the launcher runs py-spy, and torch
-imports tensorboard."""
+PLUGINS = {"py-spy", "s3fs"}
+"""Not imported: fsspec opens s3:// through s3fs, and the launcher runs py-spy."""
+BY_NAME = {"import_module", "find_spec", "__import__"}
+"""Functions whose first argument names a module that is imported."""
+OF_A_USER = {
+    "torchtitan_lite/cli/__init__.py",
+    "torchtitan_lite/config/custom_tables.py",
+    "models/__init__.py",
+    "torchtitan_lite/optional_dependencies.py",
+    "torchtitan_lite/registry.py",
+}
+"""Files that import modules named by variables: a user's, commands of this package, and optional
+packages, which `require` and `missing` name."""
 
 
 def _names(requirements: list[str]) -> set[str]:
@@ -46,23 +56,58 @@ def _shipped() -> Iterator[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Yield the distributions that a module imports, in functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Yield the distributions that a module imports, in functions and by name too. Raises
+    AssertionError for an import by a name that the source does not show."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from _distributions(node)
+            yield from _distributions(_modules(node))
+        elif isinstance(node, ast.Call) and node.args and _name_of(node.func) in BY_NAME:
+            yield from _distributions(_named_modules(node.args[0], tree, path))
 
 
 def _top_level_imports(path: Path) -> Iterator[str]:
     """Yield the distributions that a module imports when it is imported."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from _distributions(node)
+            yield from _distributions(_modules(node))
 
 
-def _distributions(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    modules = [alias.name for alias in node.names]
+def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
     if isinstance(node, ast.ImportFrom):
-        modules = [node.module] if node.module else []
+        return [node.module] if node.module else []
+    return [alias.name for alias in node.names]
+
+
+def _name_of(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _named_modules(name: ast.expr, tree: ast.Module, path: Path) -> list[str]:
+    """Return the modules that an expression may name: a constant, the beginning of an f-string, or
+    a variable of a loop over constants."""
+    if isinstance(name, ast.JoinedStr):
+        first = name.values[0]
+        if isinstance(first, ast.FormattedValue) and _name_of(first.value) == "__name__":
+            return ["torchtitan_lite"]
+        name = first
+    if isinstance(name, ast.Constant) and isinstance(name.value, str):
+        return [name.value]
+    if isinstance(name, ast.Name):
+        loops = (one for one in ast.walk(tree) if isinstance(one, ast.For))
+        for loop in loops:
+            inside = any(node is name for node in ast.walk(loop))
+            if inside and isinstance(loop.iter, ast.Tuple | ast.List | ast.Set | ast.Dict):
+                entries = loop.iter.keys if isinstance(loop.iter, ast.Dict) else loop.iter.elts
+                return [one.value for one in entries if isinstance(one, ast.Constant)]
+    where = str(path.relative_to(ROOT))
+    assert where in OF_A_USER, f"{where} imports {ast.unparse(name)}, which has no constant name"
+    return []
+
+
+def _distributions(modules: Iterable[str]) -> Iterator[str]:
     for module in modules:
         top = module.partition(".")[0]
         if top not in sys.stdlib_module_names | {"torchtitan_lite", "scripts", "_typeshed"}:
@@ -77,6 +122,29 @@ def test_every_import_is_declared():
     declared = REQUIRED.union(*OPTIONAL.values())
     undeclared = {name: path for name, path in _imported().items() if name not in declared}
     assert not undeclared
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import undeclared",
+        "def f():\n  from undeclared.a import b",
+        "import_module('undeclared.a')",
+        "importlib.import_module(f'undeclared.{name}')",
+        "for name in ('torch', 'undeclared'):\n  import_module(name)",
+        "find_spec('undeclared')",
+    ],
+)
+def test_every_way_to_import_is_seen(line: str, tmp_path: Path):
+    (tmp_path / "module.py").write_text(line)
+    assert "undeclared" in set(_imports(tmp_path / "module.py"))
+
+
+def test_an_import_by_a_variable_is_reported(monkeypatch: pytest.MonkeyPatch):
+    path = ROOT / "torchtitan_lite" / "module.py"
+    monkeypatch.setattr(Path, "read_text", lambda self: "import_module(name)")
+    with pytest.raises(AssertionError, match="no constant name"):
+        list(_imports(path))
 
 
 def test_an_extra_is_imported_where_it_is_used():
@@ -107,8 +175,7 @@ def test_an_extra_is_imported_where_it_is_used():
 
 def test_every_declared_dependency_is_imported():
     declared = REQUIRED.union(*OPTIONAL.values())
-    # wandb is imported with import_module, so that type checkers do not need it.
-    assert declared - _imported().keys() - PLUGINS - {"wandb"} == set()
+    assert declared - _imported().keys() - PLUGINS == set()
 
 
 def test_every_extra_has_its_error():

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
-from torchtitan_lite.checkpoint import DTYPE_NAMES, tensor_bytes
-from torchtitan_lite.checkpoint.storage import PartBox, safetensors_header
 from torchtitan_lite.errors import PublishError, UserError
 from torchtitan_lite.log import configure_logging, log_once
 from torchtitan_lite.publish import Subscriber, Target, hugging_face_targets
@@ -89,14 +88,7 @@ def _write(
     partial = out / f".version-{version}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    boxes = [
-        PartBox(name, DTYPE_NAMES[one.dtype], tuple(one.shape), 0, one.nbytes)
-        for name, one in tensors.items()
-    ]
-    with (partial / "model.safetensors").open("wb") as file:
-        file.write(safetensors_header(list(tensors), boxes, {"format": "pt"}))
-        for tensor in tensors.values():
-            file.write(tensor_bytes(tensor))
+    save_file(dict(tensors), partial / "model.safetensors", {"format": "pt"})
     (partial / "config.json").write_text(json.dumps(hugging_face_config(subscriber), indent=2))
     target = out / f"version-{version}"
     shutil.rmtree(target, ignore_errors=True)

@@ -160,9 +160,8 @@ def _import_training() -> None:
     """Import what `train_rank` does."""
     for name in ("config.constraints", "builders", "final_export", "summary", "trainer"):
         import_module(f"torchtitan_lite.{name}")
-    # Of the data and of checkpoints, which import them when they need them.
-    for name in ("safetensors.torch", "tokenizers"):
-        import_module(name)
+    # The data imports it when it opens a tokenizer.
+    import_module("tokenizers")
 
 
 def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
