@@ -4,9 +4,15 @@ Each message states what was given, what is needed and what to change. `train.py
 a traceback; any other exception is a bug of this package and keeps its traceback.
 """
 
-FAILED, DIVERGED, MACHINE_FAULT = 1, 3, 4
+import errno
+from collections.abc import Iterator
+
+FAILED, DIVERGED, MACHINE_FAULT, GIVEN_UP = 1, 3, 4, 5
 """Exit statuses of `train.py`. After the first a restart may help; after the second it would train
-no better; after the third it may help on another machine."""
+no better; after the third it may help on another machine; after the last, that of an agent, the
+same failure would end the ranks again."""
+TRANSIENT = 75
+"""Exit status after a failure whose cause may pass: EX_TEMPFAIL of sysexits.h."""
 INTERRUPTED = 130
 """Exit status of a command ended by SIGINT, as a shell reports it."""
 
@@ -32,6 +38,12 @@ class CheckpointError(UserError):
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint that is incomplete or whose bytes have changed."""
+
+
+class StorageUnavailable(CheckpointError):
+    """A storage that cannot be read at the moment; what it holds may be intact."""
+
+    exit_status = TRANSIENT
 
 
 class DamagedSnapshot(CheckpointError):
@@ -82,3 +94,61 @@ class RpcError(UserError):
         proved itself, would reject the call again."""
         super().__init__(message)
         self.code, self.is_final = code, is_final
+
+
+_TRANSIENT_ERRNOS = {
+    errno.EADDRINUSE,
+    errno.EAGAIN,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EMFILE,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+_TRANSIENT_NAMES = {"DistNetworkError", "DistStoreError"}
+"""Exceptions of torch.distributed, which is not imported here: a store that cannot listen at its
+port, or that no process answers."""
+_TRANSIENT_CODES = {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
+"""Statuses of gRPC, which is not imported here."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the cause of `error` may pass: a service or a storage that cannot be reached,
+    a port in use, no free file descriptor."""
+    return any(map(_may_pass, _chain(error)))
+
+
+def exit_status_after(error: UserError) -> int:
+    """Return the exit status of the process that ends with `error`."""
+    is_known = error.exit_status != FAILED
+    return error.exit_status if is_known or not is_transient(error) else TRANSIENT
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, UserError) and error.exit_status == TRANSIENT:
+        return True
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
+        return True
+    code = getattr(error, "code", None)
+    code = code() if callable(code) else code
+    return (
+        type(error).__name__ in _TRANSIENT_NAMES or getattr(code, "name", None) in _TRANSIENT_CODES
+    )

@@ -17,7 +17,12 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     PartBox,
     TokenBucket,
 )
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, DamagedSnapshot
+from torchtitan_lite.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    DamagedSnapshot,
+    StorageUnavailable,
+)
 
 _KINDS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _NUMBERS = (errno.ELOOP, errno.EIO, errno.ENODATA)
@@ -185,6 +190,6 @@ def is_permanent(error: BaseException) -> bool:
 
 def read_error(message: str, error: OSError) -> CheckpointError:
     """Return the exception to raise for `error`, with both texts: DamagedCheckpoint if it is
-    permanent, else CheckpointError."""
-    kind = DamagedCheckpoint if is_permanent(error) else CheckpointError
+    permanent, else StorageUnavailable."""
+    kind = DamagedCheckpoint if is_permanent(error) else StorageUnavailable
     return kind(f"{message}: {error}")

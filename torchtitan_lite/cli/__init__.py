@@ -6,12 +6,13 @@ parsed successfully. Layer: the top.
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from torchtitan_lite import __version__
 from torchtitan_lite.cli.parsers import parser
-from torchtitan_lite.errors import INTERRUPTED, ConfigError
+from torchtitan_lite.errors import INTERRUPTED, TRANSIENT, ConfigError, is_transient
 from torchtitan_lite.registry import import_module
 
 
@@ -34,6 +35,11 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        if not is_transient(error):
+            raise
+        traceback.print_exc()
+        return TRANSIENT
 
 
 def _run_parsed(argv: Sequence[str]) -> int:

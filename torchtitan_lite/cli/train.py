@@ -26,7 +26,7 @@ from torchtitan_lite.config import (
     parse_command_line,
 )
 from torchtitan_lite.config.toml_file import read_toml
-from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.errors import ConfigError, UserError, exit_status_after
 from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.local_ranks import run_ranks
 from torchtitan_lite.launcher.processes import die_with_parent
@@ -76,7 +76,7 @@ def train(argv: Sequence[str]) -> int:
             return _train_on_machines(arguments, options, config)
     except UserError as error:
         log_once(error)
-        return error.exit_status
+        return exit_status_after(error)
     if options.num_spares:
         return _train_with_spares(arguments, options, config)
     return _train_ranks(arguments, options.num_ranks)
@@ -97,7 +97,7 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
             return estimate_instead(config)
     except UserError as error:
         log_once(error)
-        return error.exit_status
+        return _end_with(error, recovery)
     try:
         # Imported once the configuration is known to be right, so that a typo fails fast.
         from torchtitan_lite.builders import build
@@ -129,8 +129,15 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
                     export_last_save(config, root, folder)
     except UserError as error:
         logger.error("%s", error)
-        return error.exit_status
+        return _end_with(error, recovery)
     return 0
+
+
+def _end_with(error: UserError, recovery: "Recovery | None") -> int:
+    """Return the exit status after `error`, which the agent, if there is one, reports too."""
+    if recovery is not None:
+        recovery.end_reason = str(error).partition("\n")[0]
+    return exit_status_after(error)
 
 
 def _reporting(job: "Job", recovery: "Recovery | None") -> "Job":

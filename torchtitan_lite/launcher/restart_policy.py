@@ -4,7 +4,7 @@ reading the log of a failed process. Layer: above logs and processes."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
+from torchtitan_lite.errors import DIVERGED, GIVEN_UP, MACHINE_FAULT, TRANSIENT
 from torchtitan_lite.launcher.logs import last_lines, mask_numbers
 from torchtitan_lite.launcher.processes import ExitStatus
 
@@ -13,7 +13,11 @@ HEALTHY_S = 20.0
 _MAX_IDENTICAL = 2
 """Consecutive identical failures without progress after which a wrong setting is the most likely
 cause."""
-_FINAL = {DIVERGED: "the training has diverged", MACHINE_FAULT: "its machine is at fault"}
+_FINAL = {
+    DIVERGED: "the training has diverged",
+    MACHINE_FAULT: "its machine is at fault",
+    GIVEN_UP: "its ranks failed again and again",
+}
 """Exit statuses after which another attempt would fail in the same way."""
 
 
@@ -25,7 +29,7 @@ class Failure:
     """Which process ended, and how, for display."""
     signature: str
     """Equal for failures that look alike; empty if the failure does not indicate that the attempt
-    itself was at fault, such as a kill from outside."""
+    itself was at fault, such as a kill from outside or a service that cannot be reached."""
     log: Path
     """Log of the process that failed first."""
     rank: int | None = None
@@ -41,6 +45,8 @@ def failure_of(name: str, status: ExitStatus, log: Path, rank: int | None = None
     description = f"{name}: {status}"
     if status.is_signal:
         return Failure(description, "", log, rank)
+    if status.code == TRANSIENT:
+        return Failure(f"{description}, whose cause may pass", "", log, rank, status.code)
     return Failure(description, f"{status}: {last}", log, rank, status.code)
 
 
@@ -58,6 +64,12 @@ class GiveUp:
     reason: str
     first_failure: Failure
     """First of the consecutive failures."""
+
+    @property
+    def exit_status(self) -> int:
+        """Exit status of an agent that follows the decision."""
+        status = self.first_failure.status
+        return status if status in _FINAL else GIVEN_UP
 
     @property
     def others_continue(self) -> bool:

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
 )
 
+from torchtitan_lite.errors import FAILED, TRANSIENT
 from torchtitan_lite.launcher.local_ranks import forwarded_signal
 from torchtitan_lite.launcher.logs import mask_numbers
 from torchtitan_lite.launcher.resize_request import RunMesh
@@ -242,8 +243,10 @@ class ProcessAgent(SimpleElasticAgent):
             self._lost = set(gone)
             rank, process = min(gone.items())
             assert process.status is not None
+            if process.error and not process.status.is_signal:
+                return self._exception(rank)
             text, status = f"{self._name_of(rank)}: {process.status}", process.status
-            signature = "" if status.is_signal else str(status)
+            signature = "" if status.is_signal or status.code == TRANSIENT else str(status)
             return Failure(text, signature, Path(os.devnull), rank, max(0, status.code))
         failed = {n: p for n, p in self._ranks.items() if p.error}
         ended = {n: p for n, p in self._ranks.items() if p.status and not p.status.is_clean}
@@ -255,7 +258,8 @@ class ProcessAgent(SimpleElasticAgent):
                 return None
             rank, process = min(ended.items())
             assert process.status is not None
-            return Failure(self._name_of(rank), "", Path(os.devnull), rank, process.status.code)
+            text = f"{self._name_of(rank)}: {process.end_reason or process.status}"
+            return Failure(text, "", Path(os.devnull), rank, process.status.code)
         first = min((p.failed_at_s for p in failed.values()), default=0.0)
         if failed and time.monotonic() >= first + _CAUSE_S:
             rank = min(failed, key=lambda number: failed[number].failed_at_s)
@@ -265,9 +269,11 @@ class ProcessAgent(SimpleElasticAgent):
 
     def _exception(self, rank: int) -> Failure:
         """Return the failure of a rank that has reported an exception."""
-        error = self._ranks[rank].error
-        text = f"{self._name_of(rank)}: {error}"
-        return Failure(text, mask_numbers(error), Path(os.devnull), rank, 1)
+        process = self._ranks[rank]
+        text = f"{self._name_of(rank)}: {process.error}"
+        signature = "" if process.may_pass else mask_numbers(process.error)
+        status = TRANSIENT if process.may_pass else FAILED
+        return Failure(text, signature, Path(os.devnull), rank, status)
 
     def _name_of(self, rank: int) -> str:
         """Return the name of a local rank for display."""

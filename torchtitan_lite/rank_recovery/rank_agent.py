@@ -16,6 +16,7 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
+from torchtitan_lite.errors import FAILED
 from torchtitan_lite.launcher.resize_request import (
     LEAVE_S,
     Permission,
@@ -239,7 +240,10 @@ class RankAgent(ProcessAgent):
         if ends:
             decision = GiveUp("the launcher decides about the mesh of all replicas", failure)
         if decision is None or isinstance(decision, GiveUp) or self._requests:
-            self.exit_status = failure.status or 1
+            self.exit_status = failure.status or FAILED
+            if isinstance(decision, GiveUp) and not ends:
+                # The launcher does not repeat what this agent has tried.
+                self.exit_status = decision.exit_status
             self._remaining_restarts = 0
             if process.error:
                 process.exit(self.exit_status)

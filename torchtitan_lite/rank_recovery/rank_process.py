@@ -50,6 +50,10 @@ class RankProcess:
         """Exit status of the process, or of its ended training."""
         self.error = ""
         """Last line of the exception that it reported."""
+        self.may_pass = False
+        """Whether the cause of that exception may pass."""
+        self.end_reason = ""
+        """Error with which its training ended."""
         self.failed_at_s = 0.0
         """When it reported the exception (time.monotonic())."""
         self.has_progress = False
@@ -66,9 +70,11 @@ class RankProcess:
                 self.state = RankState.PARKED
             elif "failed" in message:
                 self.state, self.error = RankState.FAILED, str(message["failed"])
+                self.may_pass = bool(message["may_pass"])
                 self.failed_at_s = time.monotonic()
             elif "ended" in message:
                 self.state, self.status = RankState.ENDED, ExitStatus(int(message["ended"]))
+                self.end_reason = str(message["reason"])
             elif "progress" in message:
                 self.has_progress = True
         code = self._process.poll()

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from torchtitan_lite.axis_groups import abort_all_groups, forget_groups
+from torchtitan_lite.errors import is_transient
 from torchtitan_lite.launcher.supervised import print_into_rank_log
 from torchtitan_lite.preemption import TrainingAborted
 from torchtitan_lite.rank_recovery.channel import Channel
@@ -43,7 +44,10 @@ class Recovery:
         self._is_interruptible = False
         self._raise_at_s = 0.0
         self._has_progress = False
+        self._has_reported = False
         self._is_leaving = threading.Event()
+        self.end_reason = ""
+        """Error that ends the training and that the user must correct."""
 
     @contextmanager
     def report_failure(self) -> Iterator[None]:
@@ -56,9 +60,20 @@ class Recovery:
         except TrainingAborted:
             raise
         except BaseException as error:
-            last = traceback.format_exception_only(error)[-1].strip()
-            self._channel.send(failed=last)
+            self.report(error)
             raise
+
+    def report(self, error: BaseException) -> None:
+        """Report an exception to the agent, unless one of this training was reported before."""
+        if not self._has_reported:
+            self._has_reported = True
+            last = traceback.format_exception_only(error)[-1].strip()
+            self._channel.send(failed=last, may_pass=is_transient(error))
+
+    def begin(self) -> None:
+        """Forget what an earlier training of this process has reported."""
+        self._has_reported = False
+        self.end_reason = ""
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -106,7 +121,11 @@ def serve(train: Callable[[Recovery, list[str]], int], warm_up: Callable[[], Non
     recovery = Recovery(channel)
     signal.signal(_INTERRUPT, recovery.on_interrupt)
     orders: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-    warm_up()
+    try:
+        warm_up()
+    except Exception as error:
+        recovery.report(error)
+        raise
     # Freeze imported objects, so that later collections skip them.
     gc.collect()
     gc.freeze()
@@ -122,12 +141,16 @@ def serve(train: Callable[[Recovery, list[str]], int], warm_up: Callable[[], Non
         os.environ.update(order["start"])
         print_into_rank_log()
         lease.is_training = True
+        recovery.begin()
         try:
             status = train(recovery, order["arguments"])
-        except (Exception, TrainingAborted):
+        except (Exception, TrainingAborted) as error:
+            if not isinstance(error, TrainingAborted):
+                # Of the start, before the process groups exist.
+                recovery.report(error)
             failure, outcome = traceback.format_exc(), {"parked": True}
         else:
-            outcome = {"ended": status}
+            outcome = {"ended": status, "reason": recovery.end_reason}
         # The frames of the traceback, which held the model and its process groups, are gone. After
         # a training that has ended, another attempt may follow, too.
         forget_groups()

@@ -481,7 +481,7 @@ class Coordinator:
         if is_replaced:
             self._not_before_s = now_s
         elif isinstance(decision, GiveUp):
-            self._end(failure.status or 1, f"{self._reason}: {decision.reason}")
+            self._end(decision.exit_status, f"{self._reason}: {decision.reason}")
         else:
             self._not_before_s = now_s + decision.delay_s
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
+from torchtitan_lite.errors import DIVERGED, GIVEN_UP, MACHINE_FAULT, TRANSIENT
 from torchtitan_lite.launcher.processes import ExitStatus
 from torchtitan_lite.launcher.restart_policy import (
     Failure,
@@ -77,13 +77,28 @@ def test_different_failures_do_not(between: Failure) -> None:
         assert isinstance(policy.attempt_failed(failure, 0), RestartAfter)
 
 
-@pytest.mark.parametrize(("status", "spares"), [(DIVERGED, False), (MACHINE_FAULT, True)])
+def test_failures_that_may_pass_do_not_count_as_equal(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("OSError: [Errno 24] Too many open files")
+    policy = RestartPolicy(3)
+    for _ in range(3):
+        failure = failure_of("rank 0", ExitStatus(TRANSIENT), log)
+        assert isinstance(policy.attempt_failed(failure, 0), RestartAfter)
+    decision = policy.attempt_failed(failure, 0)
+    assert isinstance(decision, GiveUp) and decision.exit_status == GIVEN_UP
+    assert decision.reason == "it failed 4 times in a row"
+
+
+@pytest.mark.parametrize(
+    ("status", "spares"), [(DIVERGED, False), (MACHINE_FAULT, True), (GIVEN_UP, False)]
+)
 def test_permanent_failures_are_not_retried(status: int, spares: bool) -> None:
     policy = RestartPolicy(10)
     policy.attempt_started()
     policy.made_progress(0)
     decision = policy.attempt_failed(failure_of("rank 0", ExitStatus(status), Path("log")), 100)
     assert isinstance(decision, GiveUp) and decision.others_continue is spares
+    assert decision.exit_status == status
 
 
 def test_equal_failures_after_training_do_not() -> None:

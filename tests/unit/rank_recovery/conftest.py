@@ -10,7 +10,8 @@ class FakeProcess:
     def __init__(self) -> None:
         self.state, self.has_progress = RankState.TRAINING, True
         self.status: ExitStatus | None = None
-        self.error, self.pid = "", 0
+        self.error, self.may_pass, self.pid = "", False, 0
+        self.failed_at_s = 0.0
         self.is_ordered_to_leave = False
         self.signals: list[object] = []
 
@@ -19,6 +20,9 @@ class FakeProcess:
 
     def renew_lease(self, until_s: float) -> None:
         """It needs none."""
+
+    def exit(self, status: int) -> None:
+        self.state, self.status = RankState.EXITED, ExitStatus(status)
 
     def leave_training(self) -> None:
         self.is_ordered_to_leave = True

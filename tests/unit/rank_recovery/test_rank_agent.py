@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from tests.unit.rank_recovery.conftest import FakeProcess
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import GIVEN_UP, ConfigError
 from torchtitan_lite.launcher.processes import ExitStatus
 from torchtitan_lite.launcher.resize_request import (
     Permission,
@@ -231,3 +231,20 @@ def test_an_answer_that_cannot_be_written_is_written_later(
     assert replica.answer() is ResizeState.ACCEPTED
     replica.tick()
     assert replica.answer() is ResizeState.READY
+
+
+@pytest.mark.parametrize(("may_pass", "num_failures"), [(False, 2), (True, 4)])
+def test_an_agent_that_gives_up_says_so_to_the_launcher(
+    replica: _Replica, caplog: pytest.LogCaptureFixture, may_pass: bool, num_failures: int
+) -> None:
+    """The launcher would otherwise start it again, and it would try as often as before."""
+    replica.agent._inbox.poll = lambda now_s: None  # type: ignore[method-assign]
+    for _ in range(num_failures):
+        assert replica.agent.exit_status == 0
+        for rank in replica.ranks:
+            rank.state, rank.has_progress, rank.may_pass = RankState.EXITED, False, may_pass
+            rank.error, rank.status = "ModuleNotFoundError: No module named 'a'", ExitStatus(1)
+        replica.tick()
+        replica.agent._attempt_started()
+    assert replica.agent.exit_status == GIVEN_UP
+    assert ": ModuleNotFoundError: No module named 'a': it failed" in caplog.text

@@ -20,7 +20,16 @@ from contextlib import suppress
 import torch.distributed as dist
 from torchtitan_lite.rank_recovery.worker import serve
 
+def warm_up():
+    if sys.argv[2:]:
+        import not_installed
+
 def train(recovery, changed):
+    if changed == ["unreachable"]:
+        raise ConnectionRefusedError("the store")
+    if changed == ["wrong"]:
+        recovery.end_reason = "a wrong setting"
+        return 1
     if changed == ["swallow"]:
         # As a callback of torch does.
         with recovery.report_failure(), recovery.interruptible():
@@ -32,7 +41,7 @@ def train(recovery, changed):
     time.sleep(float(sys.argv[1]))
     return 0
 
-sys.exit(serve(train, lambda: None))
+sys.exit(serve(train, warm_up))
 """
 
 
@@ -72,9 +81,39 @@ def test_an_attempt_may_follow_one_that_has_ended(
     channel, process = quick
     for _ in range(2):
         channel.send(start={}, arguments=[])
-        assert channel.receive(wait=True) == [{"ended": 0}]
+        assert channel.receive(wait=True) == [{"ended": 0, "reason": ""}]
     channel.send(exit=0)
     assert process.wait(20) == 0
+
+
+def test_an_error_before_the_process_groups_exist_is_reported(
+    quick: tuple[Channel, subprocess.Popen[bytes]],
+) -> None:
+    channel, _ = quick
+    for _ in range(2):
+        channel.send(start={}, arguments=["unreachable"])
+        messages = channel.receive(wait=True)
+        while {"parked": True} not in messages:
+            messages += channel.receive(wait=True)
+        assert messages[0] == {"failed": "ConnectionRefusedError: the store", "may_pass": True}
+    channel.send(start={}, arguments=["wrong"])
+    assert channel.receive(wait=True) == [{"ended": 1, "reason": "a wrong setting"}]
+
+
+def test_an_error_of_the_imports_is_reported() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, "0", "fails"],
+            env={**os.environ, CHANNEL: str(there.fileno())},
+            pass_fds=(there.fileno(),),
+            stderr=subprocess.DEVNULL,
+        )
+        there.close()
+        (message,) = Channel(here).receive(wait=True)
+        assert message["failed"] == "ModuleNotFoundError: No module named 'not_installed'"
+        assert message["may_pass"] is False
+        assert process.wait(20) == 1
 
 
 def test_a_swallowed_interrupt_is_repeated(
