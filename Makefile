@@ -8,6 +8,8 @@ PROCESSES ?= 2
 ARGS ?=
 SHARD ?= 0/12
 BUDGET_S ?= 600
+# An environment of requirements.txt alone.
+USER_VENV := .venv-user
 # An environment with a CUDA build of torch, for tests of the code for GPUs on a machine without one.
 CUDA_VENV := .venv-cuda
 CUDA_TEST_PACKAGES := pytest|pytest-timeout|pytest-xdist|hypothesis|scipy|torchao|transformers
@@ -102,6 +104,13 @@ $(VENV)/.installed: requirements.txt $(VENV)/bin/python
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+	@touch $@
+
+# What users have, for the tests of the commands of the documentation.
+$(USER_VENV)/.installed: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(USER_VENV)
+	$(USER_VENV)/bin/python -m pip install --quiet --requirement requirements.txt
+	$(USER_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
 # Without the user's links, which may lead to a CPU build.

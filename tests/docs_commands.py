@@ -1,5 +1,5 @@
 """Run the commands of the documentation: the ```bash blocks of a page, in order, in a copy of the
-tree with small settings.
+tree with small settings and in an environment of requirements.txt alone, as users have it.
 
 Comments in a page steer this, each on a line of its own:
 
@@ -10,12 +10,12 @@ Comments in a page steer this, each on a line of its own:
 - `<!-- test: fails -->` in front of a block: its last command exits with an error.
 """
 
+import fcntl
 import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -50,6 +50,7 @@ _SETTINGS = {
 }
 _ESTIMATED = ("llama3_8b.toml",)
 """Configs that are estimated, not run: they keep their settings."""
+_USER_VENV = ".venv-user"
 _ENDLESS = "100000"
 """Steps of a run that a later command stops."""
 _PGREP = """
@@ -118,9 +119,17 @@ def split(text: str) -> list[str]:
     return commands
 
 
+def user_environment() -> Path:
+    """Return an environment of requirements.txt alone, which is created at its first use."""
+    with (ROOT / "Makefile").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(["make", f"{_USER_VENV}/.installed"], cwd=ROOT, check=True)
+    return ROOT / _USER_VENV
+
+
 def copy_tree(folder: Path) -> None:
-    """Create a tree in which the commands of the docs run: links to the code, copies of the configs
-    with small settings. Outputs of the runs stay in `folder`."""
+    """Create a tree in which the commands of the docs run: links to the code and to the
+    environment, copies of the configs with small settings. Outputs of the runs stay in `folder`."""
     folder.mkdir(parents=True)
     for name in _LINKED:
         (folder / name).symlink_to(ROOT / name)
@@ -136,14 +145,12 @@ def copy_tree(folder: Path) -> None:
         text = text.replace('dataset = "python_stdlib"', corpus)
         text = text.replace('"tests/assets/', f'"{ROOT}/tests/assets/')
         (folder / "configs" / config.name).write_text(text, encoding="utf-8")
-    # The environment of this process, with the stamps by which make finds it complete.
-    environment = folder / ".venv"
-    environment.mkdir()
-    for entry in Path(sys.prefix).iterdir():
+    # With the stamp by which make finds it complete.
+    (folder / ".venv").mkdir()
+    for entry in user_environment().iterdir():
         if not entry.name.startswith("."):
-            (environment / entry.name).symlink_to(entry)
-    for stamp in (".installed", ".installed-dev"):
-        (environment / stamp).touch()
+            (folder / ".venv" / entry.name).symlink_to(entry)
+    (folder / ".venv" / ".installed").touch()
     write_command(folder / ".bin" / "pgrep", _PGREP)
     # The command of an installation.
     write_command(folder / ".bin" / "torchtitan-lite", 'exec python -m torchtitan_lite "$@"')
@@ -207,7 +214,7 @@ class Page:
     def _start(self, script: str, file: BinaryIO) -> "subprocess.Popen[bytes]":
         environment = os.environ | {
             "TREE": str(self.tree.resolve()),
-            "PATH": f"{self.tree / '.bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{self.tree / '.bin'}:{self.tree / '.venv' / 'bin'}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
