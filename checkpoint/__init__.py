@@ -17,7 +17,11 @@ if TYPE_CHECKING:
         adapted_layers,
         recorded_base,
     )
-    from torchtitan_lite.checkpoint.collective import first_message, run_on_all_ranks
+    from torchtitan_lite.checkpoint.collective import (
+        first_message,
+        run_long_on_all_ranks,
+        run_on_all_ranks,
+    )
     from torchtitan_lite.checkpoint.copier import Copier
     from torchtitan_lite.checkpoint.frozen_weights import load_base, open_merged
     from torchtitan_lite.checkpoint.history import (
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.save_context import (
         NUM_SAVE_SIGNALS,
         Checkpointable,
+        checkpoint_root,
         replica_run_id,
         shared_run_id,
     )
@@ -72,6 +77,7 @@ __all__ = [
     "StoredSnapshot",
     "SupersededError",
     "adapted_layers",
+    "checkpoint_root",
     "copy_back",
     "first_message",
     "history_name",
@@ -89,6 +95,7 @@ __all__ = [
     "reject_external",
     "replica_name",
     "replica_run_id",
+    "run_long_on_all_ranks",
     "run_on_all_ranks",
     "shared_run_id",
     "superseded_message",
@@ -99,7 +106,7 @@ __all__ = [
 
 _MODULES = {
     "adapters": ("FrozenBase", "MergedSnapshot", "adapted_layers", "recorded_base"),
-    "collective": ("first_message", "run_on_all_ranks"),
+    "collective": ("first_message", "run_long_on_all_ranks", "run_on_all_ranks"),
     "copier": ("Copier",),
     "save_plan": ("SavePlan", "layouts_json", "plan_save"),
     "frozen_weights": ("load_base", "open_merged"),
@@ -114,7 +121,13 @@ _MODULES = {
     ),
     "manager": ("CheckpointManager",),
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),
-    "save_context": ("NUM_SAVE_SIGNALS", "Checkpointable", "replica_run_id", "shared_run_id"),
+    "save_context": (
+        "NUM_SAVE_SIGNALS",
+        "Checkpointable",
+        "checkpoint_root",
+        "replica_run_id",
+        "shared_run_id",
+    ),
     "snapshots": ("SavedValues", "Snapshot", "StoredSnapshot", "read_tensor"),
     "tensors": (
         "DTYPES",

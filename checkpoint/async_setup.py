@@ -138,6 +138,7 @@ def _open(
         recovers=not context.is_shared,
         shared_run_folder="" if context.history is None else str(context.history.run_folder),
         replica=0 if context.history is None else context.history.replica,
+        leases=context.leases,
     )
     region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict(), pairing)
     copier = None

@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.save_context import (
     SaveContext,
     SaveSignals,
     agree_on_identity,
+    checkpoint_root,
 )
 from torchtitan_lite.checkpoint.shared_memory.folder import remove_regions
 from torchtitan_lite.checkpoint.snapshots import SavedValues
@@ -34,6 +35,7 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.events import StepEvent
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.run_lease import lease_places
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
 from torchtitan_lite.spec import ModelSpec
 
@@ -61,8 +63,7 @@ class CheckpointManager:
         """`spec` is required to load a Hugging Face folder. `replica` is the index among replicas
         that train the same run, if there are several; `last_step` is the run's final step."""
         self._config, self._state, self._mesh = config, state, mesh
-        folder = config.folder
-        self.root = folder if "://" in folder else str(dump_folder / folder)
+        self.root = checkpoint_root(config, dump_folder)
         self._context = SaveContext(
             config=config,
             state=state,
@@ -73,6 +74,7 @@ class CheckpointManager:
             run_config=run_config,
             spec=spec,
             history=None if replica is None else RunHistory(dump_folder, replica),
+            leases=tuple(file.where for file in lease_places(dump_folder, self.root, replica).held),
             last_step=last_step,
         )
         self._writer_group = SINGLE_REPLICA

@@ -87,6 +87,8 @@ class SaveContext:
     """The model, if it may be loaded from a Hugging Face folder."""
     history: RunHistory | None = None
     """Fencing tokens of the run, if other replicas save to the same storage."""
+    leases: tuple[str, ...] = ()
+    """Leases of the run's folders, as paths or URLs."""
     last_step: int | None = None
     """Final step of the run, if known."""
 
@@ -200,6 +202,11 @@ def capture_error(action: Callable[[], Any]) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def checkpoint_root(config: CheckpointConfig, dump_folder: Path) -> str:
+    """Return the folder or the URL of the run's checkpoints."""
+    return config.folder if "://" in config.folder else str(dump_folder / config.folder)
 
 
 def agree_on_identity(dump_folder: Path, mesh: Mesh, replica: int = 0) -> RunIdentity:

@@ -165,7 +165,7 @@ class SynchronousSaver:
         def commit() -> None:
             if committed is not None:
                 _wait_for_parts(storage, committed, step, token)
-                self._writer_group.check(context.history)
+                self._writer_group.check(context.history, context.leases)
                 commit_parts(storage, committed, step, token)
 
         failed, problem = self._together(write)

@@ -45,6 +45,8 @@ class WriterSettings:
     """Folder of the run, which has its fencing tokens; empty without other replicas."""
     replica: int = 0
     """Index of this replica in the run."""
+    leases: tuple[str, ...] = ()
+    """Leases of the run's folders, as paths or URLs."""
     recovers: bool = True
     """Remove leftovers of other processes: no other run saves there."""
 

@@ -48,6 +48,8 @@ class RankSave:
         self._writes_values = True
         self.history: RunHistory | None = None
         """History of the run, if it has other replicas."""
+        self.leases: tuple[str, ...] = ()
+        """Leases of the run's folders."""
         self.writer_group = SINGLE_REPLICA
         """Replicas that write with this one, and their fencing token."""
         self._announced: set[tuple[int, str]] = set()
@@ -139,8 +141,8 @@ class RankSave:
         commit_parts(self.storage, self.about, step, token)
 
     def check_history(self) -> None:
-        """Raise SupersededError if other replicas have taken the run over from this one."""
-        self.writer_group.check(self.history)
+        """Raise SupersededError if others have taken the run over from this replica."""
+        self.writer_group.check(self.history, self.leases)
 
     def is_complete(self, step: int, token: str) -> bool:
         """Return whether all ranks have announced their parts."""

@@ -68,6 +68,7 @@ class Writer:
         self._storage: Storage = save.storage
         if settings.shared_run_folder:
             save.history = RunHistory(Path(settings.shared_run_folder), settings.replica)
+        save.leases = tuple(settings.leases)
         self._rate = TokenBucket(settings.bytes_per_s)
         self._ranks = VisibleRanks(save)
         self._pending: dict[str, _Attempt] = {}

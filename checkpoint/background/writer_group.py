@@ -5,13 +5,14 @@ In storage, each rank of each replica is one writer, numbered replica by replica
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, parse_writer, tensor_file_name
-from torchtitan_lite.checkpoint.history import RunHistory
+from torchtitan_lite.checkpoint.history import RunHistory, SupersededError
 from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
+from torchtitan_lite.run_lease import taken_over
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,12 @@ class WriterGroup:
         """Whether this replica writes: without a token only the first does, for all."""
         return self.index == 0 or bool(self.token)
 
-    def check(self, history: RunHistory | None) -> None:
+    def check(self, history: RunHistory | None, leases: Sequence[str]) -> None:
         """Raise SupersededError if others have taken the run over from this replica; `history` is
-        that of the run, if it has other replicas. Raises as `RunHistory.check`."""
+        that of the run, if it has other replicas, `leases` those of its folders. Raises as
+        `RunHistory.check`."""
+        if reason := taken_over(leases):
+            raise SupersededError(reason)
         if history is not None:
             history.check(self.fencing_token, is_claimed=self.is_claimed)
 

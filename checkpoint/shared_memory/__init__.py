@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     slot_lock_path,
     try_flock,
     unpublish,
+    user_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 
@@ -47,4 +48,5 @@ __all__ = [
     "slot_lock_path",
     "try_flock",
     "unpublish",
+    "user_folder",
 ]

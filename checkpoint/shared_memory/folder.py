@@ -61,16 +61,13 @@ def run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path:
     """
     if not _RUN_ID.fullmatch(run_id):
         raise CheckpointError(f"Run id {run_id!r} is not 32 digits of 0-9 and a-f.")
-    folder = _user_folder(base)
-    for path in (folder, folder / run_id):
-        try:
-            os.mkdir(path, 0o700)
-        except FileExistsError:
-            _require_private(path)
-        else:
-            # The umask may have removed permissions.
-            os.chmod(path, 0o700)
-    return folder / run_id
+    return _private_folder(user_folder(base=base) / run_id)
+
+
+def user_folder(*, base: Path = SHARED_MEMORY) -> Path:
+    """Return the folder of this user's runs, created if missing. Raises CheckpointError as
+    `run_folder` does."""
+    return _private_folder(_user_folder(base))
 
 
 def region_path(folder: Path, rank: int, kind: str = OWN) -> Path:
@@ -341,6 +338,17 @@ class RankLock:
 
 def _user_folder(base: Path) -> Path:
     return base / f"torchtitan_lite-{os.getuid()}"
+
+
+def _private_folder(path: Path) -> Path:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        _require_private(path)
+    else:
+        # The umask may have removed permissions.
+        os.chmod(path, 0o700)
+    return path
 
 
 def _require_private(path: Path) -> None:

@@ -14,12 +14,14 @@ from torchtitan_lite.launcher.plan import LaunchPlan, training_plan
 from torchtitan_lite.launcher.resize import parse_ranks
 from torchtitan_lite.launcher.status_view import RecordedView, open_view
 from torchtitan_lite.outputs import LAUNCH_LOGS
+from torchtitan_lite.run_lease import lease_places, supervise_run, wait_until_free
 from torchtitan_lite.standard_streams import make_streams_patient
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Launch the replicas; `others` are the arguments of `train`. Returns the exit status."""
     make_streams_patient()
+    supervise_run()
     try:
         ranks = parse_ranks(options.nproc_per_replica)
         _check(options, ranks)
@@ -38,6 +40,9 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
             host=options.bind,
             log_dir=options.log_dir,
         )
+        for replica in range(plan.num_replicas):
+            places = lease_places(plan.dump_folder, "", replica)
+            wait_until_free(places, waits=plan.waits_for_folder)
     except UserError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2

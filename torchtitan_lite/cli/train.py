@@ -34,6 +34,7 @@ from torchtitan_lite.launcher.supervised import LAUNCHER_PID
 from torchtitan_lite.log import configure_logging, log_once, logger
 from torchtitan_lite.network import address_for_others, names_loopback
 from torchtitan_lite.outputs import output_folder
+from torchtitan_lite.run_lease import supervise_run
 from torchtitan_lite.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
@@ -73,7 +74,12 @@ def train(argv: Sequence[str]) -> int:
                 "--rdzv-endpoint is not supported together with fault_tolerance.enable: omit one."
             )
         if options.endpoint:
+            supervise_run(f"{options.endpoint} {options.run_id}")
             return _train_on_machines(arguments, options, config)
+        from torchtitan_lite.run_folder import check_folder
+
+        supervise_run()
+        check_folder(config)
     except UserError as error:
         log_once(error)
         return exit_status_after(error)
@@ -105,6 +111,7 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
         from torchtitan_lite.final_export import export_last_save
         from torchtitan_lite.mesh import start_mesh
         from torchtitan_lite.preemption import StopRequest, stop_on_signals
+        from torchtitan_lite.run_folder import hold_folder
         from torchtitan_lite.summary import print_end, print_start, report_at_exit
         from torchtitan_lite.trainer import train as train_job
 
@@ -114,6 +121,7 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
         with (
             start_mesh(config.parallelism, config.comm, device, config.job.dump_folder) as mesh,
             recovery.report_failure() if recovery else nullcontext(),
+            hold_folder(config, mesh, stays=recovery is not None),
         ):
             with build(config, mesh, stop) as built, stop_on_signals(stop):
                 if recovery is None or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

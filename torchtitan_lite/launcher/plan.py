@@ -57,6 +57,8 @@ class LaunchPlan:
     lighthouse_command: Callable[[str], Sequence[str]]
     """Maps HOST:PORT to the command line of a lighthouse."""
     dump_folder: Path
+    waits_for_folder: bool = False
+    """Whether the launch waits while another run uses the folder; else it is refused."""
     log_dir: Path
     host: str = "127.0.0.1"
     max_restarts: int = 10
@@ -181,6 +183,7 @@ def training_plan(
         group_command=group,
         lighthouse_command=lighthouse_command,
         dump_folder=folder,
+        waits_for_folder=_job_setting(arguments, "when_in_use") == "wait",
         log_dir=log_dir or folder / LAUNCH_LOGS,
         host=host,
         max_restarts=max_restarts,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-_STATE, _EXIT_CODE = 0, 49
+_STATE, _START, _EXIT_CODE = 0, 19, 49
 """Indices into /proc/PID/stat, counted from the field after the name."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -165,6 +165,17 @@ def state_of(pid: int) -> str:
     except OSError:
         return ""
     return stat.rpartition(")")[2].split()[_STATE]
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks after the boot; None if it has ended, even if
+    its parent has not waited for it yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[_STATE] in ("Z", "X") else int(fields[_START])
 
 
 def parent_of(pid: int) -> int:

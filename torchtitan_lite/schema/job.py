@@ -18,6 +18,8 @@ class JobConfig(Section):
 
     dump_folder: str = "./outputs"
     """Folder of all outputs of the run."""
+    when_in_use: Literal["refuse", "wait"] = "refuse"
+    """If another run uses `dump_folder`: end with an error that names it, or wait for its end."""
     description: str = "default job"
     """Description of the run."""
     print_config: bool = False

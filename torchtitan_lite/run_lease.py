@@ -1,0 +1,333 @@
+"""The lease of a run's folder: one run at a time writes there.
+
+Its holder is the leader's process. The folder is free once that process has ended, which others on
+its machine see at once, and those on other machines when the lease is not renewed any more. A run
+that a supervisor restarts has the same *instance*, and takes its own lease over. A process whose
+lease was taken over stops; what it has not committed by then does not count.
+
+Layer: above launcher.processes and lease_file; torch-free, because the launcher looks at it.
+"""
+
+import json
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchtitan_lite.errors import TRANSIENT, UserError
+from torchtitan_lite.launcher.processes import start_ticks
+from torchtitan_lite.lease_file import LeaseFile, Sight, open_lease_file, wait_for_change
+from torchtitan_lite.log import logger
+from torchtitan_lite.outputs import replica_folder
+
+_NAME = "lease.json"
+_SUPERVISOR = "TORCHTITAN_LITE_SUPERVISOR"
+"""Environment variable: process id of the supervisor of a run, and the identity of the run that it
+restarts."""
+_RETRY_S = 2.0
+_SETTLE_S = 1.0
+"""After a takeover from another machine, time in which another process that has seen the same lost
+holder may still write."""
+
+
+class FolderInUse(UserError):
+    """Another run writes into the folder."""
+
+    exit_status = TRANSIENT
+
+    def __init__(self, message: str, who: str) -> None:
+        """`who`: the process that uses it."""
+        super().__init__(message)
+        self.who = who
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseHolder:
+    """The process that holds a lease."""
+
+    instance: str
+    token: str
+    """Unique to each time that a lease is taken."""
+    host: str
+    machine: str
+    """Equal for processes that see each other's ids: boot of the kernel, and PID namespace."""
+    pid: int
+    stop_pid: int
+    """The process to signal so that the run stops: its supervisor, if it has one."""
+    started_ticks: int
+    """Start of the process after the boot, by which a reused id is noticed."""
+    since_s: float
+    """When it took the lease (Unix time)."""
+
+    def lives(self) -> bool:
+        """Whether the process runs, which must be of this machine."""
+        return start_ticks(self.pid) == self.started_ticks
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeasePlaces:
+    """Where a run has its leases."""
+
+    held: tuple[LeaseFile, ...]
+    """The leases that it takes."""
+    other: Callable[[], Sequence[LeaseFile]]
+    """Those that must be free: of a run without replicas for a replica, and the reverse."""
+
+
+def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -> LeasePlaces:
+    """Return the places of a run. That of a replica is in its own folder; checkpoints outside of
+    `dump_folder` have a lease of their own. `checkpoint_root` is empty without checkpoints."""
+    own = dump_folder if replica is None else replica_folder(dump_folder, replica)
+    held = [open_lease_file(str(own), _NAME)]
+    if checkpoint_root and not _contains(dump_folder, checkpoint_root):
+        name = _NAME if replica is None else f"replica_{replica:03d}.{_NAME}"
+        held.append(open_lease_file(checkpoint_root, name))
+
+    def other() -> Sequence[LeaseFile]:
+        folders = dump_folder.glob("replica_*") if replica is None else [dump_folder]
+        return [open_lease_file(str(folder), _NAME) for folder in folders]
+
+    return LeasePlaces(held=tuple(held), other=other)
+
+
+def _contains(folder: Path, root: str) -> bool:
+    return "://" not in root and Path(root).resolve().is_relative_to(folder.resolve())
+
+
+def supervise_run(instance: str = "") -> None:
+    """Let the processes that this one starts take over each other's lease, as those of one run.
+    `instance` is equal for all supervisors of the run, if there are several. Without effect below
+    another supervisor."""
+    os.environ.setdefault(_SUPERVISOR, f"{os.getpid()} {instance or secrets.token_hex(8)}")
+
+
+def wait_until_free(
+    places: LeasePlaces, *, waits: bool, tick: Callable[[], None] = lambda: None
+) -> None:
+    """Return once the folders are free. Raises FolderInUse unless `waits`. `tick` is called between
+    two looks, and may raise."""
+    _, instance = _supervisor()
+    is_announced = False
+    while (found := _first_occupant(places, instance)) is not None:
+        file, holder = found
+        if not waits:
+            raise _in_use(file, holder)
+        if not is_announced:
+            is_announced = True
+            logger.info("Waiting: %s", _in_use(file, holder))
+        tick()
+        time.sleep(_RETRY_S)
+
+
+class RunLease:
+    """The leases of one run, renewed in the background while they are held."""
+
+    def __init__(self, places: LeasePlaces, *, on_loss: Callable[[str], None]) -> None:
+        """`on_loss` is called with the reason, by a thread, if another run takes one over."""
+        self._places, self._on_loss = places, on_loss
+        stop_pid, instance = _supervisor()
+        self._holder = LeaseHolder(
+            instance=instance or secrets.token_hex(8),
+            stop_pid=stop_pid,
+            token=secrets.token_hex(8),
+            host=platform.node(),
+            machine=this_machine(),
+            pid=os.getpid(),
+            started_ticks=start_ticks(os.getpid()) or 0,
+            since_s=time.time(),
+        )
+        self._content = json.dumps(asdict(self._holder)).encode()
+        self._held: list[LeaseFile] = []
+        self._is_released = threading.Event()
+        self._renewing = threading.Lock()
+
+    def acquire(self, *, waits: bool, tick: Callable[[], None]) -> None:
+        """Take the leases. If `waits`, block until they are free, else raise FolderInUse; none is
+        held then. `tick` is called while it blocks, and may raise to end that. If a storage cannot
+        be written, the run continues without the lease there, because a run must not end for lack
+        of it."""
+        while True:
+            wait_until_free(self._places, waits=waits, tick=tick)
+            try:
+                self._take_all()
+            except FolderInUse:
+                # Another run was faster.
+                continue
+            for file in self._held:
+                threading.Thread(
+                    target=self._renew, args=(file,), name="run lease", daemon=True
+                ).start()
+            return
+
+    def release(self) -> None:
+        """Give the leases back."""
+        self._is_released.set()
+        # A renewal would write a removed lease again. That of a storage which hangs is not waited
+        # for.
+        is_locked = self._renewing.acquire(timeout=_RETRY_S)
+        try:
+            self._remove()
+        finally:
+            if is_locked:
+                self._renewing.release()
+
+    def _take_all(self) -> None:
+        try:
+            for file in self._places.held:
+                try:
+                    while not self._take(file):
+                        continue
+                    self._held.append(file)
+                except OSError as error:
+                    logger.warning(
+                        "%s cannot be written, so that a second run there is not noticed: %s",
+                        file.where,
+                        error,
+                    )
+            # After the own lease exists: of two that start at once, at least one sees the other.
+            for file in self._places.other():
+                self._require_free(file)
+        except FolderInUse:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
+        for file in self._held:
+            with suppress(OSError):
+                sight = file.look()
+                if sight is not None and sight.content == self._content:
+                    file.remove()
+        self._held = []
+
+    def _take(self, file: LeaseFile) -> bool:
+        """Take a lease; False if another process was faster. Raises FolderInUse."""
+        lost = self._require_free(file)
+        with file.excluding():
+            now = file.look()
+            if now is None:
+                return file.create(self._content)
+            if lost is None or now.content != lost.content:
+                return False
+            file.replace(self._content)
+        holder = _parse(lost)
+        if holder is not None and holder.machine != self._holder.machine:
+            time.sleep(_SETTLE_S)
+        now = file.look()
+        return now is not None and now.content == self._content
+
+    def _require_free(self, file: LeaseFile) -> Sight | None:
+        """Return the content of a lease whose holder does not use it any more; None if there is no
+        lease. Raises FolderInUse."""
+        sight = file.look()
+        holder = occupant(file, sight, self._holder.instance)
+        if holder is not None:
+            raise _in_use(file, holder)
+        return sight
+
+    def _renew(self, file: LeaseFile) -> None:
+        while not self._is_released.wait(file.renew_s):
+            # While a storage does not answer, nobody takes the lease over there.
+            with self._renewing, suppress(OSError):
+                if self._is_released.is_set():
+                    return
+                sight = file.look()
+                if sight is None:
+                    file.create(self._content)
+                elif sight.content == self._content:
+                    file.renew(self._content)
+                else:
+                    holder = _parse(sight)
+                    if holder is None or holder.instance != self._holder.instance:
+                        self._on_loss(_taken_over(file, holder))
+                    return
+
+
+def occupant(file: LeaseFile, sight: Sight | None, instance: str) -> LeaseHolder | None:
+    """Return who holds the lease that was seen; None if nobody does, or a process of `instance`.
+    Blocks until a holder on another machine has renewed it, or counts as lost. Raises OSError."""
+    while sight is not None:
+        holder = _parse(sight)
+        if holder is not None and holder.instance == instance:
+            return None
+        if holder is not None and holder.machine == this_machine():
+            return holder if holder.lives() else None
+        later = wait_for_change(file, sight)
+        if later is sight:
+            return None
+        if later is not None and later.content == sight.content:
+            return holder
+        sight = later
+    return None
+
+
+def taken_over(places: Sequence[str]) -> str:
+    """Return that another machine holds one of the leases, given as paths or URLs; empty if none
+    does. Whoever takes a run over on this machine waits for the writers of the former process,
+    whose saves count. If the storage does not answer, the lease counts as held."""
+    for place in places:
+        folder, _, name = place.rpartition("/")
+        file = open_lease_file(folder, name)
+        with suppress(OSError):
+            sight = file.look()
+            holder = None if sight is None else _parse(sight)
+            if holder is not None and holder.machine != this_machine():
+                return _taken_over(file, holder)
+    return ""
+
+
+def this_machine() -> str:
+    """Return an identity that is equal for processes that see each other's ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _supervisor() -> tuple[int, str]:
+    """Return the process to signal so that this run stops, and the run's identity, empty without a
+    supervisor."""
+    pid, _, instance = os.environ.get(_SUPERVISOR, "").partition(" ")
+    return (int(pid), instance) if pid.isdecimal() else (os.getpid(), "")
+
+
+def _first_occupant(places: LeasePlaces, instance: str) -> tuple[LeaseFile, LeaseHolder] | None:
+    for file in (*places.held, *places.other()):
+        with suppress(OSError):
+            holder = occupant(file, file.look(), instance)
+            if holder is not None:
+                return file, holder
+    return None
+
+
+def _parse(sight: Sight) -> LeaseHolder | None:
+    """Return the holder; None if the content is not that of a lease."""
+    try:
+        holder = LeaseHolder(**json.loads(sight.content))
+        if type(holder.pid) is not int or not isinstance(holder.since_s, float):
+            return None
+    except (TypeError, ValueError):
+        return None
+    return holder
+
+
+def _in_use(file: LeaseFile, holder: LeaseHolder) -> FolderInUse:
+    """Return the error that says who uses a folder, and what to do."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since_s))
+    who = (
+        f"process {holder.stop_pid} on {holder.host} since {since}, last sign of life "
+        f"{file.age_s():.0f} s ago"
+    )
+    return FolderInUse(
+        f"{file.where.rpartition('/')[0]} is in use by {who}. Stop that run (kill -INT "
+        f"{holder.stop_pid} there), set job.dump_folder to another folder, or job.when_in_use to "
+        '"wait".',
+        who,
+    )
+
+
+def _taken_over(file: LeaseFile, holder: LeaseHolder | None) -> str:
+    who = "another run" if holder is None else f"process {holder.stop_pid} on {holder.host}"
+    return f"{file.where} was taken over by {who}: this run stops writing."
