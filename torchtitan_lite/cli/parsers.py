@@ -7,7 +7,8 @@ depend on it.
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,15 +21,60 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports an invalid command line in one line, with status 2."""
+    """Parser that reports an invalid command line in one line, with status 2, and suggests what a
+    mistyped option or command may have meant."""
 
     def __init__(self, **options) -> None:
         options.setdefault("allow_abbrev", False)
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        self._commands: Iterable[str] = ()
+        self._words: Sequence[str] = ()
         super().__init__(**options)
 
+    def add_subparsers(self, **options):
+        commands = super().add_subparsers(**options)
+        self._commands = commands.choices
+        return commands
+
+    def parse_known_args(self, args=None, namespace=None):
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. --help lists the options.\n")
+        words = ((word, self.meant_by(word)) for word in self._words)
+        hints = (f" Did you mean {meant} instead of {word}?" for word, meant in words if meant)
+        hint = next(hints, "")
+        self.exit(2, f"{self.prog}: {message}.{hint} --help lists the options.\n")
+
+    @property
+    def options(self) -> list[str]:
+        """All options, such as "--nproc"."""
+        return list(self._option_string_actions)
+
+    def meant_by(self, word: str) -> str | None:
+        """Return the option, or the command, that an unknown word of the command line resembles;
+        None for a known word and if there is none."""
+        if word.startswith("--"):
+            return similar_option(word, self.options)
+        if self._words[:1] != [word] or word in self._commands:
+            return None
+        return next(iter(get_close_matches(word, self._commands, n=1)), None)
+
+
+def similar_option(word: str, options: Iterable[str]) -> str | None:
+    """Return the option that an unknown one resembles; None for a known one, for a key of the
+    configuration, and if there is none."""
+    name = word.partition("=")[0].removeprefix("--")
+    known = {option.removeprefix("--"): option for option in options}
+    if name in known or "." in name:
+        return None
+    return next((known[one] for one in get_close_matches(name, known, n=1)), None)
+
+
+def train_parser() -> Parser:
+    """Return the parser of the options of `train` alone."""
+    top = Parser(prog=PROGRAM)
+    return _train(top.add_subparsers(parser_class=Parser))
 
 
 def parser() -> Parser:
@@ -64,19 +110,22 @@ def _add(commands, name: str, summary: str, description: str, *, module: str, **
     return parser
 
 
-def _train(commands) -> None:
+def _train(commands) -> Parser:
     train = _add(
         commands,
         "train",
         "Train a model from one TOML file.",
         "torchtitan-lite train [--nproc N] [--spares K] --config FILE [--section.key value ...]\n"
         "torchtitan-lite train --nproc N --nnodes M --rdzv-endpoint HOST:PORT --config FILE ...\n"
-        "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]",
+        "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]\n"
+        "torchtitan-lite train --help [SECTION ...]",
         module="train",
         passes_on=True,
     )
     # Read by cli.train, because every other argument belongs to the configuration.
-    train.add_argument("--nproc", metavar="N", help="processes to start on this machine")
+    train.add_argument(
+        "--nproc", metavar="N", help='processes to start on this machine; "auto": one per GPU'
+    )
     train.add_argument(
         "--spares",
         metavar="K",
@@ -105,6 +154,7 @@ def _train(commands) -> None:
         "(default 600)",
     )
     train.add_argument("--config", metavar="FILE", help="the TOML file")
+    return train
 
 
 def _resize(commands) -> None:

@@ -19,12 +19,14 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan_lite.cli.parsers import similar_option, train_parser
 from torchtitan_lite.config import (
     Config,
     check_live_resize,
     check_resize_arguments,
     parse_command_line,
 )
+from torchtitan_lite.config.problems import tables_with
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher.heartbeat import report_early_stop
@@ -166,7 +168,7 @@ def _import_training() -> None:
 
 
 def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
-    config, file = parse_command_line(argv)
+    config, file = parse_command_line(argv, usage=lambda: train_parser().format_help())
     # Imports torch, so typos in the file are reported before.
     from torchtitan_lite.config.constraints import check_against
 
@@ -231,6 +233,7 @@ def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
         if name in _OPTIONS:
             given[_OPTIONS[name]] = value if has_value else next(arguments, "")
         else:
+            _check_spelling(name)
             rest.append(word)
     if given and "RANK" in os.environ:
         raise ConfigError(
@@ -248,6 +251,16 @@ def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
     )
     _check_endpoint(options, given)
     return options, rest
+
+
+def _check_spelling(word: str) -> None:
+    """Raise ConfigError for a mistyped option. One that is the name of a key without its section is
+    reported with the keys."""
+    known = ["--config", "--help", *_OPTIONS]
+    if not word.startswith("--") or tables_with(Config, word.removeprefix("--")):
+        return
+    if meant := similar_option(word, known):
+        raise ConfigError(f"{word} is not an option of train. Did you mean {meant}?")
 
 
 def _resized(given: Mapping[str, str]) -> tuple[str, ...]:
