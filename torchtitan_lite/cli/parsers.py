@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         self._commands = commands.choices
         return commands
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         self._words = list(args or ())
         return super().parse_known_args(args, namespace)
 

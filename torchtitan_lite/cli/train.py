@@ -32,6 +32,7 @@ from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.local_ranks import run_ranks
 from torchtitan_lite.launcher.processes import die_with_parent
+from torchtitan_lite.launcher.start_command import TRAIN_OPTIONS
 from torchtitan_lite.launcher.supervised import LAUNCHER_PID
 from torchtitan_lite.log import configure_logging, log_once, logger
 from torchtitan_lite.network import address_for_others, names_loopback
@@ -205,6 +206,8 @@ class _Options:
     """HOST:PORT of the rendezvous; empty for a run on this machine alone."""
     run_id: str = "default"
     join_timeout_s: int = 600
+    kept: tuple[str, ...] = ()
+    """The words of the options with which the run is resumed, whatever its number of ranks."""
 
 
 _OPTIONS = {
@@ -248,6 +251,12 @@ def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
         endpoint=given.get("--rdzv-endpoint", ""),
         run_id=given.get("--rdzv-id", _Options.run_id),
         join_timeout_s=_whole(given, "--rdzv-timeout-s", _Options.join_timeout_s, least=1),
+        kept=tuple(
+            word
+            for name, value in given.items()
+            if name not in ("--nproc", "--resized")
+            for word in (name, value)
+        ),
     )
     _check_endpoint(options, given)
     return options, rest
@@ -341,7 +350,7 @@ def _train_with_spares(arguments: Sequence[str], options: _Options, config: Conf
     from torchtitan_lite.rank_recovery.rank_process import RankProcess
 
     inbox, check_resize = _resizing(arguments, options, config)
-    environment = _of_agent()
+    environment = _of_agent(options)
     with _received_signals() as received:
         agent = RankAgent(
             lambda: RankProcess(arguments, environment),
@@ -399,7 +408,7 @@ def _train_on_machines(arguments: Sequence[str], options: _Options, config: Conf
     inbox = ResizeInbox(
         *_resizing(arguments, options, config), check_arguments=check_resize_arguments
     )
-    environment = _of_agent()
+    environment = _of_agent(options)
     with _received_signals() as received:
         agent = MachineAgent(
             lambda: RankProcess(arguments, environment),
@@ -435,9 +444,13 @@ def _own_address(options: _Options) -> str:
     return address
 
 
-def _of_agent() -> dict[str, str]:
+def _of_agent(options: _Options) -> dict[str, str]:
     """Return the environment variables of an agent's processes."""
-    return {**_default_threads(), _PARENT: str(os.getpid())}
+    return {
+        **_default_threads(),
+        _PARENT: str(os.getpid()),
+        TRAIN_OPTIONS: shlex.join(options.kept),
+    }
 
 
 def _default_threads() -> dict[str, str]:

@@ -288,9 +288,12 @@ class ReplicaProcess:
 
     def _handle_exit(self, group: WorkerGroup, now_s: float) -> None:
         """Handle the end of an attempt, after all its processes have exited."""
+        if self.progress is not None:
+            # It may have taken more steps since it was asked to leave.
+            self.progress.update()
         if self._is_stopping:
             self.state = ReplicaState.STOPPED
-            self._report("left")
+            self._report(f"left{self._at_step()}")
         elif self.state is ReplicaState.RESIZING:
             self._report("left to resize")
         elif self.state is ReplicaState.ENDING or group.stopped_early:
@@ -310,9 +313,8 @@ class ReplicaProcess:
                 self.state, self.given_up = ReplicaState.GIVEN_UP, decision
                 self._report(f"given up: {decision.reason}")
         else:
-            self._read_progress(now_s)
             self.state = ReplicaState.FINISHED
-            self._report("finished")
+            self._report(f"finished{self._at_step()}")
 
     def _report(self, event: str) -> None:
         self.last_event = f"{time.strftime('%H:%M:%S')} {event}"

@@ -34,6 +34,7 @@ _STYLES = {
     ReplicaState.RESTARTING: "red",
     ReplicaState.GIVEN_UP: "bold red",
 }
+_LIGHTHOUSE_STYLES = {"listening": "green", "down": "red", "given up": "bold red"}
 
 
 class StatusView(Protocol):
@@ -96,6 +97,7 @@ class LiveTable:
         self._live = Live(auto_refresh=False, transient=False)
         self._live.start()
         self._due_s = 0.0
+        self._shown: tuple[Sequence[ReplicaProcess], LighthouseProcess] | None = None
 
     def report_event(self, event: str) -> None:
         line = wrapped(f"{time.strftime('%H:%M:%S')} {event}", self._live.console.width)
@@ -103,15 +105,21 @@ class LiveTable:
         self._due_s = 0.0
 
     def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
+        self._shown = replicas, lighthouse
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + _LIVE_S
-            self._live.update(
-                status_table(replicas, lighthouse, now_s, self._live.console.width), refresh=True
-            )
+            self._draw(now_s)
 
     def close(self) -> None:
+        # The table stays on screen: with the end of all processes.
+        self._draw(time.monotonic())
         self._live.stop()
+
+    def _draw(self, now_s: float) -> None:
+        if self._shown is not None:
+            table = status_table(*self._shown, now_s, self._live.console.width)
+            self._live.update(table, refresh=True)
 
 
 class RecordedView:
@@ -174,8 +182,7 @@ def status_table(
             str(one.num_restarts),
             *([Text(one.last_event)] if has_events else []),
         )
-    up = lighthouse.is_listening
-    state = Text("listening" if up else "down", style="green" if up else "red")
+    state = Text(lighthouse.state, style=_LIGHTHOUSE_STYLES.get(lighthouse.state, ""))
     where = [Text(lighthouse.address or "")] if has_events else []
     made.add_row("lighthouse", state, "", "", "", "", str(lighthouse.num_restarts), *where)
     return made

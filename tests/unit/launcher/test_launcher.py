@@ -1,5 +1,6 @@
 """The launcher's processes are killed in various ways; no process is left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -143,7 +144,11 @@ def test_a_dead_lighthouse_restarts_at_its_port_and_sigterm_lets_ranks_save(
         output = output_of(process, tmp_path, 0)
     assert output.count("listening on 127.0.0.1:4321") == 2
     assert len(list(tmp_path.glob("saved-*"))) == 4
-    assert output.count(": left") == 2
+    for number in range(2):
+        # The steps that it has taken while it was asked to leave are shown, too.
+        records = (tmp_path / f"replica_{number:03d}" / "metrics.jsonl").read_text().splitlines()
+        last = json.loads(records[-1])["step"]
+        assert output.count(f"replica {number}: left at step {last}\n") == 1
     assert not pids(tmp_path)
 
 
