@@ -72,11 +72,12 @@ def test_the_table_has_a_row_per_replica(tmp_path: Path, lighthouse: LighthouseP
         replica(0, ReplicaState.TRAINING, RECORD, tmp_path),
         replica(1, ReplicaState.FINISHED, None, tmp_path),
     ]
+    replicas[0].rank_pids = {0: 4242, 1: 4243}
     console = Console(width=120)
     with console.capture() as captured:
         console.print(status_table(replicas, lighthouse, 0.0, 120))
     rows = [" ".join(line.split()) for line in captured.get().splitlines() if line.strip()]
-    assert rows[2] == "replica 0 training 12 3.1416 12,346 0 event [0]"
+    assert rows[2] == "replica 0 training 4242 +1 12 3.1416 12,346 0 event [0]"
     assert rows[3] == "replica 1 finished 0 event [1]"
     assert rows[4] == "lighthouse waiting 0"
 
@@ -127,7 +128,7 @@ def test_the_last_table_shows_the_end(
     assert last[:2] == ["stopped", "13"]
 
 
-@pytest.mark.parametrize("width", [80, 109, 110, 200])
+@pytest.mark.parametrize("width", [80, 99, 100, 119, 120, 200])
 def test_the_table_fits_the_terminal(
     width: int, tmp_path: Path, lighthouse: LighthouseProcess
 ) -> None:
@@ -135,6 +136,7 @@ def test_the_table_fits_the_terminal(
     training = replica(0, ReplicaState.TRAINING, record, tmp_path)
     assert training.progress is not None
     training.progress.total_steps = 300_000
+    training.rank_pids = dict.fromkeys(range(8), 4_194_303)
     starting = replica(1, ReplicaState.STARTING, None, tmp_path)
     assert starting.progress is not None
     starting.progress.stage = "building model"
@@ -143,7 +145,8 @@ def test_the_table_fits_the_terminal(
     with console.capture() as captured:
         console.print(status_table([training, starting], lighthouse, 0.0, width))
     text = captured.get()
-    for words in ("replica 0", "100000/300000", "11.5000", "1,234,567", "building model"):
+    numbers = ("100000/300000", "11.5000", "1,234,567", "4194303")
+    for words in ("replica 0", *numbers, "building model"):
         assert words in text
     assert max(map(len, text.splitlines())) <= width
     assert len([line for line in text.splitlines() if line.strip()]) == 5
