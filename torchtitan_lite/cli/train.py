@@ -186,9 +186,15 @@ def _log_about_keys(config: Config, file: Path) -> None:
 
     for line in without_effect(config):
         logger.info("%s", line)
-    if is_torchtitan_file(read_toml(file)):
-        for line in differing_defaults(config):
-            logger.info("%s", line)
+    if is_torchtitan_file(read_toml(file)) and (lines := differing_defaults(config)):
+        logger.info(
+            "%s is a file of torchtitan: its defaults of %s differ here. See "
+            "docs/from_torchtitan.md.",
+            file,
+            ", ".join(lines),
+        )
+        for line in lines.values():
+            logger.debug("%s", line)
 
 
 @dataclass(frozen=True, kw_only=True)
