@@ -12,7 +12,7 @@ from torch import nn
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.trained_model import trained_spec
 from torchtitan_lite.device import Device
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, warn_once
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.attention import Attention, AttentionMask, Causal
 from torchtitan_lite.nn.attention_sinks import SinkKernel
@@ -56,7 +56,7 @@ def with_counted_parameters(spec: ModelSpec, config: Config) -> ModelSpec:
     stated = spec.cost
     if (given := stated(config.training.seq_len).num_params) == counted:
         return spec
-    logger.warning(
+    warn_once(
         "The model family %s states %s parameters for %s, but its module has %s, which are used.",
         spec.name,
         f"{given:,}",

@@ -57,7 +57,7 @@ _MAX_RESTARTS = 10
 def train(argv: Sequence[str]) -> int:
     """Train according to `argv`, in this process or in --nproc processes. Returns the exit
     status."""
-    configure_logging()
+    configure_logging(beside_steps=True)
     if _CHANNEL in os.environ:
         return _serve(argv)
     try:
@@ -89,7 +89,7 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
     """Train as one rank of the world that the environment describes, or alone. `recovery` is that
     of a process which an agent supervises. Returns the exit status."""
     make_streams_patient()
-    configure_logging()
+    configure_logging(beside_steps=True)
     _die_with_nproc()
     try:
         config, file = _checked(argv, int(os.environ.get("WORLD_SIZE", "1")))

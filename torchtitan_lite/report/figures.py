@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from torchtitan_lite.phases import TIME_NAMES
 from torchtitan_lite.report.comparison import COMPARED, NAMES, Comparison
 from torchtitan_lite.report.run_files import Goodput, RunFiles, Step
 from torchtitan_lite.report.timeline import KINDS, ROUTINE, Mark, RunTimeline
@@ -34,15 +35,6 @@ KIND_COLORS = {
     "idle": "#fb923c",
 }
 """By kind of time, in the order of the bar."""
-KIND_NAMES = {
-    "data": "waiting for data",
-    "start": "startup",
-    "between": "between steps",
-    "end": "shutdown",
-    "lost": "lost work",
-    "checkpoint": "checkpoint stall",
-    "idle": "idle between attempts",
-}
 _MARKERS = {
     "fault": ("x", "#dc2626", 12),
     "error": ("x-thin-open", "#7f1d1d", 12),
@@ -362,7 +354,7 @@ def ordered_kinds(accounts: Sequence[Goodput]) -> list[str]:
 
 def kind_name(kind: str) -> str:
     """Return the display name of a kind of time."""
-    return KIND_NAMES.get(kind, kind.replace("_", " "))
+    return TIME_NAMES.get(kind, kind.replace("_", " "))
 
 
 def account_label(run: RunFiles, one: Goodput, is_named: bool) -> str:
