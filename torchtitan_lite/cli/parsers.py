@@ -17,6 +17,10 @@ DTYPES = ("bf16", "fp16", "fp32")
 """Data types of converted weights."""
 DEVICES = ("a100", "b200", "h100", "h100-nvl", "h100-pcie", "h200", "l40s", "cpu")
 """Devices of `estimate`: the accelerators of `device.py`, which imports torch, and the CPU."""
+_CHECKPOINT = (
+    'CHECKPOINT is the folder of a step (".../step-1000"), or of a run or its checkpoints,\n'
+    "whose newest step is used"
+)
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -280,15 +284,14 @@ def _generate(commands) -> None:
         "Generate text from a checkpoint.",
         "torchtitan-lite generate CHECKPOINT --prompt TEXT [--prompt TEXT ...]\n"
         "torchrun --nproc-per-node 2 -m torchtitan_lite generate CHECKPOINT --prompt-file FILE\n\n"
-        'CHECKPOINT is the folder of a step (".../step-1000"), a folder of steps, whose newest is\n'
-        "used, or a Hugging Face folder. Under torchrun the processes share the model by tensor\n"
-        "parallelism; where it cannot be sharded over all of them, they hold copies and share the\n"
-        "prompts.",
+        f"{_CHECKPOINT}, or a Hugging Face folder. Under\n"
+        "torchrun the processes share the model by tensor parallelism; where it cannot be sharded\n"
+        "over all of them, they hold copies and share the prompts.",
         module="generate",
         passes_on=True,
     )
     add = generate.add_argument
-    add("checkpoint", help="folder of a step, folder of steps, or Hugging Face folder")
+    add("checkpoint", help="folder of a run, of its checkpoints or of a step, or of Hugging Face")
     _add_ema(generate)
     add("--prompt", action="append", default=[], help="start of a text; several make a batch")
     add("--prompt-file", type=Path, help="file with one prompt per line")
@@ -364,7 +367,7 @@ def _evaluate(commands) -> None:
         passes_on=True,
     )
     add = evaluate.add_argument
-    add("checkpoint", help="folder of a step, folder of steps, or Hugging Face folder")
+    add("checkpoint", help="folder of a run, of its checkpoints or of a step, or of Hugging Face")
     _add_ema(evaluate)
     add("--dataset", help='such as "python_stdlib", "c4_validation", or a name on the hub')
     add("--dataset-path", help="a local file, folder or glob")
@@ -423,13 +426,13 @@ def _convert(commands) -> None:
         kinds,
         "to-hf",
         "Checkpoint -> Hugging Face folder, which transformers loads.",
-        'CHECKPOINT is the folder of a step (".../step-1000"), which records its model. Tokenizer\n'
-        "and generation settings come from the run's tokenizer folder, or from --assets. An\n"
-        "interrupted conversion continues when restarted.",
+        f"{_CHECKPOINT}. It records its model.\n"
+        "Tokenizer and generation settings come from the run's tokenizer folder, or from\n"
+        "--assets. An interrupted conversion continues when restarted.",
         module="convert",
         function="to_hugging_face",
     )
-    to_hf.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')
+    to_hf.add_argument("checkpoint", help="folder of a run, of its checkpoints or of a step")
     to_hf.add_argument("out_dir", type=local_path, help="a folder that does not exist yet")
     _add_ema(to_hf)
     to_hf.add_argument("--max-shard-size", type=size, default="5GB", help="(default: 5GB)")
@@ -465,11 +468,11 @@ def _convert(commands) -> None:
         kinds,
         "to-dcp",
         "Checkpoint -> torch DCP checkpoint with torchtitan's names.",
-        'CHECKPOINT is the folder of a step (".../step-1000"), which records its model.',
+        f"{_CHECKPOINT}. It records its model.",
         module="convert",
         function="to_dcp",
     )
-    to_dcp.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')
+    to_dcp.add_argument("checkpoint", help="folder of a run, of its checkpoints or of a step")
     to_dcp.add_argument("out_dir", type=Path, help="a folder without a checkpoint")
     to_dcp.add_argument(
         "--torchtitan",
@@ -558,12 +561,12 @@ def _inspect(commands) -> None:
         "Show the contents of a checkpoint, verify it, or list snapshots in shared memory.",
         "torchtitan-lite inspect PATH [--verify] [--tensors] [--json]\n"
         "torchtitan-lite inspect --shm [--free [RUN_ID] [--yes]] [--json]\n\n"
-        "PATH is the folder or URL of a step, or of all steps of a run. Exit status 1: damage was\n"
-        "found; 2: the command failed.",
+        "PATH is the folder or URL of a step, of a run's checkpoints, or of the run: then all of\n"
+        "its steps. Exit status 1: damage was found; 2: the command failed.",
         module="inspect",
     )
     add = inspect.add_argument
-    add("path", nargs="?", help="folder or URL of a step, or of all steps")
+    add("path", nargs="?", help="folder or URL of a run, of its checkpoints or of a step")
     add("--verify", action="store_true", help="read everything and compare all checksums")
     add("--tensors", action="store_true", help="list the tensors")
     add("--shm", action="store_true", help="list the snapshots that runs left in shared memory")
@@ -595,7 +598,8 @@ def _report(commands) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="dump folder of a run (job.dump_folder); all others are compared with the first",
+        help="dump folder of a run (job.dump_folder), or its checkpoints; all others are compared "
+        "with the first",
     )
     add("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN")
     add(
