@@ -233,19 +233,20 @@ def _unknown(path: problems.Path, value: Any, schema: type[Config]) -> str:
     if outer:
         return problems.unknown_key(schema, path)
     name = str(name)
-    if isinstance(value, dict):
+    is_repeated = isinstance(value, list) and any(isinstance(one, dict) for one in value)
+    if isinstance(value, dict) or is_repeated:
         return problems.unknown_section(schema, name)
     return problems.without_section(schema, name)
 
 
 def _put(tables: dict[str, Any], override: Override, schema: type[Config]) -> None:
     """Write the override into `tables`. An invalid one removes the file's value, so that the key is
-    reported once."""
+    reported once, and creates no table, which would be reported too."""
     if not override.path:
         return
     *outer, name = override.path
     for part in outer:
-        inner = tables.setdefault(part, {})
+        inner = tables.setdefault(part, {}) if override.problem is None else tables.get(part)
         if not isinstance(inner, dict):
             return
         tables = inner
