@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.builders import Built, build_text_generator
+from torchtitan_lite.builders.samples import sample_prompt
 from torchtitan_lite.commands import program, torchtitan_lite, with_steps
 from torchtitan_lite.config import Config
+from torchtitan_lite.data.chat_prompt import ChatPrompt
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher import goodput
 from torchtitan_lite.launcher.start_command import start_command
 from torchtitan_lite.launcher.supervised import LAUNCHER_PID
-from torchtitan_lite.log import logger, wrapped
+from torchtitan_lite.log import logger, warn_once, wrapped
 from torchtitan_lite.mesh import AXES
 from torchtitan_lite.metrics import Event
 from torchtitan_lite.outputs import SAMPLE
@@ -119,8 +121,7 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
     job = built.job
     lines = [""]
     if finished:
-        if (sample := _sample(built, config)) is not None:
-            lines += [SAMPLE, "", _indented(sample), ""]
+        lines += _sample_lines(built, config)
     else:
         lines += [f"Stopped at step {job.state.step} of {job.steps} on request.", ""]
     folder = Path(config.job.dump_folder)
@@ -139,7 +140,24 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
         print("\n".join(lines), flush=True)
 
 
-def _sample(built: Built, config: Config) -> str | None:
+def _sample_lines(built: Built, config: Config) -> list[str]:
+    """Return the lines of a sample; empty if there is none. The run has finished and is saved, so
+    that whatever goes wrong is only reported."""
+    try:
+        prompt = sample_prompt(config, built.data, "")
+        text = _sample(built, config, prompt)
+    except Exception as error:
+        warn_once("No sample of the model: %s: %s", type(error).__name__, error)
+        return []
+    if text is None:
+        return []
+    if isinstance(prompt, str):
+        return [SAMPLE, "", _indented(text), ""]
+    asked = [_indented(f"{one['role']}: {one.get('content', '')}") for one in prompt.messages]
+    return [SAMPLE, "", *asked, _indented(f"assistant: {text}"), ""]
+
+
+def _sample(built: Built, config: Config, prompt: str | ChatPrompt) -> str | None:
     """Generate a text; None if the model is too large or has no KV cache."""
     job, spec = built.job, built.spec
     generator = built.text_generator
@@ -151,7 +169,7 @@ def _sample(built: Built, config: Config) -> str | None:
         except ConfigError:
             return None
     (text,) = generator.texts(
-        job.state, prompt="", count=1, max_new_tokens=_SAMPLE_TOKENS, temperature=0.8
+        job.state, prompt=prompt, count=1, max_new_tokens=_SAMPLE_TOKENS, temperature=0.8
     )
     return text
 

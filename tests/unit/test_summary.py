@@ -1,6 +1,9 @@
 """What a run prints at its start: of its model and of where its state comes from."""
 
+import io
+import logging
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,10 @@ from tests.pool import WorkerPool
 from torchtitan_lite.builders import build, spec_on_device
 from torchtitan_lite.builders.model import with_counted_parameters
 from torchtitan_lite.device import detect_device
+from torchtitan_lite.log import logger
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.spec import ModelCost
-from torchtitan_lite.summary import start_rows
+from torchtitan_lite.summary import print_end, start_rows
 
 Pools = Callable[[int], WorkerPool]
 SAVING = {"checkpoint.enable": True, "checkpoint.async_mode": "disabled", "training.steps": 1}
@@ -64,3 +68,44 @@ def test_parameters_are_those_of_the_module(name: str, flavor: str, tmp_path: Pa
     true = spec.cost(8)
     assert (counted.num_params, counted.num_active_params) == (true.num_params, true.num_params)
     assert counted.flops_per_token == 6
+
+
+CHAT = {
+    "training.dataset_path": "tests/assets/chat.jsonl",
+    "training.messages_column": "messages",
+    "training.steps": 1,
+}
+
+
+def end(folder: Path, overrides: dict[str, Any], has_template: bool = True) -> str:
+    """Return what this worker prints and logs at the end of a finished run."""
+    config = odd_config(folder, overrides)
+    printed, handler = io.StringIO(), logging.StreamHandler(io.StringIO())
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        with build(config, mesh_for(config), StopRequest()) as built, redirect_stdout(printed):
+            if not has_template:
+                (built.data.tokenizer_files.folder / "chat_template.jinja").unlink()
+            print_end(built, config, ["--config", "c.toml"], finished=True)
+    finally:
+        logger.removeHandler(handler)
+    return printed.getvalue() + handler.stream.getvalue()
+
+
+def test_the_sample_of_a_fine_tuning_answers_a_question_of_its_data(
+    pools: Pools, tmp_path: Path
+) -> None:
+    (text,) = pools(1).run(end, tmp_path / "chat", CHAT)
+    sample = text.partition("A sample of the model:")[2].partition("Outputs")[0].strip()
+    question, answer = sample.splitlines()[:2]
+    assert question == "user: What does a lighthouse do?"
+    assert answer.strip().startswith("assistant:")
+
+
+def test_a_finished_run_ends_well_without_its_sample(pools: Pools, tmp_path: Path) -> None:
+    # A folder of its own, because the template is removed.
+    overrides = CHAT | {"training.cache_folder": str(tmp_path / "cache")}
+    (text,) = pools(1).run(end, tmp_path / "chat", overrides, False)
+    assert "No sample of the model: CheckpointError: the tokenizer in" in text
+    assert "A sample" not in text and "Outputs" in text

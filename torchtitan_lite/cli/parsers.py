@@ -295,6 +295,13 @@ def _generate(commands) -> None:
     _add_ema(generate)
     add("--prompt", action="append", default=[], help="start of a text; several make a batch")
     add("--prompt-file", type=Path, help="file with one prompt per line")
+    add(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message, which the assistant answers: apply the chat "
+        "template of the tokenizer's folder",
+    )
+    add("--system", metavar="TEXT", help="with --chat: the system's message")
     add("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
     add("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
     add(

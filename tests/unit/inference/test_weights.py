@@ -180,7 +180,8 @@ def test_errors_of_generate(
         ([], "no prompt"),
         (["--prompt=a", "--max-new-tokens=0"], "'0' is not a whole number of at least 1"),
         (["--prompt=a", "--parallelism.context_parallel_degree=2"], "--tensor-parallel N"),
-        (["--prompt=a", "--chat"], "unrecognized arguments: --chat"),
+        (["--prompt=a", "--chatty"], "unrecognized arguments: --chatty"),
+        (["--prompt=a", "--system=b"], "add --chat"),
     ],
 )
 def test_generate_rejects_invalid_arguments(
