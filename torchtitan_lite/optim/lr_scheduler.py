@@ -56,8 +56,9 @@ def build_lr_scheduler(
     ]
     if shortened:
         logger.info(
-            "lr_scheduler: the schedule has %s steps, so that %s.",
+            "lr_scheduler: the schedule has %s steps, %s of them warmup, so that %s.",
             f"{total:,}",
+            f"{warmup:,}",
             " and ".join(shortened),
         )
     return WarmupStableDecay(

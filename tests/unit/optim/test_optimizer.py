@@ -92,9 +92,10 @@ def test_phases_longer_than_the_run_are_shortened_and_logged(
     assert (none.warmup_steps, none.decay_steps) == (10, 0)
     # Nobody has set the warmup of the first one.
     assert list(dict.fromkeys(caplog.messages)) == [
-        "lr_scheduler: the schedule has 10 steps, so that decay_ratio has 4 instead of 9 steps.",
-        "lr_scheduler: the schedule has 10 steps, so that warmup_steps has 10 instead of 20 steps "
-        "and decay_ratio has 0 instead of 5 steps.",
+        "lr_scheduler: the schedule has 10 steps, 6 of them warmup, so that decay_ratio has 4 "
+        "instead of 9 steps.",
+        "lr_scheduler: the schedule has 10 steps, 10 of them warmup, so that warmup_steps has 10 "
+        "instead of 20 steps and decay_ratio has 0 instead of 5 steps.",
     ]
 
 
