@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         superseded_message,
     )
     from torchtitan_lite.checkpoint.loading import load, open_snapshot, reject_external
+    from torchtitan_lite.checkpoint.location import WAYS, find_steps, is_step, newest_step
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.manifest import Manifest, layouts_of, read_manifest_alone
     from torchtitan_lite.checkpoint.save_context import (
@@ -63,6 +64,7 @@ __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
     "NUM_SAVE_SIGNALS",
+    "WAYS",
     "CheckpointManager",
     "Checkpointable",
     "Copier",
@@ -79,13 +81,16 @@ __all__ = [
     "adapted_layers",
     "checkpoint_root",
     "copy_back",
+    "find_steps",
     "first_message",
     "history_name",
+    "is_step",
     "layouts_json",
     "layouts_of",
     "load",
     "load_base",
     "local_tensors",
+    "newest_step",
     "open_merged",
     "open_snapshot",
     "plan_save",
@@ -119,6 +124,7 @@ _MODULES = {
         "replica_name",
         "superseded_message",
     ),
+    "location": ("WAYS", "find_steps", "is_step", "newest_step"),
     "manager": ("CheckpointManager",),
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),
     "save_context": (

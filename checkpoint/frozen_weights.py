@@ -13,7 +13,7 @@ from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.host_collectives import broadcast_bytes
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, warn_once
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.spec import ModelSpec, differing_dims
 
@@ -36,7 +36,7 @@ def load_base(
             lambda: open_snapshot(storage, name, spec, num_ranks=mesh.world_size)
         )
         if differing := differing_dims(snapshot.saved.dims, dims):
-            logger.warning(
+            warn_once(
                 "%s has other model dimensions than [model], which are used: %s.",
                 snapshot.where,
                 "; ".join(differing),

@@ -4,8 +4,7 @@ python -m scripts.record_kill9 [--svg docs/images/kill9.svg] [--text FILE] [--sp
 
 Runs the two commands of the README in tmux, one pane each, captures the screen every half second,
 and draws the captured screens unedited. The animation plays the recording `--speed` times faster
-and repeats it. Needs tmux, and that no other run of that config is on the machine. Run it from the
-top of the repository.
+and repeats it. Needs tmux. Run it from the top of the repository.
 """
 
 import argparse
@@ -28,7 +27,7 @@ LAUNCH = (
     "torchtitan-lite launch --replicas 2 --nproc-per-replica 1 -- "
     "--config configs/llama3_debug_ft.toml"
 )
-KILL = "kill -9 $(pgrep -n -f '[t]orchtitan_lite train.*replica_id 1')"
+KILL = "kill -9 $(cat outputs/llama3_debug_ft/launch_logs/replica_001/rank_0.pid)"
 SESSION = "kill9"
 INTERVAL_S = 0.5
 LIMIT_S = 240.0

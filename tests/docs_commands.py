@@ -53,17 +53,6 @@ _ESTIMATED = ("llama3_8b.toml",)
 _USER_VENV = ".venv-user"
 _ENDLESS = "100000"
 """Steps of a run that a later command stops."""
-_PGREP = """
-for word in "$@"; do
-  [ "$word" = -n ] || words+=("$word")
-done
-for pid in $(/usr/bin/env -i PATH=/usr/bin:/bin pgrep "${words[@]}"); do
-  [ "$(readlink "/proc/$pid/cwd")" = "$TREE" ] && newest=$pid
-done
-echo "${newest:?no process matches}"
-"""
-"""`pgrep -n` with further options, restricted to processes of the copied tree, so that no other run
-on the machine is killed."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +140,6 @@ def copy_tree(folder: Path) -> None:
         if not entry.name.startswith("."):
             (folder / ".venv" / entry.name).symlink_to(entry)
     (folder / ".venv" / ".installed").touch()
-    write_command(folder / ".bin" / "pgrep", _PGREP)
     # The command of an installation.
     write_command(folder / ".bin" / "torchtitan-lite", 'exec python -m torchtitan_lite "$@"')
 
@@ -213,7 +201,6 @@ class Page:
 
     def _start(self, script: str, file: BinaryIO) -> "subprocess.Popen[bytes]":
         environment = os.environ | {
-            "TREE": str(self.tree.resolve()),
             "PATH": f"{self.tree / '.bin'}:{self.tree / '.venv' / 'bin'}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",

@@ -1,7 +1,7 @@
 """Logging for every rank. Layer: imports nothing of the project.
 
 One logger, `torchtitan_lite`. Rank 0 logs at INFO; the other ranks log at WARNING, each line
-with the rank.
+with the rank. A line has the time and the level.
 """
 
 import logging
@@ -10,22 +10,36 @@ import shutil
 import sys
 import textwrap
 import time
+import warnings
+from typing import TextIO
 
 logger = logging.getLogger("torchtitan_lite")
 
 
-def configure_logging(level: str | None = None) -> None:
-    """Attach one handler to stderr. Idempotent; `TORCHTITAN_LITE_LOG` overrides the level."""
+def configure_logging(level: str | None = None, *, beside_steps: bool = False) -> None:
+    """Log to stderr or, `beside_steps`, to stdout, where the steps of a run are printed, and errors
+    to stderr. Idempotent; `TORCHTITAN_LITE_LOG` overrides the level."""
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     default = "INFO" if rank == 0 else "WARNING"
     logger.setLevel(os.environ.get("TORCHTITAN_LITE_LOG") or level or default)
     logger.propagate = False
     prefix = f"[rank {rank}] " if world_size > 1 and rank > 0 else ""
-    handler = logging.StreamHandler(sys.stderr)
-    formatter = _Wrapping if sys.stderr.isatty() else logging.Formatter
-    handler.setFormatter(formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
-    logger.handlers = [handler]
+    logger.handlers = [_handler(sys.stderr, prefix)]
+    if beside_steps:
+        logger.handlers[0].setLevel(logging.ERROR)
+        logger.addHandler(_handler(sys.stdout, prefix))
+        logger.handlers[1].addFilter(lambda record: record.levelno < logging.ERROR)
+    if rank > 0 and not sys.warnoptions:
+        # Rank 0 shows the same ones.
+        warnings.simplefilter("ignore")
+
+
+def _handler(stream: TextIO, prefix: str) -> logging.StreamHandler[TextIO]:
+    handler = logging.StreamHandler(stream)
+    formatter = _Wrapping if stream.isatty() else logging.Formatter
+    handler.setFormatter(formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s", "%H:%M:%S"))
+    return handler
 
 
 class _Wrapping(logging.Formatter):
@@ -53,6 +67,13 @@ def wrapped(line: str, width: int) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def warn_once(message: str, *values: object) -> None:
+    """Log a warning that all ranks of a run reach, on rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0":
+        # The line of the caller.
+        logger.warning(message, *values, stacklevel=2)
 
 
 def log_once(error: Exception) -> None:

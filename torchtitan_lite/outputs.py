@@ -41,3 +41,17 @@ def output_folder(dump_folder: str, replica: int | None) -> Path:
     """Return the folder of a run's outputs; those of a replica are its own, except for checkpoints.
     `replica` is None without fault tolerance."""
     return Path(dump_folder) if replica is None else replica_folder(Path(dump_folder), replica)
+
+
+def run_folder(path: Path) -> Path:
+    """Return the output folder of the run that `path` names: that folder, the folder of its
+    checkpoints, or of a step. Another folder is returned as it is."""
+    whole = path.absolute()
+    above = [whole.parent] if any(whole.glob("step-*")) else []
+    if whole.name.startswith("step-"):
+        above = [whole.parent.parent]
+    for folder in (path, *above):
+        names = (folder / METRICS, *folder.glob(f"replica_*/{METRICS}"))
+        if any(name.is_file() for name in names):
+            return folder
+    return path

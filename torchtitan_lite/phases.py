@@ -94,3 +94,16 @@ class _Restore:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self._phases.enter(self._phase)
+
+
+TIME_NAMES = {
+    "between": "between steps",
+    "checkpoint": "checkpoint stall",
+    "data": "waiting for data",
+    "end": "shutdown",
+    "idle": "idle between attempts",
+    "lost": "lost work",
+    "quorum": "agreeing on replicas",
+    "start": "startup",
+}
+"""Kinds of time in words, where the kind is not a word for users itself."""

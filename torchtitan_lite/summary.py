@@ -13,11 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.builders import Built, build_text_generator
+from torchtitan_lite.builders.samples import sample_prompt
 from torchtitan_lite.commands import program, torchtitan_lite, with_steps
 from torchtitan_lite.config import Config
+from torchtitan_lite.data.chat_prompt import ChatPrompt
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher import goodput
-from torchtitan_lite.log import logger, wrapped
+from torchtitan_lite.launcher.start_command import start_command
+from torchtitan_lite.launcher.supervised import LAUNCHER_PID
+from torchtitan_lite.log import logger, warn_once, wrapped
 from torchtitan_lite.mesh import AXES
 from torchtitan_lite.metrics import Event
 from torchtitan_lite.outputs import SAMPLE
@@ -32,13 +36,14 @@ def print_start(built: Built, config: Config) -> None:
     """Print model, mesh, batch and initial state, on the leader."""
     job = built.job
     if job.mesh.is_leader:
-        rows = _start_rows(built, config)
+        rows = start_rows(built, config)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         lines = (wrapped(f"{name:<13}{value}", width) for name, value in rows.items())
         print("\n".join(lines), flush=True)
 
 
-def _start_rows(built: Built, config: Config) -> dict[str, str]:
+def start_rows(built: Built, config: Config) -> dict[str, str]:
+    """Return what `print_start` prints, by name."""
     job, mesh, spec = built.job, built.job.mesh, built.spec
     cost = spec.cost(config.training.seq_len)
     active = ""
@@ -66,13 +71,15 @@ def _start_rows(built: Built, config: Config) -> dict[str, str]:
 
 
 def _origin(built: Built) -> str:
-    if built.restored_from is None:
-        return "new, with initial weights drawn from the seed"
-    if built.job.checkpoints.has_initial_load and built.job.state.step:
-        return f"new, with the whole state of {built.restored_from}"
+    where, base = built.restored_from, built.job.state.base
+    beside = "" if base is None else f" beside the frozen weights of {base.path}"
+    if where is None:
+        drawn = "initial weights" if base is None else "adapters"
+        return f"new, with {drawn} drawn from the seed{beside}"
     if built.job.checkpoints.has_initial_load:
-        return f"new, with initial weights from {built.restored_from}"
-    return f"resumed from {built.restored_from}"
+        part = "the whole state of" if built.job.state.step else "initial weights from"
+        return f"new, with {part} {where}"
+    return f"resumed from {where}{beside}"
 
 
 @contextmanager
@@ -114,17 +121,17 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
     job = built.job
     lines = [""]
     if finished:
-        if (sample := _sample(built, config)) is not None:
-            lines += [SAMPLE, "", _indented(sample), ""]
+        lines += _sample_lines(built, config)
     else:
         lines += [f"Stopped at step {job.state.step} of {job.steps} on request.", ""]
     folder = Path(config.job.dump_folder)
     lines.append(f"Outputs      {folder}/ (config.toml, metrics.jsonl)")
     if config.checkpoint.enable:
         lines.append(f"Checkpoints  {job.checkpoints.root}/")
-        lines.append(
-            f"Resume       {_resume_command(argv, job.mesh.world_size, job.steps, finished)}"
-        )
+    if config.checkpoint.enable and LAUNCHER_PID not in os.environ:
+        # A finished run needs more steps to continue.
+        arguments = with_steps(argv, 2 * job.steps) if finished else list(argv)
+        lines.append(f"Resume       {shlex.join(start_command(arguments, job.mesh.world_size))}")
     lines.append(f"Report       {shlex.join([*torchtitan_lite(), 'report', str(folder)])}")
     if config.metrics.enable_tensorboard:
         logs = folder / config.metrics.save_tb_folder
@@ -133,7 +140,24 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
         print("\n".join(lines), flush=True)
 
 
-def _sample(built: Built, config: Config) -> str | None:
+def _sample_lines(built: Built, config: Config) -> list[str]:
+    """Return the lines of a sample; empty if there is none. The run has finished and is saved, so
+    that whatever goes wrong is only reported."""
+    try:
+        prompt = sample_prompt(config, built.data, "")
+        text = _sample(built, config, prompt)
+    except Exception as error:
+        warn_once("No sample of the model: %s: %s", type(error).__name__, error)
+        return []
+    if text is None:
+        return []
+    if isinstance(prompt, str):
+        return [SAMPLE, "", _indented(text), ""]
+    asked = [_indented(f"{one['role']}: {one.get('content', '')}") for one in prompt.messages]
+    return [SAMPLE, "", *asked, _indented(f"assistant: {text}"), ""]
+
+
+def _sample(built: Built, config: Config, prompt: str | ChatPrompt) -> str | None:
     """Generate a text; None if the model is too large or has no KV cache."""
     job, spec = built.job, built.spec
     generator = built.text_generator
@@ -145,22 +169,10 @@ def _sample(built: Built, config: Config) -> str | None:
         except ConfigError:
             return None
     (text,) = generator.texts(
-        job.state, prompt="", count=1, max_new_tokens=_SAMPLE_TOKENS, temperature=0.8
+        job.state, prompt=prompt, count=1, max_new_tokens=_SAMPLE_TOKENS, temperature=0.8
     )
     return text
 
 
 def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _resume_command(argv: Sequence[str], world_size: int, steps: int, finished: bool) -> str:
-    """Return the command that resumes the run; a finished run needs more steps to continue."""
-    arguments = with_steps(argv, 2 * steps) if finished else list(argv)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if Path(sys.argv[0]).name != "train.py":
-        count = ["--nproc", str(local_size)] if world_size > 1 else []
-        return shlex.join([*torchtitan_lite(), "train", *count, *arguments])
-    launcher = [program("torchrun"), "--nproc-per-node", str(local_size)]
-    launcher = launcher if world_size > 1 else [program("python")]
-    return shlex.join([*launcher, "train.py", *arguments])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.data import Tokenizer
+from torchtitan_lite.data.chat_prompt import ChatPrompt
 from torchtitan_lite.inference import BatchGenerator, Prompt, Sampling, prompt_ids
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.initialize import allocate_memory
@@ -41,17 +42,28 @@ class TextGenerator:
         self._seed = seed
 
     def texts(
-        self, state: TrainState, *, prompt: str, count: int, max_new_tokens: int, temperature: float
+        self,
+        state: TrainState,
+        *,
+        prompt: str | ChatPrompt,
+        count: int,
+        max_new_tokens: int,
+        temperature: float,
     ) -> list[str]:
-        """Return `count` continuations of `prompt` by the model of `state`, the same on every rank
-        and every mesh. Every rank must call it, between two steps."""
+        """Return `count` continuations of `prompt`, or answers to it, by the model of `state`, the
+        same on every rank and every mesh. Every rank must call it, between two steps."""
         self._copy_weights(state)
-        ids = prompt_ids(self._tokenizer, prompt)
+        stop_ids = set() if self._tokenizer.eos_id is None else {self._tokenizer.eos_id}
+        if isinstance(prompt, ChatPrompt):
+            ids = prompt.ids
+            stop_ids |= prompt.stop_ids
+        else:
+            ids = prompt_ids(self._tokenizer, prompt)
         continuations = self._generator.generate(
             [Prompt(ids, sample=number) for number in range(count)],
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature=temperature, seed=self._seed),
-            stop_ids=() if self._tokenizer.eos_id is None else (self._tokenizer.eos_id,),
+            stop_ids=stop_ids,
         )
         return [self._tokenizer.decode(one.ids) for one in continuations]
 

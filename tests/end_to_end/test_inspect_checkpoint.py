@@ -45,6 +45,14 @@ def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "tensors" not in actual
 
 
+def test_a_run_names_its_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for step in (3, 10):
+        write_checkpoint(tmp_path / "checkpoint", step)
+    for path in (tmp_path, tmp_path / "checkpoint"):
+        steps = json.loads(run_script(capsys, path, "--json"))["steps"]
+        assert [one["step"] for one in steps] == [3, 10]
+
+
 def test_all_damage_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for step in (3, 4, 5):
         write_checkpoint(tmp_path, step)

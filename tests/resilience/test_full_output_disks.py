@@ -90,7 +90,7 @@ def _check_tensorboard(folder: Path) -> None:
 
     files = EventAccumulator(str(folder))
     files.Reload()
-    assert [one.step for one in files.Scalars("train/loss")] == list(range(1, _STEPS + 1))
+    assert [one.step for one in files.Scalars("loss/train")] == list(range(1, _STEPS + 1))
 
 
 def _check_state(tmp_path: Path, run: Path) -> None:

@@ -59,6 +59,67 @@ def test_help_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_help_of_train_has_its_own_options_above_the_keys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "--help"]) == 0
+    own, _, keys = capsys.readouterr().out.partition("\n[job]\n")
+    for option in ("--nproc N", "--spares K", "--nnodes M", "--rdzv-endpoint", "--rdzv-id"):
+        assert f"  {option}" in own
+    assert "--training.steps" in keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("train --nprocs 2 --config x.toml", "--nproc"),
+        ("train --nprocs=2 --config x.toml", "--nproc"),
+        ("train --spare 2 --config x.toml", "--spares"),
+        ("train --rdzv-endpont a:1 --config x.toml", "--rdzv-endpoint"),
+        ("train --confg x.toml", "--config"),
+        ("launch --replica 2 -- --config x.toml", "--replicas"),
+        ("launch --replicas 2 --spare 2 -- --config x.toml", "--spares"),
+        ("generate x --promt hi", "--prompt"),
+        ("evaluate x --dataset-pth y", "--dataset-path"),
+        ("estimate --config x.toml --word-size 4", "--world-size"),
+        ("resize x --nprc 3", "--nproc"),
+        ("report x --fail-abov 1", "--fail-above"),
+        ("convert to-hf x y --dtyp bf16", "--dtype"),
+        ("convert to-hff x y", "to-hf"),
+        ("trian --config x.toml", "train"),
+    ],
+)
+def test_a_mistyped_option_or_command_is_suggested(
+    arguments: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) != 0
+    err = capsys.readouterr().err
+    assert f"Did you mean {meant} " in err or f"Did you mean {meant}?" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("launch --replicas 2 --config x.toml", "Those of `train` follow --."),
+        ("launch --replicas 2 -- --nproc 2 --config x.toml", "give --nproc-per-replica"),
+        ("launch --replicas 2 -- --nnodes 2 --config x.toml", "--nnodes is given after --"),
+    ],
+)
+def test_launch_says_where_arguments_belong(
+    arguments: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_a_key_without_its_section_is_no_mistyped_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "--steps", "4", "--config=configs/llama3_debug.toml"]) == 1
+    assert "Did you mean training.steps or validation.steps?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "error"),
     [

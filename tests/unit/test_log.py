@@ -1,11 +1,12 @@
 """The logger: its level per rank, one handler, the rank in each line."""
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
 
-from torchtitan_lite.log import configure_logging, is_live_terminal, logger
+from torchtitan_lite.log import configure_logging, is_live_terminal, logger, warn_once
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +53,29 @@ def test_each_line_is_logged_once_with_its_rank(
     logger.warning("seen")
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.count("seen") == 1 and err.strip().endswith("[rank 2] seen")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING \[rank 2\] seen\n", err)
     assert "quiet" not in err
+
+
+def test_a_run_logs_to_the_stream_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(beside_steps=True)
+    logger.info("saved")
+    print("step 1")
+    logger.warning("odd")
+    logger.error("fatal")
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"\S+ INFO saved\nstep 1\n\S+ WARNING odd\n", out)
+    assert re.fullmatch(r"\S+ ERROR fatal\n", err)
+
+
+def test_a_warning_of_all_ranks_is_shown_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        configure_logging()
+        warn_once("%s differs", "it")
+    assert capsys.readouterr().err.count("it differs") == 1
 
 
 def test_one_process_shows_no_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,11 @@ import torch
 
 from torchtitan_lite import rng
 from torchtitan_lite.builders.job import build_job, build_text_generator, join_replicas
-from torchtitan_lite.builders.model import build_model, spec_on_device
+from torchtitan_lite.builders.model import (
+    build_model,
+    spec_on_device,
+    with_counted_parameters,
+)
 from torchtitan_lite.builders.state import RestoredState, build_state
 from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.config import Config, to_toml
@@ -66,7 +70,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     """Open the data, build the model on the mesh, restore the newest state and open the metrics;
     close them at the end of the block. Every rank must call it."""
     _set_determinism(config)
-    spec = spec_on_device(config, mesh.device)
+    spec = with_counted_parameters(spec_on_device(config, mesh.device), config)
     folder = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
     run_on_all_ranks(lambda: _make_folder(folder))
     faults = OutputFaults()

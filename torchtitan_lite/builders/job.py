@@ -15,6 +15,7 @@ from torch import nn
 
 from torchtitan_lite.anomalies import AnomalyDetector
 from torchtitan_lite.builders.model import model_on_meta
+from torchtitan_lite.builders.samples import sample_prompt
 from torchtitan_lite.builders.state import RestoredState
 from torchtitan_lite.checkpoint import (
     RunHistory,
@@ -223,7 +224,7 @@ def _build_hooks(
     if tracker is not None and config.checkpoint.enable:
         hooks.append(goodput_hook(config.checkpoint.interval, tracker, metrics))
     if data.validation is not None:
-        texts = _validation_samples(config, text_generator)
+        texts = _validation_samples(config, data, text_generator)
         freq = config.validation.freq
         hooks.append(
             validation_hook(freq, total_steps, data.validation, schedule, metrics, mesh, texts)
@@ -313,7 +314,7 @@ def build_text_generator(
 
 
 def _validation_samples(
-    config: Config, text_generator: TextGenerator | None
+    config: Config, data: OpenedData, text_generator: TextGenerator | None
 ) -> Callable[[TrainState], Sequence[str]] | None:
     """Return the function that generates the texts of a validation; None without one."""
     if text_generator is None:
@@ -321,7 +322,7 @@ def _validation_samples(
     validation = config.validation
     return partial(
         text_generator.texts,
-        prompt=validation.sample_prompt,
+        prompt=sample_prompt(config, data, validation.sample_prompt),
         count=validation.samples,
         max_new_tokens=validation.sample_tokens,
         temperature=validation.sample_temperature,

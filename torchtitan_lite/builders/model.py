@@ -4,6 +4,7 @@ Layer: above models and parallel.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.trained_model import trained_spec
 from torchtitan_lite.device import Device
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, warn_once
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.attention import Attention, AttentionMask, Causal
 from torchtitan_lite.nn.attention_sinks import SinkKernel
@@ -20,7 +21,7 @@ from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages, stage_modules
 from torchtitan_lite.parallel.tensor import check_plan
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.spec import ModelCost, ModelSpec
 
 _MIN_FLEX_HEAD_DIM = 16
 """FlexAttention's kernel takes no narrower heads."""
@@ -46,6 +47,33 @@ def spec_on_device(config: Config, device: Device) -> ModelSpec:
         return spec
     model = config.model.model_copy(update={"attention_backend": "flex"})
     return trained_spec(config.model_copy(update={"model": model}))
+
+
+def with_counted_parameters(spec: ModelSpec, config: Config) -> ModelSpec:
+    """Return the spec with a cost that has the number of parameters of its module. Warn if the
+    family states another number."""
+    counted = sum(one.numel() for one in model_on_meta(config, spec).parameters())
+    stated = spec.cost
+    if (given := stated(config.training.seq_len).num_params) == counted:
+        return spec
+    warn_once(
+        "The model family %s states %s parameters for %s, but its module has %s, which are used.",
+        spec.name,
+        f"{given:,}",
+        spec.flavor,
+        f"{counted:,}",
+    )
+
+    def cost(seq_len: int) -> ModelCost:
+        one = stated(seq_len)
+        is_dense = one.num_active_params == one.num_params
+        return replace(
+            one,
+            num_params=counted,
+            num_active_params=counted if is_dense else one.num_active_params,
+        )
+
+    return replace(spec, cost=cost)
 
 
 def _needs_scores(module: nn.Module) -> bool:

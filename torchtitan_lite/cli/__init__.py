@@ -55,8 +55,9 @@ def _run_parsed(argv: Sequence[str]) -> int:
     if options.command is None:
         top.print_help(sys.stderr)
         return 2
-    if others and not options.passes_on:
-        options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if others and not (options.passes_on and not any(map(options.parser.meant_by, others))):
+        after = ". Those of `train` follow --" if options.command == "launch" else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(others)}{after}")
     if options.check is not None:
         options.check(options, others)
     options.argv = own[1:]

@@ -21,8 +21,10 @@ from rich.progress import (
 from torch import nn
 
 from torchtitan_lite.checkpoint import (
+    WAYS,
     StoredSnapshot,
     adapted_layers,
+    newest_step,
     open_merged,
     reject_external,
 )
@@ -38,7 +40,12 @@ from torchtitan_lite.checkpoint.hugging_face import (
     read_config,
 )
 from torchtitan_lite.checkpoint.interchange import DcpFolder, convert_from_dcp, convert_to_dcp
-from torchtitan_lite.checkpoint.storage import open_parent_storage, open_storage
+from torchtitan_lite.checkpoint.storage import (
+    MANIFEST,
+    exists,
+    open_parent_storage,
+    open_storage,
+)
 from torchtitan_lite.cli.parsers import local_path
 from torchtitan_lite.config import Config, parse_command_line, to_record
 from torchtitan_lite.data.tokenizer import special_ids
@@ -216,10 +223,12 @@ def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
 def _open_step(
     path: str, *, needs_flavor: bool = False, ema: bool = False
 ) -> tuple[StoredSnapshot, Config]:
-    """Open the checkpoint of a step, with the configuration that it records; with `ema`, the moving
-    average of its weights. Raises as `run_config`."""
-    storage, name = open_parent_storage(path)
+    """Open the newest checkpoint that `path` names, with the configuration that it records; with
+    `ema`, the moving average of its weights. Raises as `run_config`."""
+    storage, name = open_parent_storage(newest_step(path))
     reject_external(storage, name)
+    if not exists(storage, f"{name}/{MANIFEST}"):
+        raise CheckpointError(f"{path} contains no checkpoint. Give {WAYS}.")
     source = StoredSnapshot(storage, name, ema=ema)
     return source, run_config(source, needs_flavor=needs_flavor)
 

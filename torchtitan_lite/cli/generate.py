@@ -7,11 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from torchtitan_lite.data.tokenizer import check_vocab_size
+from torchtitan_lite.data.chat_prompt import ChatPrompt, chat_prompt
+from torchtitan_lite.data.chat_template import find_template
+from torchtitan_lite.data.tokenizer import Tokenizer, check_vocab_size
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints
@@ -61,6 +64,8 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
         options.parser.error(f"unrecognized arguments: {' '.join(others)}")
     if not options.prompt and options.prompt_file is None:
         options.parser.error("no prompt: give --prompt TEXT or --prompt-file FILE")
+    if options.system is not None and not options.chat:
+        options.parser.error("--system is a message of a chat: add --chat")
     configure_logging()
     try:
         with start_mesh(ParallelismConfig(), CommConfig(), detect_device(options.device)) as mesh:
@@ -83,10 +88,14 @@ def generate(options: argparse.Namespace, world: Mesh) -> Iterator[tuple[list[Te
     files = tokenizer_of(weights, options.tokenizer)
     tokenizer = files.load()
     check_vocab_size(files.folder, tokenizer.vocab_size, weights.spec.vocab_size)
-    prompts = [
-        Prompt(prompt_ids(tokenizer, text), sample=number % options.num_samples)
-        for number, text in enumerate(requested)
-    ]
+    stops = stop_ids(tokenizer, files.folder)
+    if options.chat:
+        chats = _chat_prompts(options.system, requested, tokenizer, files.folder)
+        stops = stops.union(*(one.stop_ids for one in chats))
+        ids = [one.ids for one in chats]
+    else:
+        ids = [prompt_ids(tokenizer, text) for text in requested]
+    prompts = [Prompt(one, sample=number % options.num_samples) for number, one in enumerate(ids)]
     check_prompts(prompts, weights.spec)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     model, mesh = serve(weights, world, dtype=dtype, tensor_parallel=options.tensor_parallel)
@@ -97,7 +106,7 @@ def generate(options: argparse.Namespace, world: Mesh) -> Iterator[tuple[list[Te
         if len(requested) == 1 and mesh.is_leader:
             # A single text is streamed.
             stream = TextStream(tokenizer, sys.stdout)
-            sys.stdout.write(requested[0])
+            sys.stdout.write("" if options.chat else requested[0])
             on_token = _streamed(stream)
         own = slice(mesh.batch_rank, None, mesh.degrees.batch)
         begin = time.perf_counter()
@@ -105,7 +114,7 @@ def generate(options: argparse.Namespace, world: Mesh) -> Iterator[tuple[list[Te
             prompts[own],
             max_new_tokens=options.max_new_tokens,
             sampling=sampling,
-            stop_ids=stop_ids(tokenizer, files.folder),
+            stop_ids=stops,
             on_token=on_token,
         )
         world.barrier()
@@ -128,6 +137,18 @@ def generate(options: argparse.Namespace, world: Mesh) -> Iterator[tuple[list[Te
 
     for _ in _versions(options, model, mesh):
         yield texts()
+
+
+def _chat_prompts(
+    system: str | None, texts: Sequence[str], tokenizer: Tokenizer, folder: Path
+) -> list[ChatPrompt]:
+    """Return the prompts in which each text is a user's message. Raises DataError."""
+    template = find_template(folder)
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [
+        chat_prompt(tokenizer, template, [*before, {"role": "user", "content": text}])
+        for text in texts
+    ]
 
 
 def _versions(options: argparse.Namespace, model: nn.Module, mesh: Mesh) -> Iterator[int]:
@@ -168,7 +189,8 @@ def _print(options: argparse.Namespace, texts: Sequence[Text], seconds: float) -
     """Print the texts to stdout, unless streamed, and the speed to stderr."""
     if len(texts) > 1:
         for number, text in enumerate(texts, start=1):
-            print(f"--- {number} of {len(texts)}\n{text.prompt}{text.text}")
+            between = "\n\n" if options.chat else ""
+            print(f"--- {number} of {len(texts)}\n{text.prompt}{between}{text.text}")
     else:
         print(flush=True)
     num_tokens = sum(len(text.ids) for text in texts)

@@ -11,7 +11,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint import Manifest, layouts_of, read_manifest_alone, verify
+from torchtitan_lite.checkpoint import (
+    WAYS,
+    Manifest,
+    find_steps,
+    is_step,
+    layouts_of,
+    read_manifest_alone,
+    verify,
+)
 from torchtitan_lite.checkpoint.shared_memory import (
     COPY,
     OWN,
@@ -29,8 +37,6 @@ from torchtitan_lite.checkpoint.storage import (
     MANIFEST,
     Storage,
     open_storage,
-    parse_step_name,
-    step_name,
 )
 from torchtitan_lite.errors import (
     CheckpointError,
@@ -51,7 +57,7 @@ def run(
             return _inspect_memory(options, shared_memory)
         storage, names = _steps(options.path)
         records = [_record(storage, name, options) for name in names]
-        shown = records[0] if _is_step(options.path) else {"root": storage.root, "steps": records}
+        shown = records[0] if is_step(options.path) else {"root": storage.root, "steps": records}
         _print(options, shown, "\n\n".join(map(_format_record, records)))
         return int(any(record["damage"] for record in records))
     except (UserError, OSError) as error:
@@ -96,26 +102,13 @@ def _print(options: argparse.Namespace, record: Mapping[str, Any], text: str) ->
     print(json.dumps(record, indent=2) if options.json else text)
 
 
-def _is_step(path: str) -> bool:
-    name = path.rstrip("/").rpartition("/")[2]
-    return parse_step_name(name) is not None or Path(path, MANIFEST).is_file()
-
-
 def _steps(path: str) -> tuple[Storage, list[str]]:
     """Return the location of the checkpoints, and their names. Raises CheckpointError if there
     are none."""
-    whole = path.rstrip("/") if "://" in path else str(Path(path).absolute())
-    if _is_step(path):
-        root, _, name = whole.rpartition("/")
-        return open_storage(root or "/"), [name]
-    storage = open_storage(whole)
-    names = [step_name(step) for step in storage.steps()]
+    root, names = find_steps(path if "://" in path else str(Path(path).absolute()))
     if not names:
-        raise CheckpointError(
-            f"{path} contains no checkpoint. Give the folder of a step, which contains "
-            f"{MANIFEST}, or a folder of steps."
-        )
-    return storage, names
+        raise CheckpointError(f"{path} contains no checkpoint. Give {WAYS}.")
+    return open_storage(root), names
 
 
 def _record(storage: Storage, name: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,8 @@ depend on it.
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,19 +17,68 @@ DTYPES = ("bf16", "fp16", "fp32")
 """Data types of converted weights."""
 DEVICES = ("a100", "b200", "h100", "h100-nvl", "h100-pcie", "h200", "l40s", "cpu")
 """Devices of `estimate`: the accelerators of `device.py`, which imports torch, and the CPU."""
+_CHECKPOINT = (
+    'CHECKPOINT is the folder of a step (".../step-1000"), or of a run or its checkpoints,\n'
+    "whose newest step is used"
+)
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports an invalid command line in one line, with status 2."""
+    """Parser that reports an invalid command line in one line, with status 2, and suggests what a
+    mistyped option or command may have meant."""
 
     def __init__(self, **options) -> None:
         options.setdefault("allow_abbrev", False)
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        self._commands: Iterable[str] = ()
+        self._words: Sequence[str] = ()
         super().__init__(**options)
 
+    def add_subparsers(self, **options):
+        commands = super().add_subparsers(**options)
+        self._commands = commands.choices
+        return commands
+
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. --help lists the options.\n")
+        words = ((word, self.meant_by(word)) for word in self._words)
+        hints = (f" Did you mean {meant} instead of {word}?" for word, meant in words if meant)
+        hint = next(hints, "")
+        self.exit(2, f"{self.prog}: {message}.{hint} --help lists the options.\n")
+
+    @property
+    def options(self) -> list[str]:
+        """All options, such as "--nproc"."""
+        return list(self._option_string_actions)
+
+    def meant_by(self, word: str) -> str | None:
+        """Return the option, or the command, that an unknown word of the command line resembles;
+        None for a known word and if there is none."""
+        if word.startswith("--"):
+            return similar_option(word, self.options)
+        if self._words[:1] != [word] or word in self._commands:
+            return None
+        return next(iter(get_close_matches(word, self._commands, n=1)), None)
+
+
+def similar_option(word: str, options: Iterable[str]) -> str | None:
+    """Return the option that an unknown one resembles; None for a known one, for a key of the
+    configuration, and if there is none."""
+    name = word.partition("=")[0].removeprefix("--")
+    known = {option.removeprefix("--"): option for option in options}
+    if name in known or "." in name:
+        return None
+    return next((known[one] for one in get_close_matches(name, known, n=1)), None)
+
+
+def train_parser() -> Parser:
+    """Return the parser of the options of `train` alone."""
+    top = Parser(prog=PROGRAM)
+    return _train(top.add_subparsers(parser_class=Parser))
 
 
 def parser() -> Parser:
@@ -64,19 +114,22 @@ def _add(commands, name: str, summary: str, description: str, *, module: str, **
     return parser
 
 
-def _train(commands) -> None:
+def _train(commands) -> Parser:
     train = _add(
         commands,
         "train",
         "Train a model from one TOML file.",
         "torchtitan-lite train [--nproc N] [--spares K] --config FILE [--section.key value ...]\n"
         "torchtitan-lite train --nproc N --nnodes M --rdzv-endpoint HOST:PORT --config FILE ...\n"
-        "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]",
+        "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]\n"
+        "torchtitan-lite train --help [SECTION ...]",
         module="train",
         passes_on=True,
     )
     # Read by cli.train, because every other argument belongs to the configuration.
-    train.add_argument("--nproc", metavar="N", help="processes to start on this machine")
+    train.add_argument(
+        "--nproc", metavar="N", help='processes to start on this machine; "auto": one per GPU'
+    )
     train.add_argument(
         "--spares",
         metavar="K",
@@ -105,6 +158,7 @@ def _train(commands) -> None:
         "(default 600)",
     )
     train.add_argument("--config", metavar="FILE", help="the TOML file")
+    return train
 
 
 def _resize(commands) -> None:
@@ -230,18 +284,24 @@ def _generate(commands) -> None:
         "Generate text from a checkpoint.",
         "torchtitan-lite generate CHECKPOINT --prompt TEXT [--prompt TEXT ...]\n"
         "torchrun --nproc-per-node 2 -m torchtitan_lite generate CHECKPOINT --prompt-file FILE\n\n"
-        'CHECKPOINT is the folder of a step (".../step-1000"), a folder of steps, whose newest is\n'
-        "used, or a Hugging Face folder. Under torchrun the processes share the model by tensor\n"
-        "parallelism; where it cannot be sharded over all of them, they hold copies and share the\n"
-        "prompts.",
+        f"{_CHECKPOINT}, or a Hugging Face folder. Under\n"
+        "torchrun the processes share the model by tensor parallelism; where it cannot be sharded\n"
+        "over all of them, they hold copies and share the prompts.",
         module="generate",
         passes_on=True,
     )
     add = generate.add_argument
-    add("checkpoint", help="folder of a step, folder of steps, or Hugging Face folder")
+    add("checkpoint", help="folder of a run, of its checkpoints or of a step, or of Hugging Face")
     _add_ema(generate)
     add("--prompt", action="append", default=[], help="start of a text; several make a batch")
     add("--prompt-file", type=Path, help="file with one prompt per line")
+    add(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message, which the assistant answers: apply the chat "
+        "template of the tokenizer's folder",
+    )
+    add("--system", metavar="TEXT", help="with --chat: the system's message")
     add("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
     add("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
     add(
@@ -314,7 +374,7 @@ def _evaluate(commands) -> None:
         passes_on=True,
     )
     add = evaluate.add_argument
-    add("checkpoint", help="folder of a step, folder of steps, or Hugging Face folder")
+    add("checkpoint", help="folder of a run, of its checkpoints or of a step, or of Hugging Face")
     _add_ema(evaluate)
     add("--dataset", help='such as "python_stdlib", "c4_validation", or a name on the hub')
     add("--dataset-path", help="a local file, folder or glob")
@@ -373,13 +433,13 @@ def _convert(commands) -> None:
         kinds,
         "to-hf",
         "Checkpoint -> Hugging Face folder, which transformers loads.",
-        'CHECKPOINT is the folder of a step (".../step-1000"), which records its model. Tokenizer\n'
-        "and generation settings come from the run's tokenizer folder, or from --assets. An\n"
-        "interrupted conversion continues when restarted.",
+        f"{_CHECKPOINT}. It records its model.\n"
+        "Tokenizer and generation settings come from the run's tokenizer folder, or from\n"
+        "--assets. An interrupted conversion continues when restarted.",
         module="convert",
         function="to_hugging_face",
     )
-    to_hf.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')
+    to_hf.add_argument("checkpoint", help="folder of a run, of its checkpoints or of a step")
     to_hf.add_argument("out_dir", type=local_path, help="a folder that does not exist yet")
     _add_ema(to_hf)
     to_hf.add_argument("--max-shard-size", type=size, default="5GB", help="(default: 5GB)")
@@ -415,11 +475,11 @@ def _convert(commands) -> None:
         kinds,
         "to-dcp",
         "Checkpoint -> torch DCP checkpoint with torchtitan's names.",
-        'CHECKPOINT is the folder of a step (".../step-1000"), which records its model.',
+        f"{_CHECKPOINT}. It records its model.",
         module="convert",
         function="to_dcp",
     )
-    to_dcp.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')
+    to_dcp.add_argument("checkpoint", help="folder of a run, of its checkpoints or of a step")
     to_dcp.add_argument("out_dir", type=Path, help="a folder without a checkpoint")
     to_dcp.add_argument(
         "--torchtitan",
@@ -508,12 +568,12 @@ def _inspect(commands) -> None:
         "Show the contents of a checkpoint, verify it, or list snapshots in shared memory.",
         "torchtitan-lite inspect PATH [--verify] [--tensors] [--json]\n"
         "torchtitan-lite inspect --shm [--free [RUN_ID] [--yes]] [--json]\n\n"
-        "PATH is the folder or URL of a step, or of all steps of a run. Exit status 1: damage was\n"
-        "found; 2: the command failed.",
+        "PATH is the folder or URL of a step, of a run's checkpoints, or of the run: then all of\n"
+        "its steps. Exit status 1: damage was found; 2: the command failed.",
         module="inspect",
     )
     add = inspect.add_argument
-    add("path", nargs="?", help="folder or URL of a step, or of all steps")
+    add("path", nargs="?", help="folder or URL of a run, of its checkpoints or of a step")
     add("--verify", action="store_true", help="read everything and compare all checksums")
     add("--tensors", action="store_true", help="list the tensors")
     add("--shm", action="store_true", help="list the snapshots that runs left in shared memory")
@@ -545,7 +605,8 @@ def _report(commands) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="dump folder of a run (job.dump_folder); all others are compared with the first",
+        help="dump folder of a run (job.dump_folder), or its checkpoints; all others are compared "
+        "with the first",
     )
     add("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN")
     add(

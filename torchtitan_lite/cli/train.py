@@ -19,17 +19,20 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan_lite.cli.parsers import similar_option, train_parser
 from torchtitan_lite.config import (
     Config,
     check_live_resize,
     check_resize_arguments,
     parse_command_line,
 )
+from torchtitan_lite.config.problems import tables_with
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError, exit_status_after
 from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.local_ranks import run_ranks
 from torchtitan_lite.launcher.processes import die_with_parent
+from torchtitan_lite.launcher.start_command import TRAIN_OPTIONS
 from torchtitan_lite.launcher.supervised import LAUNCHER_PID
 from torchtitan_lite.log import configure_logging, log_once, logger
 from torchtitan_lite.network import address_for_others, names_loopback
@@ -55,7 +58,7 @@ _MAX_RESTARTS = 10
 def train(argv: Sequence[str]) -> int:
     """Train according to `argv`, in this process or in --nproc processes. Returns the exit
     status."""
-    configure_logging()
+    configure_logging(beside_steps=True)
     if _CHANNEL in os.environ:
         return _serve(argv)
     try:
@@ -92,7 +95,7 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
     """Train as one rank of the world that the environment describes, or alone. `recovery` is that
     of a process which an agent supervises. Returns the exit status."""
     make_streams_patient()
-    configure_logging()
+    configure_logging(beside_steps=True)
     _die_with_nproc()
     try:
         config, file = _checked(argv, int(os.environ.get("WORLD_SIZE", "1")))
@@ -180,7 +183,7 @@ def _import_training() -> None:
 
 
 def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
-    config, file = parse_command_line(argv)
+    config, file = parse_command_line(argv, usage=lambda: train_parser().format_help())
     # Imports torch, so typos in the file are reported before.
     from torchtitan_lite.config.constraints import check_against
 
@@ -197,9 +200,15 @@ def _log_about_keys(config: Config, file: Path) -> None:
 
     for line in without_effect(config):
         logger.info("%s", line)
-    if is_torchtitan_file(read_toml(file)):
-        for line in differing_defaults(config):
-            logger.info("%s", line)
+    if is_torchtitan_file(read_toml(file)) and (lines := differing_defaults(config)):
+        logger.info(
+            "%s is a file of torchtitan: its defaults of %s differ here. See "
+            "docs/from_torchtitan.md.",
+            file,
+            ", ".join(lines),
+        )
+        for line in lines.values():
+            logger.debug("%s", line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +226,8 @@ class _Options:
     """HOST:PORT of the rendezvous; empty for a run on this machine alone."""
     run_id: str = "default"
     join_timeout_s: int = 600
+    kept: tuple[str, ...] = ()
+    """The words of the options with which the run is resumed, whatever its number of ranks."""
 
 
 _OPTIONS = {
@@ -245,6 +256,7 @@ def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
         if name in _OPTIONS:
             given[_OPTIONS[name]] = value if has_value else next(arguments, "")
         else:
+            _check_spelling(name)
             rest.append(word)
     if given and "RANK" in os.environ:
         raise ConfigError(
@@ -259,9 +271,25 @@ def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
         endpoint=given.get("--rdzv-endpoint", ""),
         run_id=given.get("--rdzv-id", _Options.run_id),
         join_timeout_s=_whole(given, "--rdzv-timeout-s", _Options.join_timeout_s, least=1),
+        kept=tuple(
+            word
+            for name, value in given.items()
+            if name not in ("--nproc", "--resized")
+            for word in (name, value)
+        ),
     )
     _check_endpoint(options, given)
     return options, rest
+
+
+def _check_spelling(word: str) -> None:
+    """Raise ConfigError for a mistyped option. One that is the name of a key without its section is
+    reported with the keys."""
+    known = ["--config", "--help", *_OPTIONS]
+    if not word.startswith("--") or tables_with(Config, word.removeprefix("--")):
+        return
+    if meant := similar_option(word, known):
+        raise ConfigError(f"{word} is not an option of train. Did you mean {meant}?")
 
 
 def _resized(given: Mapping[str, str]) -> tuple[str, ...]:
@@ -342,7 +370,7 @@ def _train_with_spares(arguments: Sequence[str], options: _Options, config: Conf
     from torchtitan_lite.rank_recovery.rank_process import RankProcess
 
     inbox, check_resize = _resizing(arguments, options, config)
-    environment = _of_agent()
+    environment = _of_agent(options)
     with _received_signals() as received:
         agent = RankAgent(
             lambda: RankProcess(arguments, environment),
@@ -400,7 +428,7 @@ def _train_on_machines(arguments: Sequence[str], options: _Options, config: Conf
     inbox = ResizeInbox(
         *_resizing(arguments, options, config), check_arguments=check_resize_arguments
     )
-    environment = _of_agent()
+    environment = _of_agent(options)
     with _received_signals() as received:
         agent = MachineAgent(
             lambda: RankProcess(arguments, environment),
@@ -436,9 +464,13 @@ def _own_address(options: _Options) -> str:
     return address
 
 
-def _of_agent() -> dict[str, str]:
+def _of_agent(options: _Options) -> dict[str, str]:
     """Return the environment variables of an agent's processes."""
-    return {**_default_threads(), _PARENT: str(os.getpid())}
+    return {
+        **_default_threads(),
+        _PARENT: str(os.getpid()),
+        TRAIN_OPTIONS: shlex.join(options.kept),
+    }
 
 
 def _default_threads() -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from torchtitan_lite.schema.section import NoEffect, Section, field_texts, toml_literal
+from torchtitan_lite.schema.section import NoEffect, Section, Unsupported, field_texts, toml_literal
 
 _SectionType = type[BaseModel]
 
@@ -28,6 +28,8 @@ class Key:
     """The section that it belongs to."""
     no_effect: str | None = None
     """Why the key has no effect, if so."""
+    is_unsupported: bool = False
+    """Whether it belongs to an unsupported feature, which it can only switch off."""
 
     @property
     def meaning(self) -> str:
@@ -76,7 +78,16 @@ def groups(
         elif inner is None or is_list:
             default = field.get_default(call_default_factory=True)
             why = next((one.reason for one in field.metadata if isinstance(one, NoEffect)), None)
-            keys.append(Key(path=here, type=type_, default=default, section=section, no_effect=why))
+            keys.append(
+                Key(
+                    path=here,
+                    type=type_,
+                    default=default,
+                    section=section,
+                    no_effect=why,
+                    is_unsupported=any(isinstance(one, Unsupported) for one in field.metadata),
+                )
+            )
     if keys:
         own = _one_line(section.__doc__)
         yield Group(path=path, repeated=repeated, meaning=own, keys=tuple(keys))

@@ -8,7 +8,7 @@ parsed by the type of its key. Layer: above problems, toml_file, extending and r
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -25,7 +25,7 @@ from torchtitan_lite.config.problems import (
     without_section,
     wrong_type,
 )
-from torchtitan_lite.config.reference import help_text
+from torchtitan_lite.config.reference import USAGE, help_text
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml_file import known_files, read_toml
 from torchtitan_lite.config.torchtitan_keys import unsupported_feature
@@ -46,11 +46,13 @@ class Override:
     problem: str | None = None
 
 
-def parse_command_line(argv: Sequence[str]) -> tuple[Config, Path]:
+def parse_command_line(
+    argv: Sequence[str], usage: Callable[[], str] | None = None
+) -> tuple[Config, Path]:
     """Parse the arguments after the program's name. Returns the configuration and its file.
 
-    `--help` prints every key, `--help SECTION` those of one section; both raise SystemExit(0).
-    Raises ConfigError with every problem.
+    `--help` prints `usage` and every key, `--help SECTION` the keys of one section; both raise
+    SystemExit(0). Raises ConfigError with every problem.
     """
     for index, argument in enumerate(argv):
         if argument in _HELP_OPTIONS:
@@ -61,7 +63,7 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Config, Path]:
                 for place, name in enumerate(argv[index + 1 :], index + 1)
                 if not name.startswith("-") and not is_file[place - 1]
             ]
-            _print_help(_schema_of(others), sections)
+            _print_help(_schema_of(others), sections, usage)
             raise SystemExit(0)
     file, overrides = _split_file(argv)
     return load_config(file, overrides), file
@@ -76,8 +78,11 @@ def _schema_of(argv: Sequence[str]) -> type[Config]:
     return schema_for(read_toml(file))
 
 
-def _print_help(schema: type[Config], sections: Sequence[str]) -> None:
-    text = help_text(schema, shutil.get_terminal_size().columns, sections)
+def _print_help(
+    schema: type[Config], sections: Sequence[str], usage: Callable[[], str] | None
+) -> None:
+    own = usage() if usage is not None else USAGE
+    text = help_text(schema, shutil.get_terminal_size().columns, sections, usage=own)
     # Under torchrun every rank runs this.
     if os.environ.get("RANK", "0") == "0":
         print(text)
@@ -228,19 +233,20 @@ def _unknown(path: problems.Path, value: Any, schema: type[Config]) -> str:
     if outer:
         return problems.unknown_key(schema, path)
     name = str(name)
-    if isinstance(value, dict):
+    is_repeated = isinstance(value, list) and any(isinstance(one, dict) for one in value)
+    if isinstance(value, dict) or is_repeated:
         return problems.unknown_section(schema, name)
     return problems.without_section(schema, name)
 
 
 def _put(tables: dict[str, Any], override: Override, schema: type[Config]) -> None:
     """Write the override into `tables`. An invalid one removes the file's value, so that the key is
-    reported once."""
+    reported once, and creates no table, which would be reported too."""
     if not override.path:
         return
     *outer, name = override.path
     for part in outer:
-        inner = tables.setdefault(part, {})
+        inner = tables.setdefault(part, {}) if override.problem is None else tables.get(part)
         if not isinstance(inner, dict):
             return
         tables = inner

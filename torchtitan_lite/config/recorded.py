@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from torchtitan_lite.config.keys import section_in, text_at, without_constraints
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import warn_once
 from torchtitan_lite.schema.job import CONFIG_MODULE_KEYS
 
 
@@ -68,7 +68,7 @@ def recorded_config(
     if not is_flavor(model.name, model.flavor):
         return config
     if not model.dims:
-        logger.warning(
+        warn_once(
             "%s does not record the dimensions of its model: using those of the current %s %s.",
             where,
             model.name,
@@ -84,6 +84,6 @@ def recorded_config(
         )
         if needs_flavor:
             raise CheckpointError(f"{changed} The flavor of that name would give other logits.")
-        logger.warning("%s The recorded ones are used.", changed)
+        warn_once("%s The recorded ones are used.", changed)
         changes = {"flavor": _RECORDED}
     return config.model_copy(update={"model": model.model_copy(update=changes)})

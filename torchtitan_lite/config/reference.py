@@ -14,7 +14,7 @@ from torchtitan_lite.config.problems import unknown_key, unknown_section
 from torchtitan_lite.config.torchtitan_keys import DEFAULTS, VERSION
 from torchtitan_lite.errors import ConfigError
 
-_USAGE = """\
+USAGE = """\
 torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]
 torchtitan-lite train [--nproc N] --config FILE [--section.key value ...]
 torchtitan-lite train --help [SECTION ...]"""
@@ -26,11 +26,13 @@ separated by commas or written as TOML arrays, and none is null. In the file, wh
 null, leave the key out or write "none"."""
 
 
-def help_text(schema: type[BaseModel], width: int, sections: Sequence[str] = ()) -> str:
-    """Return the text of `--help`, wrapped to `width` columns: all keys, or those of `sections`.
-    Raises ConfigError for an unknown section."""
+def help_text(
+    schema: type[BaseModel], width: int, sections: Sequence[str] = (), *, usage: str = USAGE
+) -> str:
+    """Return the text of `--help`, wrapped to `width` columns: `usage` and all keys, or those of
+    `sections`. Raises ConfigError for an unknown section."""
     found = list(groups(schema))
-    lines = [_USAGE, "", *textwrap.wrap(_FORMS, width)]
+    lines = [usage.rstrip(), "", *textwrap.wrap(_FORMS, width)]
     if sections:
         names = [name.strip("[]") for name in sections]
         for name in names:
@@ -73,7 +75,7 @@ def _markdown_lines(schema: type[BaseModel]) -> Iterator[str]:
     yield "<!-- Written by `python -m scripts.config_reference`; edit the docstrings instead. -->"
     yield ""
     yield "```"
-    yield _USAGE
+    yield USAGE
     yield "```"
     yield ""
     yield _FORMS

@@ -7,6 +7,7 @@ that neither the file nor the command line has set.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torchtitan_lite.config.keys import all_keys
 from torchtitan_lite.config.mesh_constraints import on_gpu
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.torchtitan_keys import (
@@ -20,31 +21,42 @@ from torchtitan_lite.schema.section import toml_literal
 
 
 def is_torchtitan_file(tables: Mapping[str, Any]) -> bool:
-    """Whether a file sets at least one key, and only keys that torchtitan 0.2.2 has too, whatever
-    their values. A file for this project sets at least one key that only this project has."""
-    keys = list(_keys(tables, ()))
-    return bool(keys) and all(key in _TORCHTITAN_KEYS for key in keys)
+    """Whether a file sets only keys that torchtitan 0.2.2 has too, and one that means something to
+    torchtitan alone: a key without effect or of an unsupported feature here, or a module of
+    torchtitan."""
+    values = dict(_values(tables, ()))
+    here = all_keys(Config)
+
+    def is_foreign(name: str) -> bool:
+        key = here.get(name)
+        if key is None or key.no_effect is not None or key.is_unsupported:
+            return True
+        return str(values[name]).startswith("torchtitan.")
+
+    return values.keys() <= _TORCHTITAN_KEYS and any(map(is_foreign, values))
 
 
-def differing_defaults(config: Config) -> Iterator[str]:
-    """One line for each default that changes the mathematics, is another than torchtitan's and is
-    left unset: the key, the value there and here, and what gives torchtitan's behavior."""
-    yield from _of_model(config)
-    yield from _of_data(config)
-    yield from _of_arithmetic(config)
-    yield from _of_replicas(config)
+def differing_defaults(config: Config) -> dict[str, str]:
+    """Return one line for each default that changes the mathematics, is another than torchtitan's
+    and is left unset, by its key: the value there and here, and what gives torchtitan's
+    behavior."""
+    return {
+        key: f"{key} is not set: {text}"
+        for part in (_of_model, _of_data, _of_arithmetic, _of_replicas)
+        for key, text in part(config)
+    }
 
 
 _TORCHTITAN_KEYS = {f"{table}.{key}" for table, keys in KEYS.items() for key in keys.split()}
 
 
-def _keys(tables: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+def _values(tables: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     for name, value in tables.items():
         here = (*path, name)
         if isinstance(value, Mapping):
-            yield from _keys(value, here)
+            yield from _values(value, here)
         else:
-            yield ".".join(here)
+            yield ".".join(here), value
 
 
 def _is_set(config: Config, key: str) -> bool:
@@ -52,11 +64,11 @@ def _is_set(config: Config, key: str) -> bool:
     return name in getattr(config, section).model_fields_set
 
 
-def _line(key: str, there: str, here: str, remedy: str) -> str:
-    return f"{key} is not set: torchtitan {VERSION} {there}, this run {here}. {remedy}."
+def _line(key: str, there: str, here: str, remedy: str) -> tuple[str, str]:
+    return key, f"torchtitan {VERSION} {there}, this run {here}. {remedy}."
 
 
-def _of_model(config: Config) -> Iterator[str]:
+def _of_model(config: Config) -> Iterator[tuple[str, str]]:
     spec = model_spec(config.model)
     if spec.num_experts and not _is_set(config, "model.router_bias_update_rate"):
         rate = getattr(getattr(spec.dims, "moe", None), "bias_update_rate", None)
@@ -77,7 +89,7 @@ def _of_model(config: Config) -> Iterator[str]:
         )
 
 
-def _of_data(config: Config) -> Iterator[str]:
+def _of_data(config: Config) -> Iterator[tuple[str, str]]:
     training, validation = config.training, config.validation
     if not (_is_set(config, "training.dataset") or training.dataset_path or training.corpora):
         yield _line(
@@ -106,7 +118,7 @@ def _of_data(config: Config) -> Iterator[str]:
         )
 
 
-def _of_arithmetic(config: Config) -> Iterator[str]:
+def _of_arithmetic(config: Config) -> Iterator[tuple[str, str]]:
     key = "training.mixed_precision_param"
     computed = "bfloat16" if on_gpu(config) else config.training.dtype
     if not _is_set(config, key) and computed != DEFAULTS[key]:
@@ -127,7 +139,7 @@ def _of_arithmetic(config: Config) -> Iterator[str]:
         )
 
 
-def _of_replicas(config: Config) -> Iterator[str]:
+def _of_replicas(config: Config) -> Iterator[tuple[str, str]]:
     section = config.fault_tolerance
     if section.enable and not _is_set(config, "fault_tolerance.world_size_mode"):
         yield _line(

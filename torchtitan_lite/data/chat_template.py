@@ -139,10 +139,10 @@ def find_template(folder: Path) -> ChatTemplate:
         name, source = str(config_file), _in_config(config.get("chat_template"), config_file)
     if source is None:
         raise DataError(
-            f"the tokenizer in {folder} has no chat template, which a corpus with messages_column "
-            f"needs. Add chat_template.jinja to that folder (the template of the model's chat "
-            f'version, which then has the tokens that it uses), or "chat_template" to '
-            f"tokenizer_config.json."
+            f"the tokenizer in {folder} has no chat template, which a chat (a corpus with "
+            f"messages_column, or --chat) needs. Add chat_template.jinja to that folder (the "
+            f"template of the model's chat version, which then has the tokens that it uses), or "
+            f'"chat_template" to tokenizer_config.json.'
         )
     # Older folders define the tokens in a separate file.
     named = _read_json(folder / "special_tokens_map.json") | config

@@ -26,7 +26,7 @@ from torchtitan_lite.data.tokenizer import (
 )
 from torchtitan_lite.data.validation import DocumentWindows, ValidationData
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, warn_once
 from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.data import CorpusConfig, DataConfig
 from torchtitan_lite.schema.validation import ValidationConfig
@@ -81,7 +81,7 @@ def open_data(
         config=config, tokenizer=files, vocab_size=vocab_size, cache_folder=cache_folder
     )
     if not document_mask and any(corpus.is_chat for corpus in corpora):
-        logger.warning(
+        warn_once(
             "without document masks the model attends to preceding conversations in the same "
             'block: set model.attention_mask = "document" to separate them'
         )

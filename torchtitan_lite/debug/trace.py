@@ -22,7 +22,7 @@ from torchtitan_lite.debug.communication import AxisNames, Collective, name_of, 
 from torchtitan_lite.debug.memory import ModulePeaks
 from torchtitan_lite.debug.modules import ROOT, ModuleTracker
 from torchtitan_lite.debug.table import folded, table
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, warn_once
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.output_files import OutputFaults
 from torchtitan_lite.torch_compat import (
@@ -42,7 +42,7 @@ def traced_step(asked: int | None, *, resume_step: int, last_step: int) -> int:
     if asked is None:
         return min(resume_step + 2, last_step)
     if asked <= resume_step:
-        logger.warning(
+        warn_once(
             "Nothing will be traced: debug.trace_communication_step is %d, and this run starts "
             "after step %d.",
             asked,

@@ -12,7 +12,7 @@ from torchtitan_lite.data import Tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.inference.kv_cache import KeyValueCache
 from torchtitan_lite.inference.sampling import Sampling
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import warn_once
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.decoder import OutputProjection
 from torchtitan_lite.nn.moe import MoE
@@ -117,7 +117,7 @@ class BatchGenerator:
         lengths = [len(prompt.ids) for prompt in prompts]
         ends = [min(length + max_new_tokens, self._spec.max_seq_len) for length in lengths]
         if max(lengths) + max_new_tokens > self._spec.max_seq_len:
-            logger.warning(
+            warn_once(
                 "Texts end at %d positions, all that %s %s reads, before they have %d new tokens.",
                 self._spec.max_seq_len,
                 self._spec.name,

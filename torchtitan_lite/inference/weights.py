@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint import (
+    WAYS,
     Snapshot,
     StoredSnapshot,
     adapted_layers,
     load,
+    newest_step,
     open_merged,
     reject_external,
     run_on_all_ranks,
@@ -29,8 +31,6 @@ from torchtitan_lite.checkpoint.storage import (
     Storage,
     exists,
     open_parent_storage,
-    open_storage,
-    step_name,
 )
 from torchtitan_lite.config import Config, recorded_config
 from torchtitan_lite.data.corpus import open_corpus
@@ -73,14 +73,14 @@ class Weights:
 
 
 def open_weights(path: str, mesh: Mesh, *, ema: bool = False) -> Weights:
-    """Open the weights in `path`: the folder of a step, or a folder of steps, of which the newest
-    is used. With `ema`, their moving average is in their place. All ranks open the leader's choice,
-    because a run may save another step meanwhile. Every rank must call it. Raises
+    """Open the weights in `path`: of the newest checkpoint that it names (`newest_step`), or of a
+    Hugging Face folder. With `ema`, their moving average is in their place. All ranks open the
+    leader's choice, because a run may save another step meanwhile. Every rank must call it. Raises
     CheckpointError."""
     found, problem = path, ""
     if mesh.is_leader:
         try:
-            found = _newest(path)
+            found = newest_step(path)
         except (UserError, OSError) as error:
             problem = f"{path} cannot be read: {error}"
     problem = broadcast_bytes(problem.encode()).decode()
@@ -123,16 +123,6 @@ def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
     return found
 
 
-def _newest(path: str) -> str:
-    """Return the newest step's folder in `path`, or `path` if it holds no steps."""
-    storage = open_storage(path.rstrip("/") or "/")
-    try:
-        steps = storage.steps()
-    finally:
-        storage.close()
-    return f"{path.rstrip('/')}/{step_name(steps[-1])}" if steps else path
-
-
 def _opened(folder: str, *, ema: bool) -> Weights:
     """Open one folder of weights."""
     storage, name = open_parent_storage(folder)
@@ -147,8 +137,7 @@ def _opened(folder: str, *, ema: bool) -> Weights:
     reject_external(storage, name)
     if not has_manifest:
         raise CheckpointError(
-            f"{folder} contains no checkpoint. Give the folder of a step, which has a "
-            f"{MANIFEST}, one that holds such folders, or a Hugging Face folder."
+            f"{folder} contains no checkpoint. Give {WAYS}; or a Hugging Face folder."
         )
     snapshot = StoredSnapshot(storage, name, ema=ema)
     config = run_config(snapshot)

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.durations import clock
+from torchtitan_lite.phases import TIME_NAMES
+
+_MIN_SHOWN_S = 0.05
+"""Shorter times would be shown as 0.0 s."""
 
 
 def read(path: Path) -> Mapping[str, float] | None:
@@ -43,10 +47,13 @@ def table(values: Mapping[str, Any]) -> list[str]:
     seconds = {
         key.removesuffix("_s"): float(value)
         for key, value in values.items()
-        if key.endswith("_s") and key != "wall_s" and isinstance(value, int | float) and value
+        if key.endswith("_s") and key != "wall_s" and _is_number(value) and value >= _MIN_SHOWN_S
     }
     causes = sorted(seconds.items(), key=lambda one: -one[1])
     return [
         f"Goodput      {values['goodput']:.1%} of {clock(wall_s)} since the first start",
-        *(f"  {cause:<15}{taken:>12,.1f} s{taken / wall_s:>8.1%}" for cause, taken in causes),
+        *(
+            f"  {TIME_NAMES.get(cause, cause):<21}{taken:>12,.1f} s{taken / wall_s:>8.1%}"
+            for cause, taken in causes
+        ),
     ]

@@ -57,6 +57,19 @@ class LighthouseProcess:
         return f"{host}:{self._port}" if self._port else None
 
     @property
+    def state(self) -> str:
+        """State for display; "down" until a lighthouse that has failed starts again."""
+        if self.given_up is not None:
+            return "given up"
+        if self.is_listening:
+            return "listening"
+        if self._process is not None:
+            return "starting"
+        if self._restart_at_s is not None:
+            return "down"
+        return "stopped" if self._port else "waiting"
+
+    @property
     def pid(self) -> int | None:
         """Process id; None if no process runs."""
         return None if self._process is None else self._process.pid

@@ -41,6 +41,8 @@ _LIGHTHOUSES = {
 }
 _PROGRAM = ("-m", "torchtitan_lite", "train")
 _DEFAULT_DUMP_FOLDER = "./outputs"
+_OF_TRAIN = ("--nproc", "--nproc_per_node", "--spares", "--nnodes", "--rdzv_endpoint", "--rdzv_id")
+"""Options of `train`, as `_options` returns them, that contradict those of the launcher."""
 _OF_THE_LAUNCHER = ("enable", "no_enable", "replica_id", "group_size", "lighthouse")
 
 
@@ -212,6 +214,11 @@ def dump_folder(arguments: Sequence[str]) -> Path:
     given = _options(arguments)
     taken = [f"--fault_tolerance.{key}" for key in _OF_THE_LAUNCHER]
     for option, _ in given:
+        if option in _OF_TRAIN:
+            raise ConfigError(
+                f"{option.replace('_', '-')} is given after --, but the launcher starts the "
+                "processes: give --nproc-per-replica or --spares before --."
+            )
         if option in taken:
             raise ConfigError(
                 f"{option} is given, but the launcher sets it for each replica: omit it."

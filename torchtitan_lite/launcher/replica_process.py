@@ -6,7 +6,8 @@ Invariant: an attempt starts only after all processes of the previous one have e
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -83,6 +84,8 @@ class ReplicaProcess:
         self._on_failure, self._report_event = on_failure, report_event
         self.leader_log: Path | None = None
         """Log of rank 0 of the newest attempt."""
+        self.rank_pids: Mapping[int, int] = {}
+        """Process ids of the living ranks, by rank."""
         self._group: WorkerGroup | None = None
         self._hang_monitor: HangMonitor | None = None
         self._is_stopping = self._is_resizing = self._is_failure_reported = False
@@ -158,6 +161,7 @@ class ReplicaProcess:
         if group is None:
             return
         group.poll()
+        self._show_rank_pids({} if group.has_ended else group.rank_pids())
         if self.state in _RUNNING:
             for rank, status in group.take_lost_ranks():
                 self._on_failure(self, rank)
@@ -245,6 +249,25 @@ class ReplicaProcess:
         elif not was_looked_into and self._hang_monitor.pid is not None:
             self._report("makes no progress: diagnosing the hang")
 
+    def _show_rank_pids(self, pids: Mapping[int, int]) -> None:
+        """Report new ranks, and write the process id of each rank to a file."""
+        if pids == self.rank_pids:
+            return
+        # Without the files (a full disk), the events have them.
+        with suppress(OSError):
+            for rank in self.rank_pids.keys() - pids.keys():
+                self._pid_file(rank).unlink(missing_ok=True)
+            for rank, pid in pids.items():
+                self._pid_file(rank).write_text(f"{pid}\n")
+        new = dict(sorted(pids.items() - self.rank_pids.items()))
+        if new:
+            named = ", ".join(f"rank {rank} is process {pid}" for rank, pid in new.items())
+            self._report_event(f"replica {self.number}: {named}")
+        self.rank_pids = pids
+
+    def _pid_file(self, rank: int) -> Path:
+        return self._folder / f"rank_{rank}.pid"
+
     def _watch_again_later(self, group: WorkerGroup, now_s: float) -> None:
         """Look for hangs again once all ranks are in another training."""
         self._close_hang_monitor()
@@ -288,9 +311,12 @@ class ReplicaProcess:
 
     def _handle_exit(self, group: WorkerGroup, now_s: float) -> None:
         """Handle the end of an attempt, after all its processes have exited."""
+        if self.progress is not None:
+            # It may have taken more steps since it was asked to leave.
+            self.progress.update()
         if self._is_stopping:
             self.state = ReplicaState.STOPPED
-            self._report("left")
+            self._report(f"left{self._at_step()}")
         elif self.state is ReplicaState.RESIZING:
             self._report("left to resize")
         elif self.state is ReplicaState.ENDING or group.stopped_early:
@@ -310,9 +336,8 @@ class ReplicaProcess:
                 self.state, self.given_up = ReplicaState.GIVEN_UP, decision
                 self._report(f"given up: {decision.reason}")
         else:
-            self._read_progress(now_s)
             self.state = ReplicaState.FINISHED
-            self._report("finished")
+            self._report(f"finished{self._at_step()}")
 
     def _report(self, event: str) -> None:
         self.last_event = f"{time.strftime('%H:%M:%S')} {event}"

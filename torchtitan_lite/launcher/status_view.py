@@ -6,7 +6,7 @@ The launcher's loop draws it, because a drawing thread is incompatible with fork
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 _LIVE_S = 0.25
 _PLAIN_S = 5.0
-_OTHER_COLUMNS_WIDTH = 80
-_EVENTS_WIDTH = 110
+_OTHER_COLUMNS_WIDTH = 100
+_NARROW_WIDTH = 100
+"""Terminals below this width do not show restarts, and one process per replica."""
+_EVENTS_WIDTH = 120
 """Minimum width of a terminal for the column of events."""
 _STYLES = {
     ReplicaState.TRAINING: "green",
@@ -34,6 +36,7 @@ _STYLES = {
     ReplicaState.RESTARTING: "red",
     ReplicaState.GIVEN_UP: "bold red",
 }
+_LIGHTHOUSE_STYLES = {"listening": "green", "down": "red", "given up": "bold red"}
 
 
 class StatusView(Protocol):
@@ -96,6 +99,7 @@ class LiveTable:
         self._live = Live(auto_refresh=False, transient=False)
         self._live.start()
         self._due_s = 0.0
+        self._shown: tuple[Sequence[ReplicaProcess], LighthouseProcess] | None = None
 
     def report_event(self, event: str) -> None:
         line = wrapped(f"{time.strftime('%H:%M:%S')} {event}", self._live.console.width)
@@ -103,15 +107,21 @@ class LiveTable:
         self._due_s = 0.0
 
     def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
+        self._shown = replicas, lighthouse
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + _LIVE_S
-            self._live.update(
-                status_table(replicas, lighthouse, now_s, self._live.console.width), refresh=True
-            )
+            self._draw(now_s)
 
     def close(self) -> None:
+        # The table stays on screen: with the end of all processes.
+        self._draw(time.monotonic())
         self._live.stop()
+
+    def _draw(self, now_s: float) -> None:
+        if self._shown is not None:
+            table = status_table(*self._shown, now_s, self._live.console.width)
+            self._live.update(table, refresh=True)
 
 
 class RecordedView:
@@ -154,10 +164,12 @@ def status_table(
     made = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), collapse_padding=True)
     made.add_column("", no_wrap=True)
     made.add_column("state", no_wrap=True)
-    for heading in ("step", "loss", "tokens/s", "left", "restarts"):
+    # A narrow terminal has no room for all columns: the same text stands above the table.
+    is_narrow, has_events = width < _NARROW_WIDTH, width >= _EVENTS_WIDTH
+    made.add_column("process", no_wrap=True)
+    headings = ("step", "loss", "tokens/s", "left", "restarts")
+    for heading in headings[:-1] if is_narrow else headings:
         made.add_column(heading, justify="right", no_wrap=True)
-    # A narrow terminal has no room for this column: the same text stands above the table.
-    has_events = width >= _EVENTS_WIDTH
     if has_events:
         room = width - _OTHER_COLUMNS_WIDTH
         made.add_column("last event", overflow="ellipsis", no_wrap=True, max_width=room)
@@ -167,18 +179,28 @@ def status_table(
         made.add_row(
             f"replica {one.number}",
             state,
+            _processes(one.rank_pids, is_narrow=is_narrow),
             step,
             loss,
             rate,
             _left(one),
-            str(one.num_restarts),
+            *([] if is_narrow else [str(one.num_restarts)]),
             *([Text(one.last_event)] if has_events else []),
         )
-    up = lighthouse.is_listening
-    state = Text("listening" if up else "down", style="green" if up else "red")
+    state = Text(lighthouse.state, style=_LIGHTHOUSE_STYLES.get(lighthouse.state, ""))
     where = [Text(lighthouse.address or "")] if has_events else []
-    made.add_row("lighthouse", state, "", "", "", "", str(lighthouse.num_restarts), *where)
+    pid = "" if lighthouse.pid is None else str(lighthouse.pid)
+    restarts = [] if is_narrow else [str(lighthouse.num_restarts)]
+    made.add_row("lighthouse", state, pid, "", "", "", "", *restarts, *where)
     return made
+
+
+def _processes(rank_pids: Mapping[int, int], *, is_narrow: bool) -> str:
+    """Return the process id of the first rank, and the number of further ones."""
+    if not rank_pids:
+        return ""
+    more = "" if is_narrow or len(rank_pids) == 1 else f" +{len(rank_pids) - 1}"
+    return f"{rank_pids[min(rank_pids)]}{more}"
 
 
 def describe(replica: ReplicaProcess) -> str:

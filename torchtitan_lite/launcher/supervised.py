@@ -141,7 +141,7 @@ def _die_with_torchrun() -> None:
         return
     parent = os.getppid()
     command = command_line(parent)
-    if not any(os.path.basename(word) in _TORCHRUN for word in command):
+    if not any(map(names_torchrun, command)):
         # Adopted by init: torchrun has died already. In a container, process 1 may be a Python
         # program with an agent of its own.
         is_adopted = parent == 1 and not any("python" in word for word in command[:1])
@@ -151,6 +151,11 @@ def _die_with_torchrun() -> None:
     die_with_parent()
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def names_torchrun(word: str) -> bool:
+    """Whether a word of a command line is torchrun's program or module."""
+    return os.path.basename(word) in _TORCHRUN
 
 
 def _dies(parent: int) -> bool:

@@ -185,6 +185,16 @@ class WorkerGroup:
             for number, pid in sorted(living.items())
         ]
 
+    def rank_pids(self) -> dict[int, int]:
+        """Return the process ids of the ranks that have not exited, by rank. Spare processes have
+        no rank."""
+        pids = {one.pid: one.number for one in self._ranks.values() if one.descriptor >= 0}
+        if self.replaces_ranks:
+            # A process may get another rank.
+            ranks = self._ranks_with_heartbeats()
+            pids = {pid: ranks.get(pid) for pid in pids}
+        return {rank: pid for pid, rank in sorted(pids.items()) if rank is not None}
+
     def end_hang(self, failure: Failure) -> None:
         """Kill the rank that hangs if it is replaced; else count the group as failed although its
         processes still run."""

@@ -19,8 +19,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-_NOT_SHOWN = {"books", "initial_load", "resume", "saved", "start"}
-"""Events for files: the console shows their content at the start, at each save and at the end."""
+_NOT_SHOWN = {
+    # The start, each save and the end show their content.
+    *("books", "initial_load", "resume", "saved", "start"),
+    # Whatever reports them has logged a line.
+    *("buddy_copies_failed", "error", "quorum", "refused", "replay_differs", "rolled_back"),
+    *("slow_rank", "slow_rank_ended", "step_failed"),
+}
+"""Events for files."""
 
 
 def open_console(cadence: Cadence, *, color: bool) -> Sink:
@@ -112,7 +118,7 @@ class LiveBar:
 
         # None leaves the decision to rich, which honors NO_COLOR.
         console = self._console or Console(no_color=None if self._color else True)
-        stderr = sys.stderr
+        stdout, stderr = sys.stdout, sys.stderr
         progress = Progress(
             TextColumn("step {task.completed}/{task.total}", markup=False),
             BarColumn(bar_width=None),
@@ -124,12 +130,13 @@ class LiveBar:
         )
         progress.add_task("", total=self._cadence.last_step, status="")
         progress.start()
-        # The logger's handler has the stream object, but rich replaces streams by name.
-        if sys.stderr is not stderr:
-            for handler in logger.handlers:
-                if isinstance(handler, logging.StreamHandler) and handler.stream is stderr:
-                    self._redirected.append((handler, stderr))
-                    handler.setStream(sys.stderr)
+        # The logger's handlers have the stream objects, but rich replaces streams by name.
+        for handler in logger.handlers:
+            for before, now in ((stdout, sys.stdout), (stderr, sys.stderr)):
+                if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                    self._redirected.append((handler, before))
+                    handler.setStream(now)
+                    break
         self._progress = progress
         return progress
 

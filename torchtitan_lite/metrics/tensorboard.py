@@ -18,10 +18,15 @@ from typing import Any
 from torchtitan_lite.metrics.record import Event, StepRecord, scalars
 from torchtitan_lite.output_files import OutputFaults, RecordFile
 
+_EVENTS = "train_events"
+
 
 class TensorBoard:
-    """Writes scalars `train/FIELD` and `EVENT/VALUE` below `folder`, and strings of events as
-    text."""
+    """Writes scalars below `folder`, and strings of events as text.
+
+    TensorBoard sorts groups by name. It opens on the losses `loss/train` and `loss/EVENT`; then
+    come `train/FIELD`, the other fields of a step, and `train_events/EVENT/VALUE`.
+    """
 
     def __init__(self, folder: Path, resume_step: int, faults: OutputFaults | None = None) -> None:
         """`faults` records failures of the disk."""
@@ -30,10 +35,11 @@ class TensorBoard:
         self._file: RecordFile | None = None
 
     def step(self, record: StepRecord) -> None:
-        self._write(record.step, _values("train", record.values()))
+        self._write(record.step, _values("train", "train", record.values()))
 
     def event(self, event: Event) -> None:
-        self._write(event.step, [*_values(event.name, event.values), *_texts(event)])
+        values = _values(event.name, f"{_EVENTS}/{event.name}", event.values)
+        self._write(event.step, [*values, *_texts(event)])
 
     def close(self) -> None:
         if self._file is not None:
@@ -69,10 +75,14 @@ def _messages(name: str) -> Any:
     return import_module(f"tensorboard.compat.proto.{name}_pb2")
 
 
-def _values(group: str, values: Any) -> list[Any]:
+def _values(name: str, group: str, values: Any) -> list[Any]:
+    """Return the scalars of a step or an event of that name; its loss is in the group of losses."""
     from torch.utils.tensorboard.summary import scalar
 
-    return [scalar(f"{group}/{name}", value) for name, value in scalars(values).items()]
+    return [
+        scalar(f"loss/{name}" if field == "loss" else f"{group}/{field}", value)
+        for field, value in scalars(values).items()
+    ]
 
 
 def _texts(event: Event) -> list[Any]:
@@ -80,7 +90,10 @@ def _texts(event: Event) -> list[Any]:
 
     # Markdown renders indented text verbatim.
     return [
-        text(f"{event.name}/{name}", "\n".join(f"    {line}" for line in value.splitlines()))
+        text(
+            f"{_EVENTS}/{event.name}/{name}",
+            "\n".join(f"    {line}" for line in value.splitlines()),
+        )
         for name, value in event.values.items()
         if isinstance(value, str)
     ]

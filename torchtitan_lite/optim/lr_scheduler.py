@@ -41,28 +41,26 @@ def build_lr_scheduler(
     config: LRSchedulerConfig, optimizer: OptimizerConfig, steps: int
 ) -> WarmupStableDecay:
     """Build the schedule of a run of `steps` steps. Phases longer than the run are shortened, with
-    a log line."""
+    a log line for those that the user has set."""
     total = config.total_steps or steps
     warmup = min(config.warmup_steps, total)
-    if warmup < config.warmup_steps:
-        logger.info(
-            "lr_scheduler.warmup_steps = %d exceeds the schedule's %d steps; using %d.",
-            config.warmup_steps,
-            total,
-            warmup,
-        )
-    decay = total - warmup
+    wanted = total - warmup
     if config.decay_ratio is not None:
         wanted = round(total * config.decay_ratio)
-        if wanted > decay:
-            logger.info(
-                "warmup (%d) and decay (%d) exceed the schedule's %d steps; decay takes %d.",
-                warmup,
-                wanted,
-                total,
-                decay,
-            )
-        decay = min(wanted, decay)
+    decay = min(wanted, total - warmup)
+    given = {"warmup_steps": (config.warmup_steps, warmup), "decay_ratio": (wanted, decay)}
+    shortened = [
+        f"{key} has {used:,} instead of {asked:,} steps"
+        for key, (asked, used) in given.items()
+        if used < asked and key in config.model_fields_set
+    ]
+    if shortened:
+        logger.info(
+            "lr_scheduler: the schedule has %s steps, %s of them warmup, so that %s.",
+            f"{total:,}",
+            f"{warmup:,}",
+            " and ".join(shortened),
+        )
     return WarmupStableDecay(
         peak_lr=optimizer.lr,
         warmup_steps=warmup,

@@ -2,13 +2,15 @@
 run_files."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.report.run_files import RunFiles
 
 COMPARED = ("loss", "grad_norm")
+_MEAN_STEPS = 10
+"""Steps over which a loss is averaged for a comparison of runs with different steps."""
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
@@ -37,6 +39,18 @@ class StepDifference:
         return abs(self.first / largest - self.other / largest)
 
 
+@dataclass(frozen=True)
+class EqualBudget:
+    """The losses of two runs after the same tokens, or in the same time: what the shorter of them
+    has taken. Each is the mean of the last steps up to there; None if not finite."""
+
+    axis: str
+    """"tokens" or "seconds"."""
+    amount: float
+    first: float | None
+    other: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Comparison of another run with the first, over their common committed steps."""
@@ -49,6 +63,8 @@ class Comparison:
     """Last committed step of the first and of the other run; None: no committed step."""
     differences: Mapping[str, tuple[StepDifference, ...]]
     """By name in COMPARED, one per common step."""
+    budgets: tuple[EqualBudget, ...]
+    """At equal tokens and in equal time, where both runs record them."""
     config: tuple[tuple[str, str, str], ...]
     """Keys of the config that differ, with both values; an empty text if not set."""
 
@@ -103,8 +119,28 @@ def compare(first: RunFiles, other: RunFiles) -> Comparison:
             name: tuple(StepDifference(step, left[step][name], right[step][name]) for step in steps)
             for name in COMPARED
         },
+        budgets=tuple(_equal_budgets(first, other)),
         config=config_differences(first.config, other.config),
     )
+
+
+def _equal_budgets(first: RunFiles, other: RunFiles) -> Iterator[EqualBudget]:
+    for axis, left, right in (
+        ("tokens", first.tokens, other.tokens),
+        ("seconds", first.elapsed_s, other.elapsed_s),
+    ):
+        if left and right:
+            amount = min(max(left.values()), max(right.values()))
+            losses = (_loss_at(run, used, amount) for run, used in ((first, left), (other, right)))
+            yield EqualBudget(axis, amount, *losses)
+
+
+def _loss_at(run: RunFiles, used: Mapping[int, float], amount: float) -> float | None:
+    """Return the mean loss of the last steps that end within `amount`; None if there is none or it
+    is not finite."""
+    losses = [one["loss"] for one in run.merged if used.get(one.step, math.inf) <= amount]
+    finite = [loss for loss in losses[-_MEAN_STEPS:] if loss is not None]
+    return sum(finite) / len(finite) if len(finite) == len(losses[-_MEAN_STEPS:]) > 0 else None
 
 
 def config_differences(

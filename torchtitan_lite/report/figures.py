@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from torchtitan_lite.phases import TIME_NAMES
+from torchtitan_lite.report.axes import BUTTONS, curve_axes, time_unit
 from torchtitan_lite.report.comparison import COMPARED, NAMES, Comparison
 from torchtitan_lite.report.run_files import Goodput, RunFiles, Step
 from torchtitan_lite.report.timeline import KINDS, ROUTINE, Mark, RunTimeline
@@ -34,15 +36,6 @@ KIND_COLORS = {
     "idle": "#fb923c",
 }
 """By kind of time, in the order of the bar."""
-KIND_NAMES = {
-    "data": "waiting for data",
-    "start": "startup",
-    "between": "between steps",
-    "end": "shutdown",
-    "lost": "lost work",
-    "checkpoint": "checkpoint stall",
-    "idle": "idle between attempts",
-}
 _MARKERS = {
     "fault": ("x", "#dc2626", 12),
     "error": ("x-thin-open", "#7f1d1d", 12),
@@ -69,6 +62,7 @@ _OFFSETS = {"saved": _BELOW, "validation": _ABOVE, "quorum": _BELOW, "averaged":
 _MAX_POINTS = 3000
 """Maximum points of a curve; beyond it, only the minimum and maximum of each interval are drawn."""
 _MAX_LINES = 10
+_BUTTONS_PX = 32
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _GRID, _TEXT = "#e5e7eb", "#334155"
 
@@ -93,6 +87,8 @@ class Curve:
     color: str
     style: str = "solid"
     has_markers: bool = False
+    run: RunFiles | None = None
+    """If set, the figure can show the curve over tokens and time, too."""
 
 
 def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
@@ -101,7 +97,7 @@ def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
     for place, run in enumerate(runs):
         color = COLORS[place % len(COLORS)]
         name = run.label if len(runs) > 1 else "training"
-        curves.append(Curve(name, _points(run.merged, "loss"), color))
+        curves.append(Curve(name, _points(run.merged, "loss"), color, run=run))
         by_step: dict[int, float | None] = {}
         for event in run.events("validation"):
             loss = event.values.get("loss")
@@ -110,15 +106,16 @@ def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
         if by_step:
             name = f"{run.label}, validation" if len(runs) > 1 else "validation"
             color = color if len(runs) > 1 else COLORS[1]
-            curves.append(Curve(name, sorted(by_step.items()), color, "dot", has_markers=True))
-    return _curves("Loss", curves, "loss (nats per token)", is_wide=True, height=380)
+            points = sorted(by_step.items())
+            curves.append(Curve(name, points, color, "dot", has_markers=True, run=run))
+    return _curves("Loss", curves, "loss (nats per token)", is_wide=True, height=380, has_axes=True)
 
 
 def curve_figures(runs: Sequence[RunFiles]) -> list[Figure]:
     """Draw learning rate and gradient norm."""
     return _known(
-        _merged("Gradient norm (before clipping)", runs, "grad_norm", "L2 norm"),
-        _merged("Learning rate", runs, "lr", "learning rate", from_zero=True),
+        _merged("Gradient norm (before clipping)", runs, "grad_norm", "L2 norm", has_axes=True),
+        _merged("Learning rate", runs, "lr", "learning rate", from_zero=True, has_axes=True),
     )
 
 
@@ -362,7 +359,7 @@ def ordered_kinds(accounts: Sequence[Goodput]) -> list[str]:
 
 def kind_name(kind: str) -> str:
     """Return the display name of a kind of time."""
-    return KIND_NAMES.get(kind, kind.replace("_", " "))
+    return TIME_NAMES.get(kind, kind.replace("_", " "))
 
 
 def account_label(run: RunFiles, one: Goodput, is_named: bool) -> str:
@@ -371,13 +368,6 @@ def account_label(run: RunFiles, one: Goodput, is_named: bool) -> str:
     if not is_named:
         return own
     return run.label if one.replica is None else f"{run.label}, {own}"
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit of an axis of that length, and its seconds."""
-    if seconds < 300:
-        return "s", 1.0
-    return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
 
 
 def duration(seconds: float) -> str:
@@ -412,16 +402,7 @@ def _axis_buttons(
         return {"label": label, "method": "update", "args": [changes, layout]}
 
     return {
-        "type": "buttons",
-        "direction": "right",
-        "x": 0,
-        "xanchor": "left",
-        "y": 1,
-        "yanchor": "bottom",
-        "pad": {"b": 8},
-        "showactive": True,
-        "bgcolor": "#f8fafc",
-        "bordercolor": "#cbd5e1",
+        **BUTTONS,
         "buttons": [
             button("Wall time", by_time, bases[0], title),
             button("Steps", by_step, bases[1], "step"),
@@ -485,13 +466,23 @@ def _merged(
     digits: str = "",
     shape: str = "linear",
     span: Sequence[float] | None = None,
+    has_axes: bool = False,
 ) -> Figure | None:
     """Draw one curve per run."""
     curves = [
-        Curve(run.label, _points(run.merged, name, factor), COLORS[place % len(COLORS)])
+        Curve(run.label, _points(run.merged, name, factor), COLORS[place % len(COLORS)], run=run)
         for place, run in enumerate(runs)
     ]
-    return _curves(title, curves, unit, from_zero=from_zero, digits=digits, shape=shape, span=span)
+    return _curves(
+        title,
+        curves,
+        unit,
+        from_zero=from_zero,
+        digits=digits,
+        shape=shape,
+        span=span,
+        has_axes=has_axes,
+    )
 
 
 def _with_gaps(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
@@ -521,8 +512,10 @@ def _curves(
     digits: str = "",
     shape: str = "linear",
     span: Sequence[float] | None = None,
+    has_axes: bool = False,
 ) -> Figure | None:
-    """Draw the curves; None if they have no value."""
+    """Draw the curves; None if they have no value. With `has_axes`, buttons choose steps, tokens or
+    time."""
     drawn = [one for one in curves if any(value is not None for _, value in one.points)]
     if not drawn:
         return None
@@ -543,6 +536,12 @@ def _curves(
         )
     layout = _layout("step", unit, height=height)
     layout["showlegend"] = len(data) > 1
+    if has_axes:
+        runs = [one.run for one in drawn if one.run is not None]
+        layout |= curve_axes(runs, [trace["x"] for trace in data])
+        # Room for the buttons below plotly's own.
+        layout["margin"]["t"] += _BUTTONS_PX
+        layout["height"] += _BUTTONS_PX
     if from_zero:
         layout["yaxis"]["rangemode"] = "tozero"
     if digits:

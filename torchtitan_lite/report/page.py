@@ -352,6 +352,7 @@ def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
     ends = "; ".join(filter(None, (one.different_ends() for one in comparisons)))
     warning = f'<p class="bad">{_escaped(ends)}</p>' if ends else ""
     shown = f'<div class="card"><p class="note">{intro}</p>{warning}{table}</div>'
+    shown += _budgets(comparisons)
     shown += figures.grid([difference_figure(comparisons)])
     for one in comparisons:
         config = _table(["key", one.first, one.other], [list(row) for row in one.config])
@@ -359,6 +360,30 @@ def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
         content = config if one.config else '<p class="note">The configs are equal.</p>'
         shown += f'<div class="card below"><h3>{title}</h3>{content}</div>'
     return shown
+
+
+def _budgets(comparisons: Sequence[Comparison]) -> str:
+    """Return the losses at equal tokens and in equal time: runs whose batches or speeds differ do
+    not compare by steps."""
+    rows = [
+        [
+            one.other,
+            f"{_si(budget.amount)} tokens" if budget.axis == "tokens" else duration(budget.amount),
+            _value(budget.first),
+            _value(budget.other),
+        ]
+        for one in comparisons
+        for budget in one.budgets
+    ]
+    if not rows:
+        return ""
+    first = comparisons[0].first
+    heads = ["run", "after", f"loss of {first}", "loss of the run"]
+    note = (
+        "At equal tokens and in equal time since the first step: what the shorter run has used. "
+        "Means of up to 10 steps."
+    )
+    return f'<div class="card below"><p class="note">{note}</p>{_table(heads, rows)}</div>'
 
 
 def _difference(one: StepDifference) -> str:

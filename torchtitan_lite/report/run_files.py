@@ -161,6 +161,19 @@ class RunFiles:
         """Return one stream per replica."""
         return [one for one in self.streams if one.rank is None]
 
+    @cached_property
+    def tokens(self) -> dict[int, float]:
+        """Return the tokens since the start of training at the end of each committed step."""
+        return {one.step: tokens for one in self.merged if (tokens := one["tokens"]) is not None}
+
+    @cached_property
+    def elapsed_s(self) -> dict[int, float]:
+        """Return the seconds from the begin of the first step to the end of each committed step,
+        pauses between attempts included."""
+        ends = [(one, end) for one in self.merged if (end := one["time"]) is not None]
+        start = min((end - (one["step_time_s"] or 0.0) for one, end in ends), default=0.0)
+        return {one.step: end - start for one, end in ends}
+
     def known(self, name: str) -> list[float]:
         """Return the values of a field in all committed steps that have one."""
         return [value for one in self.merged if (value := one[name]) is not None]

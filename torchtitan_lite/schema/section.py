@@ -47,7 +47,11 @@ def field_texts(section: type[BaseModel]) -> Mapping[str, str]:
     return texts
 
 
-def only(value: Any, missing: str) -> AfterValidator:
+class Unsupported(AfterValidator):
+    """Marks a key of an unsupported feature."""
+
+
+def only(value: Any, missing: str) -> Unsupported:
     """Accept a key of an unsupported feature only if it is off.
 
     `value` is the setting that means off; `missing` names the feature in the error.
@@ -61,7 +65,7 @@ def only(value: Any, missing: str) -> AfterValidator:
             )
         return given
 
-    return AfterValidator(check)
+    return Unsupported(check)
 
 
 @dataclass(frozen=True)

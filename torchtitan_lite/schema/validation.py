@@ -53,7 +53,8 @@ class ValidationConfig(Section):
     without float8; tensor parallelism shards it over as many ranks as possible."""
 
     sample_prompt: str = ""
-    """Prompt of these texts. Empty: the start of a document."""
+    """Prompt of these texts. Empty: the start of a document. In a run on conversations, a message
+    to the assistant; empty: the first question of its data."""
 
     sample_tokens: Annotated[int, at_least(1)] = 80
     """Maximum tokens of such a text."""

@@ -7,7 +7,7 @@ from torchtitan_lite.anomalies import Action, Decision
 from torchtitan_lite.checkpoint import CheckpointManager, SavedValues
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.events import StepEvent
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, warn_once
 from torchtitan_lite.replica import Replicas, Share
 from torchtitan_lite.step.totals import StepTotals
 from torchtitan_lite.train_state import TrainState
@@ -36,7 +36,7 @@ def handle_anomaly(
         f"Step {state.step + 1} {decision.reason}: loss {loss:g}, gradient norm {grad_norm:g}, "
         f"samples {samples.start} to {samples.stop - 1}."
     )
-    logger.warning("%s Action: %s.", problem, decision.action.value)
+    warn_once("%s Action: %s.", problem, decision.action.value)
     values = {"action": decision.action.value, "reason": decision.reason, "loss": loss}
     values |= {"grad_norm": grad_norm, "samples": [samples.start, samples.stop]}
     events = [StepEvent("refused", values)]
@@ -83,6 +83,7 @@ def _roll_back(
     if share.index != 0:
         checkpoints.discard_snapshots()
         replicas.after_rollback(is_source=False)
+        warn_once("The state of an earlier step will be received from the first replica.")
         return StepEvent("rolled_back", {"received": True})
     before, history = state.step, state.history
 
@@ -93,11 +94,11 @@ def _roll_back(
     where = checkpoints.restore_earlier(before - min_steps, accepts)
     replicas.after_rollback(is_source=True)
     if where is None:
-        logger.warning("No rollback: no saved state is at least %d steps old.", min_steps)
+        warn_once("No rollback: no saved state is at least %d steps old.", min_steps)
         return StepEvent("rolled_back", {"to": before, "from": None})
     state.history, restored = history, state.history
     history.record_rollback(restored, at=before, to=state.step, cursor=state.cursor)
-    logger.warning(
+    warn_once(
         "Rolled back from step %d to step %d, from %s; training continues with sample %d.",
         before,
         state.step,

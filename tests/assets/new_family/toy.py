@@ -11,6 +11,7 @@ from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import AttentionMask, Backend, BlockContext
 from torchtitan_lite.nn.decoder import OutputProjection
 from torchtitan_lite.nn.grouped_query import GroupedQuery
+from torchtitan_lite.nn.initialize import on_meta
 from torchtitan_lite.nn.rope import Rope
 from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import InitRule, ModelCost, ModelSpec, ShardRule, TokenLoss
@@ -92,6 +93,19 @@ class Toy(nn.Module):
         return x_BSD if self.head is None else self.head(x_BSD, targets_BS, loss)
 
 
+def cost(dims: ToyDims, seq_len: int) -> ModelCost:
+    """Count the parameters, and 6 FLOPs per token for each but those of the embedding; attention
+    adds its scores."""
+    parameters = sum(one.numel() for one in on_meta(lambda: Toy(dims), torch.float32).parameters())
+    embedding = dims.vocab_size * dims.dim
+    scores = 6 * dims.num_layers * seq_len * dims.dim
+    return ModelCost(
+        num_params=parameters,
+        num_active_params=parameters,
+        flops_per_token=6 * (parameters - embedding) + scores,
+    )
+
+
 def model_spec(config: ModelConfig) -> ModelSpec:
     dims = flavor_dims(FLAVORS, config)
     return ModelSpec(
@@ -123,5 +137,5 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         attentions=(dims.attention.sharding,),
         blocks="blocks.*",
         extra_fsdp_units=("embed", "head"),
-        cost=lambda seq_len: ModelCost(num_params=0, num_active_params=0, flops_per_token=0),
+        cost=lambda seq_len: cost(dims, seq_len),
     )

@@ -192,6 +192,35 @@ def test_unknown_keys_of_nested_tables(write) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        (
+            '[optimzer]\nname = "AdamW"\nlr = 1e-3\n[optimzer.more]\nx = 1\n',
+            [],
+            "FILE: [optimzer]: unknown section. Did you mean [optimizer]?",
+        ),
+        ("[[optimzer]]\nlr = 1\n", [], "FILE: [optimzer]: unknown section. Did you mean [optimi"),
+        (
+            "[training.dataloder]\nnum_workers = 1\npin_memory = true\n",
+            [],
+            "FILE: training.dataloder: unknown key. Did you mean training.dataloader?",
+        ),
+        (
+            "",
+            ["--optimzer.lr=1", "--optimzer.name=AdamW"],
+            "command line: [optimzer]: unknown section. Did you mean [optimizer]?",
+        ),
+        ("", ["--optimzer.more.lr", "1"], "command line: [optimzer]: unknown section."),
+    ],
+)
+def test_a_mistyped_table_is_one_problem(
+    write, text: str, arguments: list[str], expected: str
+) -> None:
+    (line,) = message(write(text), *arguments).splitlines()
+    assert line.startswith(expected)
+
+
 def test_a_key_without_a_section(write) -> None:
     assert message(write("seq_len = 5\nwarmup_steps = 1\n")).splitlines()[1:] == [
         "  FILE: seq_len: a key without a section. "

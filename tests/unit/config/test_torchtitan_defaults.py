@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from torchtitan_lite.cli.train import _log_about_keys
 from torchtitan_lite.config import Config, config_from, load_config
 from torchtitan_lite.config.keys import all_keys, type_at, value_text, without_effect
 from torchtitan_lite.config.toml_file import read_toml
@@ -20,6 +21,7 @@ from torchtitan_lite.config.torchtitan_keys import (
     ROUTER_BIAS_UPDATE_RATE,
     VERSION,
 )
+from torchtitan_lite.log import logger
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import RopeScaling
@@ -164,9 +166,14 @@ def test_flavors_have_the_sizes_of_torchtitan(family: str, flavor: str) -> None:
     assert {key: getattr(own, key) for key in theirs} == theirs
 
 
+FLOAT8 = {"quantize": {"linear": {"float8": {"enable_fsdp_float8_all_gather": False}}}}
+"""In most files that torchtitan ships."""
+
+
 def lines(tables: dict[str, Any], *overrides: str) -> list[str]:
     # Without a GPU on any machine.
-    return list(differing_defaults(config_from(tables, "FILE", ["--job.device=cpu", *overrides])))
+    config = config_from(tables, "FILE", ["--job.device=cpu", *overrides])
+    return list(differing_defaults(config).values())
 
 
 @pytest.mark.parametrize("file", sorted(Path("configs").glob("*.toml")), ids=lambda file: file.stem)
@@ -180,15 +187,22 @@ def test_shipped_files_are_not_recognized_as_torchtitan_files(file: Path) -> Non
     [
         ({}, False),
         ({"model": {}}, False),
-        ({"training": {"steps": 10}}, True),
+        # What both know does not tell where a file comes from.
+        ({"training": {"steps": 10}}, False),
+        ({"fault_tolerance": {"sync_steps": 10}}, False),
+        ({"training": {"steps": 10, "gc_freq": 50}, "metrics": {"log_freq": 1}}, False),
         ({"quantize": {"linear": {"mx": {"recipe_name": "mxfp8_cublas"}}}}, True),
-        ({"fault_tolerance": {"sync_steps": 10}}, True),
-        ({"training": {"steps": 10, "streaming": False}}, False),
+        (FLOAT8, True),
+        ({"validation": {"dataloader": {"num_workers": 2}}}, True),
+        ({"debug": {"moe_force_load_balance": False}}, True),
+        ({"job": {"custom_config_module": "torchtitan.components.ft.config"}}, True),
+        ({"job": {"custom_config_module": "my_package.config"}}, False),
+        (FLOAT8 | {"training": {"steps": 10, "streaming": False}}, False),
         ({"training": {"steps": 10}, "anomalies": {"on_spike": "off"}}, False),
         ({"training": {"corpora": [{"dataset": "c4"}]}}, False),
     ],
 )
-def test_a_file_of_torchtitan_has_only_its_keys(tables: dict[str, Any], expected: bool) -> None:
+def test_a_file_of_torchtitan_has_its_keys_alone(tables: dict[str, Any], expected: bool) -> None:
     assert is_torchtitan_file(tables) is expected
 
 
@@ -253,3 +267,21 @@ def test_a_key_without_effect_is_one_line_with_the_reason() -> None:
     page = Path("docs/from_torchtitan.md").read_text()
     for key in (key for key in all_keys(Config).values() if key.no_effect):
         assert f"{key.path[-1]}`" in page
+
+
+def test_a_start_has_one_line_about_torchtitan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, own = tmp_path / "theirs.toml", tmp_path / "own.toml"
+    own.write_text("[training]\nsteps = 10\n")
+    file.write_text("[quantize.linear.float8]\nprecompute_float8_dynamic_scale_for_fsdp = false\n")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level("INFO", logger.name):
+        for path in (own, file):
+            _log_about_keys(load_config(path, ["--job.device=cpu"]), path)
+    (line,) = caplog.messages
+    assert line == (
+        f"{file} is a file of torchtitan: its defaults of model.hf_assets_path, training.dataset, "
+        "training.streaming, training.mixed_precision_param, "
+        "optimizer.decay_norms_biases_embeddings differ here. See docs/from_torchtitan.md."
+    )

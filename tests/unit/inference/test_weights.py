@@ -50,6 +50,19 @@ def test_a_checkpoint_folder_yields_its_newest_step(saved: Path, mesh: Mesh) -> 
     assert open_weights(str(saved / "step-5"), mesh).snapshot.saved.step == 5
 
 
+def test_convert_takes_the_newest_step_and_names_what_it_accepts(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "to-dcp", str(tmp_path / "none"), str(tmp_path / "dcp")]) == 1
+    assert "contains no checkpoint. Give the folder of a step, " in capsys.readouterr().err
+    # The small checkpoint holds no Llama, which is found out after the choice of the step.
+    for folder in (saved, tmp_path):
+        shutil.copytree(saved, tmp_path / "checkpoint", dirs_exist_ok=True)
+        assert main(["convert", "to-hf", str(folder), str(tmp_path / "hf")]) == 1
+        err = capsys.readouterr().err
+        assert "step-12, the newest of 2 checkpoints" in err, err
+
+
 def test_recorded_dims_take_precedence_over_a_changed_flavor(
     saved: Path,
     mesh: Mesh,
@@ -167,7 +180,8 @@ def test_errors_of_generate(
         ([], "no prompt"),
         (["--prompt=a", "--max-new-tokens=0"], "'0' is not a whole number of at least 1"),
         (["--prompt=a", "--parallelism.context_parallel_degree=2"], "--tensor-parallel N"),
-        (["--prompt=a", "--chat"], "unrecognized arguments: --chat"),
+        (["--prompt=a", "--chatty"], "unrecognized arguments: --chatty"),
+        (["--prompt=a", "--system=b"], "add --chat"),
     ],
 )
 def test_generate_rejects_invalid_arguments(

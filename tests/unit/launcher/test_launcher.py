@@ -1,5 +1,6 @@
 """The launcher's processes are killed in various ways; no process is left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -135,6 +136,8 @@ def test_a_dead_lighthouse_restarts_at_its_port_and_sigterm_lets_ranks_save(
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
         ranks = pids(tmp_path, "rank")
+        shown = {int(path.read_text()) for path in tmp_path.glob("logs/replica_*/rank_*.pid")}
+        assert shown == set(ranks)
         os.kill(pids(tmp_path, "lighthouse")[0], signal.SIGKILL)
         log = tmp_path / "logs" / "lighthouse.log"
         wait_until(lambda: log.read_text() == "listening on 127.0.0.1:4321\n" * 2)
@@ -143,8 +146,15 @@ def test_a_dead_lighthouse_restarts_at_its_port_and_sigterm_lets_ranks_save(
         output = output_of(process, tmp_path, 0)
     assert output.count("listening on 127.0.0.1:4321") == 2
     assert len(list(tmp_path.glob("saved-*"))) == 4
-    assert output.count(": left") == 2
+    for number in range(2):
+        # The steps that it has taken while it was asked to leave are shown, too.
+        records = (tmp_path / f"replica_{number:03d}" / "metrics.jsonl").read_text().splitlines()
+        last = json.loads(records[-1])["step"]
+        assert output.count(f"replica {number}: left at step {last}\n") == 1
+    for pid in ranks:
+        assert output.count(f"is process {pid}") == 1
     assert not pids(tmp_path)
+    assert not list(tmp_path.glob("logs/replica_*/rank_*.pid"))
 
 
 def test_a_replica_that_does_not_leave_is_killed(tmp_path: Path) -> None:

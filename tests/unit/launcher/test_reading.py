@@ -193,7 +193,14 @@ def test_goodput_is_read_as_finite_floats(tmp_path: Path) -> None:
     assert actual is not None
     assert actual == {"goodput": 0.5, "wall_s": 10.0, "lost_s": 0.0, "compute_s": 5.0}
     assert goodput.line(actual) == "goodput 50.0% of 10 s, 0.0 s of work lost"
-    assert goodput.table(actual)[0] == "Goodput      50.0% of 0:10 since the first start"
+    more = {**actual, "between_s": 3.0, "start_s": 2.0, "quorum_s": 0.04}
+    rows = [" ".join(row.split()) for row in goodput.table(more)]
+    assert rows == [
+        "Goodput 50.0% of 0:10 since the first start",
+        "compute 5.0 s 50.0%",
+        "between steps 3.0 s 30.0%",
+        "startup 2.0 s 20.0%",
+    ]
 
 
 @pytest.mark.parametrize("key", ["goodput", "wall_s", "lost_s", "compute_s"])

@@ -1,6 +1,9 @@
 """The launcher's status display."""
 
 import json
+import os
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +15,13 @@ from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.logs import ReplicaProgress
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
 from torchtitan_lite.launcher.restart_policy import RestartPolicy
-from torchtitan_lite.launcher.status_view import PlainLines, RecordedView, describe, status_table
+from torchtitan_lite.launcher.status_view import (
+    LiveTable,
+    PlainLines,
+    RecordedView,
+    describe,
+    status_table,
+)
 
 RECORD = {"step": 12, "loss": 3.14159, "tokens_per_second": 12345.6, "num_replicas": 2}
 
@@ -63,16 +72,63 @@ def test_the_table_has_a_row_per_replica(tmp_path: Path, lighthouse: LighthouseP
         replica(0, ReplicaState.TRAINING, RECORD, tmp_path),
         replica(1, ReplicaState.FINISHED, None, tmp_path),
     ]
+    replicas[0].rank_pids = {0: 4242, 1: 4243}
     console = Console(width=120)
     with console.capture() as captured:
         console.print(status_table(replicas, lighthouse, 0.0, 120))
     rows = [" ".join(line.split()) for line in captured.get().splitlines() if line.strip()]
-    assert rows[2] == "replica 0 training 12 3.1416 12,346 0 event [0]"
+    assert rows[2] == "replica 0 training 4242 +1 12 3.1416 12,346 0 event [0]"
     assert rows[3] == "replica 1 finished 0 event [1]"
-    assert rows[4] == "lighthouse down 0"
+    assert rows[4] == "lighthouse waiting 0"
 
 
-@pytest.mark.parametrize("width", [80, 109, 110, 200])
+def test_the_lighthouse_starts_listens_and_stops(tmp_path: Path) -> None:
+    code = "import time; print('listening on h:7', flush=True); time.sleep(60)"
+    lighthouse = LighthouseProcess(
+        lambda address: [sys.executable, "-c", code],
+        dict(os.environ),
+        host="127.0.0.1",
+        log=tmp_path / "lighthouse.log",
+        max_restarts=1,
+        report_event=print,
+    )
+    states = [lighthouse.state]
+
+    def follow(until: str) -> None:
+        deadline_s = time.monotonic() + 30
+        while states[-1] != until and time.monotonic() < deadline_s:
+            lighthouse.poll(time.monotonic())
+            if lighthouse.state != states[-1]:
+                states.append(lighthouse.state)
+
+    lighthouse.start()
+    follow("listening")
+    assert lighthouse.pid is not None
+    os.kill(lighthouse.pid, signal.SIGKILL)
+    follow("down")
+    follow("listening")
+    lighthouse.kill()
+    assert [*states, lighthouse.state] == [
+        *("waiting", "starting", "listening"),
+        *("down", "starting", "listening", "stopped"),
+    ]
+
+
+def test_the_last_table_shows_the_end(
+    tmp_path: Path, lighthouse: LighthouseProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = LiveTable()
+    one = replica(0, ReplicaState.LEAVING, RECORD, tmp_path)
+    assert one.progress is not None
+    view.update([one], lighthouse)
+    # Within the time between two drawings.
+    one.progress.last_step, one.state = {**RECORD, "step": 13}, ReplicaState.STOPPED
+    view.close()
+    last = capsys.readouterr().out.rpartition("replica 0")[2].split()
+    assert last[:2] == ["stopped", "13"]
+
+
+@pytest.mark.parametrize("width", [80, 99, 100, 119, 120, 200])
 def test_the_table_fits_the_terminal(
     width: int, tmp_path: Path, lighthouse: LighthouseProcess
 ) -> None:
@@ -80,6 +136,7 @@ def test_the_table_fits_the_terminal(
     training = replica(0, ReplicaState.TRAINING, record, tmp_path)
     assert training.progress is not None
     training.progress.total_steps = 300_000
+    training.rank_pids = dict.fromkeys(range(8), 4_194_303)
     starting = replica(1, ReplicaState.STARTING, None, tmp_path)
     assert starting.progress is not None
     starting.progress.stage = "building model"
@@ -88,7 +145,8 @@ def test_the_table_fits_the_terminal(
     with console.capture() as captured:
         console.print(status_table([training, starting], lighthouse, 0.0, width))
     text = captured.get()
-    for words in ("replica 0", "100000/300000", "11.5000", "1,234,567", "building model"):
+    numbers = ("100000/300000", "11.5000", "1,234,567", "4194303")
+    for words in ("replica 0", *numbers, "building model"):
         assert words in text
     assert max(map(len, text.splitlines())) <= width
     assert len([line for line in text.splitlines() if line.strip()]) == 5

@@ -23,7 +23,7 @@ def run_on_terminal(terminal, color, no_color_variable):
     send_output_to(terminal)
     os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "50"}
     os.environ["NO_COLOR"] = no_color_variable
-    configure_logging("INFO")
+    configure_logging("INFO", beside_steps=True)
     bar = open_console(cadence(4), color=color)
     stdout, stderr = sys.stdout, sys.stderr
     for step in range(1, 5):
@@ -49,8 +49,8 @@ def run_on_terminal(terminal, color, no_color_variable):
         print(f"print line {step}")
     bar.close()
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
-    (handler,) = logger.handlers
-    assert isinstance(handler, logging.StreamHandler) and handler.stream is stderr
+    streams = [one.stream for one in logger.handlers if isinstance(one, logging.StreamHandler)]
+    assert streams == [stderr, stdout]
     logger.info("after the bar")
 
 
@@ -133,7 +133,7 @@ def test_color_is_on_unless_disabled(color, no_color_variable, colored):
 def test_on_a_terminal_logs_print_above_the_bar_and_streams_are_restored():
     lines = replay(sent_to_terminal(True, ""))
     for step in range(1, 5):
-        assert any(re.fullmatch(rf"\d\d:\d\d:\d\d log line {step}", line) for line in lines)
+        assert any(re.fullmatch(rf"\d\d:\d\d:\d\d INFO log line {step}", line) for line in lines)
         assert f"print line {step}" in lines
     bars = [number for number, line in enumerate(lines) if "left" in line and "━" in line]
     assert len(bars) == 1, lines
@@ -187,3 +187,10 @@ def replay(output):
 )
 def test_clock(seconds, shown):
     assert clock(seconds) == shown
+
+
+def test_what_is_logged_is_not_printed_as_an_event_too(capsys):
+    lines = StepLines(cadence(9))
+    for name in ("refused", "rolled_back", "step_failed", "quorum", "slow_rank", "error"):
+        lines.event(Event(name=name, step=5, values={}))
+    assert capsys.readouterr().out == ""

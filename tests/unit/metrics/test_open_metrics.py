@@ -67,7 +67,7 @@ def test_tensorboard_takes_the_steps_that_are_due(run, tmp_path):
     run(enable_tensorboard=True)
     files = EventAccumulator(str(tmp_path / "tb"))
     files.Reload()
-    assert [scalar.step for scalar in files.Scalars("train/loss")] == [1, 5, 10, 12]
+    assert [scalar.step for scalar in files.Scalars("loss/train")] == [1, 5, 10, 12]
 
 
 def test_resume_continues_the_same_history(run, tmp_path):

@@ -77,15 +77,26 @@ def test_phases_longer_than_the_run_are_shortened_and_logged(
     try:
         with caplog.at_level(logging.INFO, logger.name):
             short = build_lr_scheduler(LRSchedulerConfig(), OptimizerConfig(), steps=10)
-            both = build_lr_scheduler(
-                LRSchedulerConfig(warmup_steps=6, decay_ratio=0.9), OptimizerConfig(), steps=10
+            both, none = (
+                build_lr_scheduler(
+                    LRSchedulerConfig(warmup_steps=warmup, decay_ratio=ratio),
+                    OptimizerConfig(),
+                    steps=10,
+                )
+                for warmup, ratio in ((6, 0.9), (20, 0.5))
             )
     finally:
         logger.removeHandler(caplog.handler)
     assert (short.warmup_steps, short.decay_steps) == (10, 0)
     assert (both.warmup_steps, both.decay_steps) == (6, 4)
-    assert "warmup_steps = 200 exceeds the schedule's 10 steps; using 10" in caplog.text
-    assert "warmup (6) and decay (9) exceed the schedule's 10 steps; decay takes 4" in caplog.text
+    assert (none.warmup_steps, none.decay_steps) == (10, 0)
+    # Nobody has set the warmup of the first one.
+    assert list(dict.fromkeys(caplog.messages)) == [
+        "lr_scheduler: the schedule has 10 steps, 6 of them warmup, so that decay_ratio has 4 "
+        "instead of 9 steps.",
+        "lr_scheduler: the schedule has 10 steps, 10 of them warmup, so that warmup_steps has 10 "
+        "instead of 20 steps and decay_ratio has 0 instead of 5 steps.",
+    ]
 
 
 def test_the_schedule_may_be_longer_than_the_run() -> None:

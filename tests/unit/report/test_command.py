@@ -71,6 +71,21 @@ def test_an_invalid_limit_is_rejected(make_run, capsys, limit):
     assert "must be at least 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("below", ["", "checkpoint", "checkpoint/step-8"])
+def test_a_run_is_named_by_its_checkpoints_too(make_run, below):
+    run = make_run()
+    (run / "checkpoint" / "step-8").mkdir(parents=True)
+    assert main([str(run / below)]) == 0
+    assert (run / "report.html").is_file()
+
+
+def test_another_folder_of_a_run_is_not_the_run(make_run, capsys):
+    run = make_run()
+    (run / "tb").mkdir()
+    assert main([str(run / "tb")]) == 2
+    assert "is not the dump folder of a run" in capsys.readouterr().err
+
+
 def test_fail_above_needs_two_runs(make_run, capsys):
     assert main([str(make_run()), "--fail-above", "0"]) == 2
     assert "two or more" in capsys.readouterr().err

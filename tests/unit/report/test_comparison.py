@@ -85,3 +85,31 @@ def test_configs_are_compared_key_by_key():
         ("a.gone", "[]", ""),
         ("new.z", "", "'text'"),
     )
+
+
+def test_losses_at_equal_tokens_and_in_equal_time(make_run):
+    def changes(tokens, step_time_s):
+        return {
+            step: {
+                "loss": 8.0 - step,
+                "tokens": tokens * step,
+                "time": 100 + step_time_s * step,
+                "step_time_s": step_time_s,
+            }
+            for step in range(1, 5)
+        }
+
+    # The other run has batches twice as large, and steps that take four times as long.
+    actual = compared(
+        make_run("a", changes=changes(10, 1.0)), make_run("b", changes=changes(20, 4.0))
+    )
+    tokens, seconds = actual.budgets
+    assert (tokens.axis, tokens.amount) == ("tokens", 40)
+    # Means over all steps up to there: 4 of the first run, 2 of the other.
+    assert (tokens.first, tokens.other) == (5.5, 6.5)
+    assert (seconds.axis, seconds.amount, seconds.first, seconds.other) == ("seconds", 4, 5.5, 7.0)
+
+
+def test_a_loss_that_is_not_finite_has_no_mean(make_run):
+    actual = compared(make_run("a"), make_run("b", changes={2: {"loss": math.inf}}))
+    assert [one.other for one in actual.budgets] == [None, None]

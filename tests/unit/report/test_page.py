@@ -148,8 +148,45 @@ def test_replicas(replicas):
     assert "2 x 2" in parsed.text
 
 
+def labels(figure):
+    """Return the labels of the buttons above a figure."""
+    menus = figure["layout"].get("updatemenus", [{"buttons": []}])
+    return [button["label"] for button in menus[0]["buttons"]]
+
+
+def test_losses_are_drawn_over_steps_tokens_or_time(make_run):
+    changes = {step: {"tokens": 100 * step, "time": 50.0 + 2 * step} for step in range(1, 5)}
+    changes[1] |= {"step_time_s": 3.0}
+    events = [event("validation", 4, 60.0, loss=4.5)]
+    runs = [make_run("a", changes=changes, events=events), make_run("b", steps=2)]
+    figures = [one for one in shown(*runs).figures.values() if "Tokens" in labels(one)]
+    # Loss, gradient norm and learning rate.
+    assert len(figures) == 3
+    for figure in figures:
+        by_label = {
+            button["label"]: button["args"]
+            for button in figure["layout"]["updatemenus"][0]["buttons"]
+        }
+        assert list(by_label) == ["Steps", "Tokens", "Time"]
+        assert by_label["Steps"][0]["x"] == [trace["x"] for trace in figure["data"]]
+        assert by_label["Tokens"][0]["x"][0] == [100, 200, 300, 400]
+        assert by_label["Time"][0]["x"][0] == [3.0, 5.0, 7.0, 9.0]
+        assert by_label["Tokens"][1]["xaxis.title.text"] == "tokens"
+    (validation,) = [trace for trace in figures[0]["data"] if "validation" in trace["name"]]
+    place = figures[0]["data"].index(validation)
+    menu = figures[0]["layout"]["updatemenus"][0]["buttons"]
+    assert [button["args"][0]["x"][place] for button in menu] == [[4], [400], [9.0]]
+
+
+def test_an_axis_that_a_run_lacks_is_not_offered(make_run):
+    without = {step: {"tokens": None} for step in range(1, 5)}
+    runs = [make_run("a"), make_run("b", changes=without)]
+    found = {tuple(labels(one)) for one in shown(*runs).figures.values()}
+    assert ("Steps", "Time") in found and not any("Tokens" in one for one in found)
+
+
 def test_the_timeline_has_both_axes(replicas):
-    (figure,) = [one for one in shown(replicas).figures.values() if "updatemenus" in one["layout"]]
+    (figure,) = [one for one in shown(replicas).figures.values() if "Wall time" in labels(one)]
     buttons = figure["layout"]["updatemenus"][0]["buttons"]
     assert [one["label"] for one in buttons] == ["Wall time", "Steps"]
     for one in buttons:

@@ -1,0 +1,73 @@
+"""The ways to name checkpoints: the folder of a step, the folder of a run's steps, or the run's
+output folder. Layer: above storage.
+
+Every command that reads checkpoints takes all of them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import tomli
+
+from torchtitan_lite.checkpoint.format import parse_step_name, step_name
+from torchtitan_lite.checkpoint.storage.base import open_storage
+from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.log import logger
+
+WAYS = "the folder of a step, the folder of a run's checkpoints, or the run's output folder"
+"""For messages and help."""
+_CONFIG = "config.toml"
+_DEFAULT_FOLDER = "checkpoint"
+
+
+def find_steps(path: str) -> tuple[str, list[str]]:
+    """Return the folder or URL of the checkpoints that `path` names, and the names of their steps,
+    ascending: one if `path` is the folder of a step, none if there is no checkpoint (as in a
+    Hugging Face folder). Raises OSError and CheckpointError as the storage does."""
+    path = path.rstrip("/") or "/"
+    if is_step(path):
+        root, _, name = path.rpartition("/")
+        return root or ("/" if path.startswith("/") else "."), [name]
+    for folder in _folders(path):
+        storage = open_storage(folder)
+        try:
+            names = [step_name(step) for step in storage.steps()]
+        finally:
+            storage.close()
+        if names:
+            return folder, names
+    return path, []
+
+
+def newest_step(path: str) -> str:
+    """Return the folder of the newest step that `path` names, or `path` if it names none. Raises
+    as `find_steps`."""
+    root, names = find_steps(path)
+    if not names:
+        return path
+    newest = f"{root.rstrip('/')}/{names[-1]}"
+    if len(names) > 1:
+        logger.info("Using %s, the newest of %d checkpoints.", newest, len(names))
+    return newest
+
+
+def is_step(path: str) -> bool:
+    """Return whether `path` is the folder of a step."""
+    name = path.rstrip("/").rpartition("/")[2]
+    return parse_step_name(name) is not None or Path(path, MANIFEST).is_file()
+
+
+def _folders(path: str) -> Iterator[str]:
+    """Yield where the steps can be: in `path`, or where a run with this output folder has saved
+    them."""
+    yield path
+    if "://" in path:
+        yield f"{path}/{_DEFAULT_FOLDER}"
+        return
+    for config in (Path(path, _CONFIG), *sorted(Path(path).glob(f"replica_*/{_CONFIG}"))):
+        try:
+            folder = tomli.loads(config.read_text())["checkpoint"]["folder"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        yield folder if "://" in folder else str(Path(path, folder))
+    yield str(Path(path, _DEFAULT_FOLDER))
