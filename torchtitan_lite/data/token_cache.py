@@ -34,7 +34,8 @@ from torchtitan_lite.errors import DataError
 from torchtitan_lite.launcher.supervised import announce
 from torchtitan_lite.log import logger
 
-_FORMAT = 1
+_FORMAT = 2
+"""1: truncation and padding stored in tokenizer.json were applied, and some tokens were missing."""
 _CHAT_FORMAT = 1
 _PARTS = ("train", "held_out")
 _BATCH_BYTES = 2 * 2**20

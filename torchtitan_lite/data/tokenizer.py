@@ -40,6 +40,18 @@ class Tokenizer:
 
     def __init__(self, inner: Any, bos_id: int | None, eos_id: int | None) -> None:
         self._inner = inner
+        # What the file stores is applied to every text. As in transformers, nothing is cut or
+        # padded unless asked.
+        inner.no_truncation()
+        inner.no_padding()
+        # Merges that are skipped at random would make the tokens depend on the reading rank.
+        if getattr(inner.model, "dropout", None):
+            logger.warning(
+                "the tokenizer skips merges at random (dropout = %g in tokenizer.json): this is "
+                "switched off, so that a text always has the same tokens",
+                inner.model.dropout,
+            )
+            inner.model.dropout = None
         # Text that looks like a special token is encoded as ordinary text, so
         # that no document can forge a document boundary.
         self._inner.encode_special_tokens = True
@@ -60,9 +72,6 @@ class Tokenizer:
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Encode rendered conversations: ids (uint32), with special tokens as spelled in the text,
         and the characters [begin, end) of each token (int64)."""
-        # As transformers does, whatever the tokenizer file specifies.
-        self._inner.no_truncation()
-        self._inner.no_padding()
         self._inner.encode_special_tokens = False
         try:
             encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
@@ -233,12 +242,8 @@ def _fingerprint(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         file = folder / name
-        content = file.read_bytes() if file.is_file() else b""
-        digest.update(content)
+        digest.update(file.read_bytes() if file.is_file() else b"")
         digest.update(b"\x1f")
-        if b'"added_tokens_decoder"' in content:
-            # Earlier releases did not add these tokens, so their encodings are invalid.
-            digest.update(b"added")
     return digest.hexdigest()
 
 

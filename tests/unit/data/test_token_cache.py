@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.forks import FORK_SERVER
-from torchtitan_lite.data import open_data
+from torchtitan_lite.data import open_data, token_cache
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.token_cache import TokenizedCorpus, open_token_cache
@@ -81,6 +81,19 @@ def test_documents_are_complete_and_in_order(
     assert (part.tokens[part.document_starts] == tokenizer.bos_id).all()
     assert (part.tokens[part.document_starts[1:] - 1] == tokenizer.eos_id).all()
     assert part.tokens.dtype == np.uint16
+
+
+def test_a_cache_with_truncated_documents_is_not_used(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokenized(tokenizer_folder, tmp_path / "expected", 0.0).train.digest
+    # What releases with format 1 made of a tokenizer that stores a truncation.
+    monkeypatch.setattr(token_cache, "_FORMAT", 1)
+    truncated = tokenized(tokenizer_folder, tmp_path, 0.0).train
+    [meta] = tmp_path.glob("tokens/*/meta.json")
+    meta.write_text(meta.read_text().replace(truncated.digest, "truncated"))
+    monkeypatch.undo()
+    assert tokenized(tokenizer_folder, tmp_path, 0.0).train.digest == expected
 
 
 def test_held_out_documents_are_in_only_one_part(

@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer as HuggingFaceTokenizer
 from transformers import AutoTokenizer
 
 from torchtitan_lite.data.tokenizer import load_tokenizer, train_tokenizer
@@ -30,6 +32,56 @@ def test_text_cannot_contain_special_tokens(tokenizer_folder: Path) -> None:
     [ids] = tokenizer.encode_batch(["a<|end_of_text|>b"])
     assert tokenizer.eos_id not in ids
     assert tokenizer.decode(ids) == "a<|end_of_text|>b"
+
+
+def with_settings(folder: Path, target: Path, **settings: Any) -> Path:
+    """Write a tokenizer folder whose tokenizer.json stores `settings`, like one that was saved
+    after use."""
+    target.mkdir()
+    values = json.loads((folder / "tokenizer.json").read_text())
+    values["model"]["dropout"] = settings.pop("dropout", None)
+    inner = HuggingFaceTokenizer.from_str(json.dumps(values))
+    if "truncation" in settings:
+        inner.enable_truncation(**settings["truncation"])
+    if "padding" in settings:
+        inner.enable_padding(**settings["padding"])
+    inner.save(str(target / "tokenizer.json"))
+    return target
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"truncation": {"max_length": 5}},
+        {"truncation": {"max_length": 8, "stride": 2, "direction": "left"}},
+        {"padding": {"length": 512}},
+        {"padding": {"pad_to_multiple_of": 64, "direction": "left"}},
+        {"truncation": {"max_length": 5}, "padding": {"length": 512}},
+        {"dropout": 0.5},
+    ],
+)
+@pytest.mark.parametrize("rendered_first", [False, True])
+def test_stored_settings_change_neither_texts_nor_conversations(
+    settings: dict[str, Any],
+    rendered_first: bool,
+    tokenizer_folder: Path,
+    documents: list[str],
+    tmp_path: Path,
+) -> None:
+    plain = load_tokenizer(tokenizer_folder)
+    stored = load_tokenizer(with_settings(tokenizer_folder, tmp_path / "stored", **settings))
+    for rendered in (rendered_first, not rendered_first):
+        if rendered:
+            expected, actual = (
+                [ids.tolist() for ids, _, _ in t.encode_rendered(documents)]
+                for t in (plain, stored)
+            )
+        else:
+            expected, actual = plain.encode_batch(documents), stored.encode_batch(documents)
+        assert actual == expected
+    stored.save(tmp_path)
+    saved = HuggingFaceTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert saved.truncation is saved.padding is saved.model.dropout is None
 
 
 @pytest.mark.parametrize("config", [None, {"eos_token": {"content": "<|begin_of_text|>"}}, {}])
