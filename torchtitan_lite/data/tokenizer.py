@@ -16,8 +16,10 @@ import numpy as np
 
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, END_OF_TURN, TURN_TOKENS
-from torchtitan_lite.data.conversations import Unusable, read_conversations
+from torchtitan_lite.data.conversations import read_conversations
 from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.documents import read_documents
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.launcher.supervised import announce
 from torchtitan_lite.log import logger
@@ -300,17 +302,13 @@ def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
 
 
 def _texts(corpus: Corpus) -> Iterator[str]:
+    """Yield the texts of a corpus; tokenization reports rows without one."""
+    unusable = UnusableRows(corpus)
     if corpus.is_chat:
-        return _message_texts(corpus)
-    if corpus.streaming:
-        return map(corpus.text_of, corpus.stream())
-    return corpus.documents()
-
-
-def _message_texts(corpus: Corpus) -> Iterator[str]:
-    unusable = Unusable(corpus)
-    for conversation in read_conversations(corpus, unusable):
-        yield from conversation.message_texts()
+        for conversation in read_conversations(corpus, unusable):
+            yield from conversation.message_texts()
+    else:
+        yield from read_documents(corpus, unusable)
     unusable.check()
 
 

@@ -46,6 +46,11 @@ class CorpusConfig(Section):
     conversation, each with `role` and `content`. The tokenizer's chat template makes a document of
     them, and only assistant tokens have a loss. Takes the place of `text_column`."""
 
+    max_unusable_fraction: Annotated[float, between(0, 1)] = 0.01
+    """Largest fraction of a corpus's rows that may have no usable text: no such column, null,
+    another type. They are left out with a warning that names the first; more are an error. Empty
+    texts do not count."""
+
     streaming: bool = False
     """Read the data set as a stream instead of tokenizing all of it before the first step."""
 
@@ -110,6 +115,11 @@ class DataConfig(Section):
     """Set for a chat data set, usually to "messages": the column with the messages of a
     conversation, each with `role` and `content`. The tokenizer's chat template makes a document of
     them, and only assistant tokens have a loss. Takes the place of `text_column`."""
+
+    max_unusable_fraction: Annotated[float, between(0, 1)] = 0.01
+    """Largest fraction of a corpus's rows that may have no usable text: no such column, null,
+    another type. They are left out with a warning that names the first; more are an error. Empty
+    texts do not count."""
 
     streaming: bool = False
     """Read the data set as a stream instead of tokenizing all of it before the first step.
@@ -199,6 +209,7 @@ class DataConfig(Section):
                 dataset_split=self.dataset_split,
                 text_column=self.text_column,
                 messages_column=self.messages_column,
+                max_unusable_fraction=self.max_unusable_fraction,
                 streaming=self.streaming,
                 shuffle_window=self.shuffle_window,
             )

@@ -20,9 +20,10 @@ from tests.unit.data.chat_templates import (
 )
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRejection, find_template
 from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenize_conversations
-from torchtitan_lite.data.conversations import Conversation, Unusable
+from torchtitan_lite.data.conversations import Conversation
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
 
@@ -35,14 +36,14 @@ TOOLS: Messages = [
 ]
 
 
-def unusable(folder: Path) -> Unusable:
+def unusable(folder: Path) -> UnusableRows:
     (folder / "some.jsonl").touch()
     config = CorpusConfig(dataset_path=str(folder / "some.jsonl"), messages_column="messages")
-    return Unusable(open_corpus(config, folder))
+    return UnusableRows(open_corpus(config))
 
 
 def tokens_of(
-    folder: Path, messages: list[Messages], refused: Unusable | None = None
+    folder: Path, messages: list[Messages], refused: UnusableRows | None = None
 ) -> list[ConversationTokens]:
     conversations = [
         Conversation(place=f"chat.jsonl:{number}", messages=one, text=json.dumps(one))
