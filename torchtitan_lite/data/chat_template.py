@@ -1,8 +1,8 @@
 """The chat template of a tokenizer, which renders a conversation as one text.
 
-Finds and renders templates. Layer: above errors. Invariants: the rendered text equals that of
-`apply_chat_template` of transformers, so that training and inference use the same prompts; it
-depends on the files and the messages only, not on the date; and a template runs in Jinja's sandbox,
+Finds and renders templates. Layer: above tokenizer_folder. Invariants: the rendered text equals
+that of `apply_chat_template` of transformers, so that training and inference use the same prompts;
+it depends on the files and the rows only, not on the date; and a template runs in Jinja's sandbox,
 without access to files or Python's internals. `jinja2` is imported when a template is compiled, so
 that a start with a warm token cache does not import it.
 """
@@ -18,6 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from torchtitan_lite.data.tokenizer_folder import (
+    CONFIG,
+    named_tokens,
+    read_tokenizer_config,
+)
 from torchtitan_lite.errors import DataError
 
 END_OF_TURN = "<|eot_id|>"
@@ -46,7 +51,6 @@ TODAY = datetime(2024, 7, 26)
 """Result of `strftime_now` in a template: the default date of Llama 3's templates. The real date
 would make a corpus' tokens depend on the day of tokenization."""
 
-_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _SPAN_BEGIN, _SPAN_END = "\U0010f5b0", "\U0010f5b1"
 """Private-use characters; `ChatTemplate.render_with_spans` checks that a text does not contain
 them."""
@@ -162,8 +166,7 @@ def find_template(folder: Path) -> ChatTemplate:
     """Find the template of the tokenizer in `folder`: chat_template.jinja and the files in
     additional_chat_templates, else `chat_template` in tokenizer_config.json. Raises DataError if
     there is none."""
-    config_file = folder / "tokenizer_config.json"
-    config = _read_json(config_file)
+    config, config_file = read_tokenizer_config(folder), folder / CONFIG
     named = _in_files(folder) or _in_config(config.get("chat_template"), config_file)
     if not named:
         raise DataError(
@@ -178,13 +181,7 @@ def find_template(folder: Path) -> ChatTemplate:
             f'{", ".join(map(repr, sorted(named)))}, but none named "default", which conversations '
             f"without tools use. Rename one of them, or add chat_template.jinja to that folder."
         )
-    # Older folders define the tokens in a separate file.
-    tokens = _read_json(folder / "special_tokens_map.json") | config
-    special_tokens = {
-        f"{kind}_token": _content(tokens[f"{kind}_token"])
-        for kind in _NAMED_TOKENS
-        if tokens.get(f"{kind}_token") is not None
-    }
+    special_tokens = named_tokens(config)
     templates = {
         kind: ChatTemplate(name=name, source=source, special_tokens=special_tokens)
         for kind, (name, source) in named.items()
@@ -224,14 +221,3 @@ def _in_config(value: Any, config_file: Path) -> dict[str, tuple[str, str]]:
             f"name and template ({type(error).__name__}: {error})."
         ) from error
     return {name: (str(config_file), source) for name, source in named.items()}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}") from error
-
-
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)

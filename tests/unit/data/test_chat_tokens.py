@@ -194,7 +194,7 @@ def test_locations_of_a_template(tmp_path: Path) -> None:
     assert (actual.name, actual.source) == (str(config_file), CHATML)
     assert actual.special_tokens == {
         "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
+        "eos_token": "x",
         "pad_token": "<pad>",
     }
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": LLAMA_3}]
@@ -205,6 +205,19 @@ def test_locations_of_a_template(tmp_path: Path) -> None:
         find_template(folder)
     (folder / "chat_template.jinja").write_text(CHATML)
     assert find_template(folder).name.endswith("chat_template.jinja")
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [{"image_token": "<image>"}, {"extra_special_tokens": {"image_token": {"content": "<image>"}}}],
+)
+def test_tokens_of_the_model_have_names_in_a_template(
+    tmp_path: Path, tokens: dict[str, Any]
+) -> None:
+    folder = write_tokenizer(tmp_path, "{{ bos_token }}{{ image_token }}{{ add_bos_token }}")
+    config_file = folder / "tokenizer_config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | tokens))
+    assert find_template(folder).render(chat_messages()[0]) == "<|begin_of_text|><image>"
 
 
 def rendered(folder: Path, source: str) -> str:
