@@ -2,11 +2,11 @@
 a registered data set.
 
 Resolves the files or the hub data set of a `CorpusConfig`, and reports errors of reading them.
-Layer: above errors, row_files and section. Invariant: `open_corpus` and the fingerprint of local
-files do not import `datasets`, so that a start with a warm token cache is fast.
+Layer: above errors, local_files, row_files and section. Invariant: `open_corpus` and the
+fingerprint of local files do not import `datasets`, so that a start with a warm token cache is
+fast.
 """
 
-import glob
 import hashlib
 import os
 import sysconfig
@@ -17,21 +17,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_lite.data.local_files import FORMATS, local_files
 from torchtitan_lite.data.row_files import Position, Row, read_rows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
-FORMATS = {
-    "json": (".json", ".jsonl", ".ndjson"),
-    "jsonl": (".jsonl", ".json", ".ndjson"),
-    "parquet": (".parquet",),
-    "arrow": (".arrow",),
-    "text": (".txt", ".text", ".md"),
-}
-"""File extensions searched in a folder. A file given by name may have any."""
-
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _C4_SPLITS = {"c4": "train", "c4_validation": "validation", "c4_test": "train"}
 _ROWS_PER_READ = 256
 
@@ -161,7 +152,7 @@ def open_corpus(config: CorpusConfig) -> Corpus:
     is_chat = config.messages_column is not None
     column = config.text_column if config.messages_column is None else config.messages_column
     if config.dataset_path is not None:
-        format, files = _local_files(config.dataset, config.dataset_path)
+        format, files = local_files(config, tuple(_C4_SPLITS))
     elif config.dataset in REGISTRY.datasets:
         return _registered(config, column, is_chat=is_chat)
     elif config.dataset == DEFAULT_DATASET:
@@ -230,63 +221,6 @@ def _registered(config: CorpusConfig, column: str, *, is_chat: bool) -> Corpus:
         max_unusable_fraction=config.max_unusable_fraction,
         reader=dataset.documents,
     )
-
-
-def _local_files(dataset: str, dataset_path: str) -> tuple[str, tuple[Path, ...]]:
-    """Return the format and the sorted files of `dataset_path`."""
-    format_name = dataset if dataset in FORMATS else None
-    if format_name is None and dataset != DEFAULT_DATASET and dataset not in _C4_SPLITS:
-        raise DataError(
-            f'dataset = "{dataset}" names a data set on the hub and dataset_path = '
-            f'"{dataset_path}" names local files. Leave dataset out, or set it to the format of '
-            f"the files: {', '.join(FORMATS)}."
-        )
-    path = Path(dataset_path).expanduser().absolute()
-    if path.is_file():
-        matches = [path]
-    elif path.is_dir():
-        extensions = FORMATS[format_name] if format_name else tuple(sum(FORMATS.values(), ()))
-        matches = [file for file in path.rglob("*") if _extension(file) in extensions]
-    else:
-        matches = [Path(file) for file in glob.glob(str(path), recursive=True)]
-    # `Dataset.save_to_disk` writes two metadata files next to its data.
-    files = tuple(
-        sorted(
-            file
-            for file in matches
-            if file.is_file() and file.name not in ("dataset_info.json", "state.json")
-        )
-    )
-    if not files:
-        kind = f" with the extensions {', '.join(FORMATS[format_name])}" if format_name else ""
-        raise DataError(
-            f'dataset_path = "{dataset_path}" (that is, {path}) matches no file{kind}. Name a '
-            f"file, a folder or a glob; a relative path is taken from the working directory."
-        )
-    return format_name or _format_of(dataset_path, files), files
-
-
-def _format_of(dataset_path: str, files: tuple[Path, ...]) -> str:
-    formats: dict[str, str] = {}
-    for file in files:
-        extension = _extension(file)
-        formats[extension] = next(
-            (f for f, extensions in FORMATS.items() if extension in extensions), ""
-        )
-    if len(set(formats.values())) != 1 or "" in formats.values():
-        raise DataError(
-            f'the files of dataset_path = "{dataset_path}" have the extensions '
-            f"{', '.join(repr(extension) for extension in sorted(formats))}, from which the format "
-            f"does not follow. Set dataset to one of {', '.join(FORMATS)}."
-        )
-    return next(iter(formats.values()))
-
-
-def _extension(file: Path) -> str:
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in _COMPRESSED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
 
 
 def _standard_library_files() -> tuple[Path, ...]:

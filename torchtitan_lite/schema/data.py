@@ -36,7 +36,8 @@ class CorpusConfig(Section):
     """Name of the configuration (subset) of a data set on the hub."""
 
     dataset_split: str = "train"
-    """Split of a data set on the hub. Local files have no splits; there it is only a label."""
+    """Split of a data set on the hub, and of a local folder whose file names are those of several
+    splits: train, validation and test. Other local files have no splits."""
 
     text_column: str = "text"
     """Column with the text of a document. Files of the "text" format have only this one."""
@@ -106,7 +107,8 @@ class DataConfig(Section):
     """Name of the configuration (subset) of a data set on the hub."""
 
     dataset_split: str = "train"
-    """Split of a data set on the hub. Local files have no splits; there it is only a label."""
+    """Split of a data set on the hub, and of a local folder whose file names are those of several
+    splits: train, validation and test. Other local files have no splits."""
 
     text_column: str = "text"
     """Column with the text of a document."""

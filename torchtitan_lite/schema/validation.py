@@ -24,7 +24,7 @@ class ValidationConfig(Section):
     """Name of the configuration (subset) of a validation set on the hub."""
 
     dataset_split: str = "train"
-    """Split of a validation set on the hub."""
+    """Split of a validation set on the hub, or of a local folder with files of several splits."""
 
     text_column: str = "text"
     """Column of the validation set with the text of a document."""

@@ -82,6 +82,87 @@ def test_a_glob_a_file_and_another_column(tmp_path: Path) -> None:
         texts(open_corpus(wrong))
 
 
+ROW = '{"text": "%s"}\n'
+BESIDE_DATA = [
+    *("README.md", "LICENSE.txt", ".gitattributes", "._b.jsonl", ".ipynb_checkpoints/b.jsonl"),
+    *(".cache/huggingface/b.jsonl", "__MACOSX/b.jsonl", "dataset_infos.json", "__pycache__/b.json"),
+]
+
+
+@pytest.mark.parametrize("beside", BESIDE_DATA)
+def test_what_a_folder_holds_beside_its_data_is_not_read(tmp_path: Path, beside: str) -> None:
+    (tmp_path / "a.jsonl").write_text(ROW % "x")
+    (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / beside).write_bytes(b"\x00\x05\x16\x07 no data")
+    assert texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path)))) == ["x"]
+
+
+def test_documents_may_have_the_names_of_metadata(tmp_path: Path) -> None:
+    for name in ("README.md", "a.md", "LICENSE.txt"):
+        (tmp_path / name).write_text(name)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    assert texts(corpus) == ["LICENSE.txt", "README.md", "a.md"]
+
+
+def test_folders_of_save_to_disk(tmp_path: Path) -> None:
+    import datasets
+
+    splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path))
+    # What `map` leaves there.
+    datasets.load_from_disk(str(tmp_path / "train")).map(lambda row: {"text": row["text"] + "!"})
+    assert list(tmp_path.glob("train/cache-*.arrow"))
+    assert texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path / "train")))) == ["train"]
+    assert texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path)))) == ["train"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"train.jsonl": "train", "test.jsonl": "test", "other.jsonl": "other"},
+        {"train/a.jsonl": "train", "dev/a.jsonl": "validation"},
+        {
+            "data/train-00000-of-00001.json": "train",
+            "data/validation-00000-of-00001.json": "validation",
+            "README.md": "card",
+        },
+        {"my_train_file.jsonl": "train", "my_eval_file.jsonl": "test"},
+    ],
+)
+def test_a_folder_with_several_splits_is_read_by_split(
+    tmp_path: Path, names: dict[str, str]
+) -> None:
+    for name, text in names.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(ROW % text)
+    path = {"dataset_path": str(tmp_path)}
+    for split in {*names.values()} & {"train", "validation", "test"}:
+        assert texts(open_corpus(CorpusConfig(**path, dataset_split=split))) == [split]
+    everything = CorpusConfig(dataset_path=f"{tmp_path}/**/*.json*")
+    assert len(texts(open_corpus(everything))) == len(names) - ("README.md" in names)
+    with pytest.raises(DataError, match=r'of the splits .*but dataset_split = "all"'):
+        open_corpus(CorpusConfig(**path, dataset_split="all"))
+
+
+def test_names_that_only_look_like_splits_are_read(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "trainer.jsonl", "contest.jsonl", "latest.jsonl", "value.jsonl"):
+        (tmp_path / name).write_text(ROW % name)
+    assert len(texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path))))) == 5
+
+
+def test_configurations_of_a_data_card_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "en.jsonl").write_text(ROW % "x")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\nconfigs:\n- config_name: en\n---\n")
+    open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    assert "README.md defines configurations, which are not read" in caplog.text
+    caplog.clear()
+    (tmp_path / "README.md").write_text("# Data\nNo configs: here\n")
+    open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    assert caplog.text == ""
+
+
 def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = CorpusConfig(dataset_path=str(tmp_path / "*.txt"))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.faulty_writer import CrashingFiles
 from tests.forks import exit_status
 from tests.hugging_face import FAMILIES, add_tokenizer, make_folder, make_model, tensors_of, tokens
-from torchtitan_lite.checkpoint.hugging_face import to_hf
+from torchtitan_lite.checkpoint.hugging_face import save_assets, to_hf
 from torchtitan_lite.checkpoint.hugging_face.from_hf import HuggingFaceImport
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.hugging_face.to_hf import HuggingFaceExport
@@ -365,3 +365,20 @@ def test_urls_are_rejected_where_folders_are_required(
         arguments = [str(tmp_path), str(tmp_path / "out"), "--assets", "s3://bucket/assets"]
     assert main(["convert", "to-hf", *arguments]) == 2
     assert "is a URL; a folder on this machine is needed" in capsys.readouterr().err
+
+
+def test_further_templates_are_kept_and_exported(tmp_path: Path) -> None:
+    folder = add_tokenizer(make_folder(tmp_path / "hf", "llama"))
+    template = folder / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    exported = export_checkpoint(import_folder(folder, tmp_path / "ours"), tmp_path / "back")
+    for copy in (tmp_path / "ours" / "assets", exported):
+        assert (copy / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    saved = tmp_path / "run"
+    saved.mkdir()
+    save_assets(folder, str(saved))
+    template.write_text("{{ documents }}")
+    save_assets(folder, str(saved))
+    kept = saved / "assets" / "additional_chat_templates" / "tool_use.jinja"
+    assert kept.read_text() == "{{ documents }}"
