@@ -6,6 +6,7 @@ tokenizer.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -79,8 +80,15 @@ def _assistant_spans(
     tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation, messages: Messages
 ) -> tuple[str, list[tuple[int, int]]]:
     variables = conversation.variables
+    weights = [m.get("weight") != 0 for m in messages if m["role"] == ASSISTANT]
     if template.has_generation_blocks:
-        return template.render_with_spans(messages, variables)
+        whole, blocks = template.render_with_spans(messages, variables)
+        if not all(weights) and len(blocks) != len(weights):
+            raise TemplateRejection(
+                f"a message has the weight 0, but the template has {len(blocks)} generation blocks "
+                f"for {len(weights)} assistant messages"
+            )
+        return whole, list(compress(blocks, weights)) if not all(weights) else blocks
     whole = template.render(messages, variables)
     spans = []
     for place, message in enumerate(messages):
@@ -96,6 +104,8 @@ def _assistant_spans(
                 f"if more follow. Put {{% generation %}} and {{% endgeneration %}} around the "
                 f"assistant's text in the template, or remove such conversations."
             )
+        if message.get("weight") == 0:
+            continue
         spans.append((len(before), _end_of_turn(through, len(before), tokenizer.special_texts)))
     return whole, spans
 

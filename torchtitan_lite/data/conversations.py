@@ -147,6 +147,8 @@ def _problem_of_message(message: Any) -> str | None:
         return f"is {kind_of(message)}, not an object with role and content"
     if isinstance(message, RepeatedKeys) and message.repeated:
         return f"gives {', '.join(sorted(message.repeated))} several times, with different values"
+    if message.get("weight") not in (None, 0, 1):
+        return f"has the weight {message['weight']!r}, which may be 0 or 1"
     role, content = message.get("role"), message.get("content")
     if role is None:
         keys = ", ".join(map(repr, message)) or "none"

@@ -70,7 +70,14 @@ def _in_folder(folder: Path, extensions: Sequence[str]) -> list[Path]:
         parts = file.relative_to(folder).parts
         is_hidden = any(part.startswith((".", "__")) for part in parts)
         is_cache = file.name.startswith("cache-") and file.suffix == ".arrow"
-        if _extension(file) in extensions and file.is_file() and not (is_hidden or is_cache):
+        if _extension(file) not in extensions or is_hidden or is_cache:
+            continue
+        if file.is_symlink() and not file.exists():
+            raise DataError(
+                f"{file}: a link to {file.readlink()}, which does not exist. Restore the file, or "
+                "remove the link."
+            )
+        if file.is_file():
             files.append(file)
     return _without_metadata(files)
 

@@ -27,6 +27,7 @@ TEXT = "text"
 _DECOMPRESSION_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _ROWS_PER_READ = 256
 _BLANKS = " \t\r\n"
 
@@ -60,12 +61,24 @@ def read_rows(
     first, skipped = start
     read = _READERS.get(format, partial(_table_rows, format=format, columns=columns))
     for number, file in enumerate(files[first:], start=first):
+        refuse_pointer(file)
         index = 0
         for index, row in enumerate(read(file), start=1):
             if index > skipped:
                 yield (number, index), row
         # Positions of earlier releases count on into the next file.
         skipped = max(0, skipped - index)
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raise DataError for a file of Git LFS that was not downloaded. It is text, so that it could
+    be taken for data."""
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise DataError(
+                f"{file}: not the data but a pointer to it, of Git LFS. Run git lfs pull in that "
+                "repository, or download the file."
+            )
 
 
 def kind_of(value: Any) -> str:
@@ -289,13 +302,16 @@ def _opened(file: Path) -> Iterator[Any]:
     import fsspec
 
     try:
-        if file.suffix == ".zst":
+        if file.suffix.lower() == ".zst":
             import pyarrow
 
             with pyarrow.input_stream(str(file), compression="zstd") as raw:
                 yield io.BufferedReader(raw)
         else:
-            opened: Any = fsspec.open(str(file), "rb", compression="infer")
+            # By the extension, which fsspec wants in lower case.
+            opened: Any = fsspec.open(
+                str(file), "rb", compression=_COMPRESSIONS.get(file.suffix.lower())
+            )
             with opened as stream:
                 yield stream
     except _DECOMPRESSION_ERRORS as error:
@@ -309,6 +325,7 @@ def _opened(file: Path) -> Iterator[Any]:
         ) from error
 
 
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zip": "zip"}
 _READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {"json": _json_rows, "text": _document}
 _BATCHES = {"parquet": _parquet_batches, "arrow": _arrow_batches}
 _TITLES = {"parquet": "a Parquet", "arrow": "an Arrow"}

@@ -19,6 +19,7 @@ from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, END_OF_TURN, TU
 from torchtitan_lite.data.conversations import read_conversations
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.documents import read_documents
+from torchtitan_lite.data.row_files import refuse_pointer
 from torchtitan_lite.data.tokenizer_folder import (
     CONFIG,
     FILES,
@@ -248,6 +249,7 @@ def _require_file(folder: Path) -> Path:
             f"folder with the tokenizer files of a Hugging Face model, or omit it to train a "
             f"tokenizer on the corpus."
         )
+    refuse_pointer(file)
     return file
 
 

@@ -144,6 +144,28 @@ def test_targets_are_assistant_messages_and_their_end_tokens(
         assert decoded == expected
 
 
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
+def test_messages_of_weight_0_are_no_targets(tmp_path: Path, template: str) -> None:
+    folder = write_tokenizer(tmp_path, template)
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages: Messages = [{"role": role, "content": text} for role, text in turns]
+    [whole] = tokens_of(folder, [messages])
+    for index, bounds in ((1, whole.target_bounds[2:]), (3, whole.target_bounds[:2])):
+        weighted = [{**m, "weight": int(n != index)} for n, m in enumerate(messages)]
+        [tokens] = tokens_of(folder, [weighted])
+        assert tokens.ids.tolist() == whole.ids.tolist()
+        assert tokens.target_bounds.tolist() == bounds.tolist()
+
+
+def test_weights_need_a_generation_block_for_each_message(tmp_path: Path) -> None:
+    source = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    folder = write_tokenizer(tmp_path, source)
+    one, two = chat_messages()[0][:2], chat_messages()[2]
+    rejected = unusable(folder)
+    assert tokens_of(folder, [[*one, {**two[1], "weight": 0}]], rejected) == []
+    assert len(rejected) == 1
+
+
 def test_user_messages_change_no_target(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, CHATML)
     messages = chat_messages()

@@ -76,6 +76,10 @@ WRONG = {
     ),
     '{"messages": [{"role": "assistant"}]}': "message 1 has no content",
     '{"messages": [{"role": "user", "content": 3}]}': "message 1 has a number as its content",
+    '{"messages": [{"role": "user", "content": "x", "weight": 0.5}]}': "message 1 has the weight 0",
+    '{"messages": [{"role": "user", "content": "x", "content": "y"}]}': (
+        "message 1 gives content several times, with different values"
+    ),
     '{"messages": [{"role": "user", "content": "\\ud83d"}]}': "it contains an unpaired surrogate",
 }
 

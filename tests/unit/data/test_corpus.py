@@ -97,6 +97,13 @@ def test_what_a_folder_holds_beside_its_data_is_not_read(tmp_path: Path, beside:
     assert texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path)))) == ["x"]
 
 
+def test_a_link_to_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(ROW % "x")
+    (tmp_path / "b.jsonl").symlink_to("gone")
+    with pytest.raises(DataError, match=r"b.jsonl: a link to gone, which does not exist"):
+        open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+
+
 def test_documents_may_have_the_names_of_metadata(tmp_path: Path) -> None:
     for name in ("README.md", "a.md", "LICENSE.txt"):
         (tmp_path / name).write_text(name)

@@ -107,6 +107,15 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         "DIR/a.txt.bz2: not a .bz2 file that can be decompressed (Invalid data stream). Replace "
         "it, or exclude it from dataset_path.",
     ),
+    "a pointer of Git LFS": (
+        {"a.txt": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"},
+        "DIR/a.txt: not the data but a pointer to it, of Git LFS. Run git lfs pull in that "
+        "repository, or download the file.",
+    ),
+    "nested too deeply": (
+        {"a.jsonl": b'{"text": "x", "n": ' + b"[" * 10**6},
+        "DIR/a.jsonl:1: JSON that is nested too deeply. Correct the line or remove it.",
+    ),
     "not Parquet": (
         {"a.parquet": b"none"},
         "DIR/a.parquet: not a Parquet file that can be read (Parquet file size is 4 bytes, smaller "
@@ -182,6 +191,15 @@ READABLE: dict[str, tuple[dict[str, bytes], list[str]]] = {
     "Windows line breaks": ({"a.jsonl": GOOD.replace(b"\n", b"\r\n")}, ["one", "two"]),
     "a list of texts": ({"a.json": b'["one", "two"]'}, ["one", "two"]),
     "a tab in a text": ({"a.jsonl": b'{"text": "one\ttwo"}\n'}, ["one\ttwo"]),
+    "upper case": ({"a.JSONL.GZ": GZIP}, ["one", "two"]),
+    "gzip in parts": ({"a.jsonl.gz": GZIP + GZIP}, ["one", "two"] * 2),
+    "a long line": ({"a.jsonl": b'{"text": "%s"}' % (b"x" * 300_000)}, ["x" * 300_000]),
+    "control characters": ({"a.jsonl": b'{"text": "a\\u0000b\\ufeff"}'}, ["a\x00b\ufeff"]),
+    "a Spark folder": (
+        {"part-00000-c000.snappy.parquet": parquet({"text": ["x"]}), "_SUCCESS": b""},
+        ["x"],
+    ),
+    "many empty texts": ({"a.jsonl": b'{"text": ""}\n' * 9 + b'{"text": "x"}'}, ["x"]),
     "NaN": ({"a.jsonl": b'{"text": "one", "score": NaN}\n'}, ["one"]),
     "a line separator in a text": ({"a.jsonl": '{"text": "a\u2028b"}'.encode()}, ["a\u2028b"]),
     "texts like timestamps": (
@@ -289,6 +307,7 @@ UNUSABLE = {
     "no such key": (b'{"body": "x"}', "it has no 'text'; its columns are 'body'"),
     "no keys": (b"{}", "it has no 'text'; its columns are none"),
     "a number": (b'{"text": 3}', "'text' is a number, not a text"),
+    "NaN": (b'{"text": NaN}', "'text' is a number, not a text"),
     "a list": (b'{"text": ["x"]}', "'text' is a list, not a text"),
     "a repeated key": (
         b'{"text": "x", "text": "y"}',
