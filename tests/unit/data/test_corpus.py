@@ -114,8 +114,10 @@ def test_documents_may_have_the_names_of_metadata(tmp_path: Path) -> None:
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     import datasets
 
-    splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "test")}
-    datasets.DatasetDict(splits).save_to_disk(str(tmp_path))
+    splits = datasets.DatasetDict()
+    for name in ("train", "test"):
+        splits[name] = datasets.Dataset.from_dict({"text": [name]})
+    splits.save_to_disk(str(tmp_path))
     # What `map` leaves there.
     datasets.load_from_disk(str(tmp_path / "train")).map(lambda row: {"text": row["text"] + "!"})
     assert list(tmp_path.glob("train/cache-*.arrow"))
@@ -142,7 +144,7 @@ def test_a_folder_with_several_splits_is_read_by_split(
     for name, text in names.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(ROW % text)
-    path = {"dataset_path": str(tmp_path)}
+    path: dict[str, Any] = {"dataset_path": str(tmp_path)}
     for split in {*names.values()} & {"train", "validation", "test"}:
         assert texts(open_corpus(CorpusConfig(**path, dataset_split=split))) == [split]
     everything = CorpusConfig(dataset_path=f"{tmp_path}/**/*.json*")

@@ -140,7 +140,10 @@ def test_folders_of_early_releases_are_read_as_transformers_does(
     """special_tokens_map.json and added_tokens.json count unless tokenizer_config.json lists the
     added tokens."""
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
-    config = {"bos_token": "<|begin_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    config: dict[str, Any] = {
+        "bos_token": "<|begin_of_text|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     if with_decoder:
         config["added_tokens_decoder"] = {"300": {"content": "<a>", "special": True}}
     # As editors on Windows write it.
