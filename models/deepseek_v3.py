@@ -64,6 +64,8 @@ class DeepseekV3Dims:
     v_head_dim: int = 128
     """Width of a value."""
     vocab_size: int = 129280
+    pad_token_id: int | None = None
+    """Token whose embedding gets no gradient as an input."""
     norm_eps: float = 1e-6
     latent_norm_eps: float = _NORM_EPS
     """Of the norms of latents."""

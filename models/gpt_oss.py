@@ -47,6 +47,8 @@ class GptOssDims:
     window: int = 128
     """Positions that every second layer, from the first on, attends to."""
     vocab_size: int = 201088
+    pad_token_id: int | None = None
+    """Token whose embedding gets no gradient as an input."""
     norm_eps: float = 1e-5
     rope_theta: float = 150000.0
     rope_scaling: YarnScaling | None = None

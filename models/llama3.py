@@ -41,6 +41,8 @@ class Llama3Dims:
     hidden_dim: int
     """Width of the feed-forward block."""
     vocab_size: int = 128256
+    pad_token_id: int | None = None
+    """Token whose embedding gets no gradient as an input."""
     head_dim: int | None = None
     """Unset: dim / num_heads."""
     norm_eps: float = 1e-5

@@ -62,6 +62,8 @@ class Llama4Dims:
     temperature: Temperature | None = None
     """Growth of the queries of layers without rotary embedding."""
     vocab_size: int = 202048
+    pad_token_id: int | None = None
+    """Token whose embedding gets no gradient as an input."""
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None

@@ -41,6 +41,8 @@ class MixtralDims:
     num_kv_heads: int
     moe: MoEDims
     vocab_size: int = 32000
+    pad_token_id: int | None = None
+    """Token whose embedding gets no gradient as an input."""
     head_dim: int = 128
     norm_eps: float = 1e-5
     rope_theta: float = 1000000.0

@@ -48,6 +48,8 @@ class Qwen3Dims:
     hidden_dim: int | None = None
     moe: MoEDims | None = None
     vocab_size: int = 151936
+    pad_token_id: int | None = None
+    """Token whose embedding gets no gradient as an input."""
     head_dim: int = 128
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0

@@ -73,6 +73,8 @@ class Qwen3NextDims:
     chunk_size: int = 64
     """Positions that Gated DeltaNet computes at once."""
     vocab_size: int = 151936
+    pad_token_id: int | None = None
+    """Token whose embedding gets no gradient as an input."""
     norm_eps: float = 1e-6
     rope_theta: float = 10000000.0
     max_seq_len: int = 262144

@@ -4,6 +4,7 @@ Their sizes cover edge cases: grouped heads, a head width other than dim / heads
 that no number of ranks divides, RoPE scaling from a context that is shorter than the samples.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,12 @@ def save_config(folder: Path, family: str) -> Path:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     return folder
+
+
+def update_config(folder: Path, **values: Any) -> None:
+    """Set keys of a folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | values))
 
 
 def add_tokenizer(folder: Path) -> Path:

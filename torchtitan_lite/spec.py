@@ -351,7 +351,7 @@ class ModelSpec:
 _RUN_SETTINGS = {
     *("attention_backend", "document_mask", "dropout", "max_seq_len"),
     *("balance_loss_weight", "z_loss_weight", "bias_update_rate", "mtp_loss_weight"),
-    "chunk_size",
+    *("chunk_size", "pad_token_id"),
 }
 """Dimensions of a flavor that do not change the function of its weights: settings of the run."""
 

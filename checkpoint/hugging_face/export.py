@@ -15,6 +15,10 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.checkpoint.conversion import Tick, run_workers
+from torchtitan_lite.checkpoint.hugging_face.earlier_releases import (
+    TOKENIZER_CONFIG,
+    rewrite_tokenizer_config,
+)
 from torchtitan_lite.checkpoint.hugging_face.folder import copy_assets
 from torchtitan_lite.checkpoint.hugging_face.partial_folder import PartialFolder, check_absent
 from torchtitan_lite.checkpoint.storage.files import Files
@@ -163,6 +167,8 @@ class FolderExport(ABC):
                     f"{path / shard.file} has {length} bytes, but {shard.length} were written."
                 )
         copied = [] if self._assets is None else copy_assets(self._assets, path, self._files)
+        if TOKENIZER_CONFIG in copied:
+            rewrite_tokenizer_config(path, self._files)
         self._write_rest(copied)
         self.folder.finish()
         return copied

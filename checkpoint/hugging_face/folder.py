@@ -189,9 +189,11 @@ def copy_assets(
 ) -> list[str]:
     """Copy the assets that exist, durably, and return their names. Links are dereferenced."""
     files.make_folders(target)
-    found = [name for name in (*_ASSETS, *also) if (source / name).is_file()]
+    found = [*_assets_in(source), *(name for name in also if (source / name).is_file())]
     for name in found:
+        files.make_folders((target / name).parent)
         files.write_file(target / name, files.read(source / name))
+        files.sync_folder((target / name).parent)
     files.sync_folder(target)
     return found
 
@@ -269,9 +271,15 @@ def _sizes(values: Any) -> tuple[int, ...] | None:
     return tuple(values)
 
 
+def _assets_in(folder: Path) -> list[str]:
+    """Return the names of the assets in a folder."""
+    templates = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    names = [*_ASSETS, *(str(file.relative_to(folder)) for file in templates)]
+    return [name for name in names if (folder / name).is_file()]
+
+
 def _same_files(one: Path, other: Path) -> bool:
-    return all(
-        (one / name).is_file() == (other / name).is_file()
-        and (not (one / name).is_file() or (one / name).read_bytes() == (other / name).read_bytes())
-        for name in _ASSETS
+    names = _assets_in(one)
+    return names == _assets_in(other) and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names
     )

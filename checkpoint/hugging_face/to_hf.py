@@ -12,6 +12,7 @@ import torch
 
 from torchtitan_lite.checkpoint.adapters import MergedSnapshot
 from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.hugging_face.earlier_releases import with_earlier_keys
 from torchtitan_lite.checkpoint.hugging_face.export import (
     ExportFile,
     ExportTensor,
@@ -115,7 +116,7 @@ class HuggingFaceExport(FolderExport):
                 # That of a model with vision, say, is of more than these weights.
                 is_whole = "text_config" not in original
                 if is_whole and not self._model.differences(original):
-                    values = original
+                    values = with_earlier_keys(original, self._model.config)
         own = {key: self._model.config[key] for key in self._model.always_written}
         values = {**values, **own}
         if "quantization_config" in values:
@@ -125,8 +126,9 @@ class HuggingFaceExport(FolderExport):
                     "written. Pass --dtype bf16 to export it without quantization."
                 )
             values = {key: value for key, value in values.items() if key != "quantization_config"}
-        key = "dtype" if "dtype" in values else "torch_dtype"
-        return {**values, key: str(dtype).removeprefix("torch.")}
+        # transformers 5 writes "dtype", and earlier releases read "torch_dtype".
+        keys = {"torch_dtype", *(("dtype",) if "dtype" in values else ())}
+        return {**values, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
 
     def _check_zero(self, names: list[str]) -> None:
         ends = [rule.name.rpartition("*")[2] for rule in self._model.keys if not rule.forms]

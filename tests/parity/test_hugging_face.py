@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.hugging_face import FAMILIES, add_tokenizer, make_folder
+from tests.hugging_face import FAMILIES, add_tokenizer, make_folder, update_config
 from tests.job import run_job
 from tests.parity.meshes import assert_same
 from tests.pool import WorkerPool
@@ -70,6 +70,8 @@ def load(run: Path, folder: Path, parallelism: dict[str, Any]) -> tuple[Any, int
 
 def check(family: str, mesh: str, pools: Pools, tmp_path: Path) -> None:
     folder = add_tokenizer(make_folder(tmp_path / "hf", family))
+    # That of the begin of documents, which is an input in every block.
+    update_config(folder, pad_token_id=0)
     ((alone, read_alone),) = pools(1).run(load, tmp_path / "alone", folder, {})
     headers = sum(
         8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("model-*")

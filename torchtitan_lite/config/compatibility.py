@@ -25,10 +25,11 @@ _COMPARED_SECTIONS = (
     "debug",
     "quantize",
 )
+_MAY_DIFFER_OF_CORPUS = ("dataset_path", "max_unusable_fraction")
 _MAY_DIFFER = {
     "model": ("hf_assets_path", "print_after_conversion"),
     "training": (
-        "dataset_path",
+        *_MAY_DIFFER_OF_CORPUS,
         "cache_folder",
         "dataloader",
         "gc_freq",
@@ -90,7 +91,10 @@ def _compared(config: Config) -> Iterator[tuple[str, object]]:
             if key in _MAY_DIFFER.get(section, ()):
                 continue
             if key == "corpora":
-                value = [{k: v for k, v in one.items() if k != "dataset_path"} for one in value]
+                value = [
+                    {k: v for k, v in one.items() if k not in _MAY_DIFFER_OF_CORPUS}
+                    for one in value
+                ]
             yield f"{section}.{key}", value
 
 

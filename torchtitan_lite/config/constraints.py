@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite.checkpoint.hugging_face import HuggingFaceFolder, is_hugging_face
+from torchtitan_lite.checkpoint.storage import open_parent_storage
 from torchtitan_lite.config.mesh_constraints import (
     mesh_problems,
     on_gpu,
@@ -20,7 +22,7 @@ from torchtitan_lite.config.mesh_constraints import (
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.trained_model import trained_spec
-from torchtitan_lite.errors import ConfigError, MeshError
+from torchtitan_lite.errors import CheckpointError, ConfigError, MeshError
 from torchtitan_lite.mesh import ParallelDims, resolve_degrees
 from torchtitan_lite.models import check_family
 from torchtitan_lite.optional_dependencies import missing
@@ -44,6 +46,7 @@ def check_against(config: Config, world_size: int) -> None:
     if spec is not None:
         problems += _sequence_length(config, spec)
         problems += _attention(config, spec)
+        problems += _predictions(config, spec)
         problems += _export(config, spec)
     problems += _loss(config, spec, degrees)
     problems += _optimizer(config)
@@ -103,6 +106,34 @@ def _mesh_and_model(
     except ConfigError as error:
         problems.append(str(error))
     return problems, degrees, spec
+
+
+def _predictions(config: Config, spec: ModelSpec) -> Iterator[str]:
+    """Yield the layers of multi-token prediction that a Hugging Face folder lacks. Other weights
+    are checked when they are loaded."""
+    path = config.checkpoint.initial_load_path
+    if path is None or not spec.prediction_units:
+        return
+    try:
+        opened = open_parent_storage(path)
+        if not is_hugging_face(*opened):
+            return
+        keys = HuggingFaceFolder(*opened).tensors
+    except (CheckpointError, OSError):
+        # Reported where it is loaded, which a run that resumes does not do.
+        return
+    missing = [
+        unit
+        for unit in spec.prediction_units
+        if not any(key.startswith(f"model.{unit}.") for key in keys)
+    ]
+    if missing:
+        held = len(spec.prediction_units) - len(missing)
+        yield (
+            f"model.mtp_depth = {len(spec.prediction_units)}, but checkpoint.initial_load_path = "
+            f'"{path}" has {held or "no"} layers of multi-token prediction (no '
+            f"{', '.join(f'model.{unit}' for unit in missing)}). Set model.mtp_depth = {held}."
+        )
 
 
 def _sequence_length(config: Config, spec: ModelSpec) -> Iterator[str]:
@@ -315,6 +346,17 @@ def _validation(config: Config) -> Iterator[str]:
             "validation.dataset_path are unset and training.held_out_fraction is 0. Set one of "
             "them (held_out_fraction = 0.01 keeps 1 % of the documents out of training)."
         )
+    if not validation.enable or validation.corpus() is not None:
+        return
+    for name, section in _training_corpora(config).items():
+        is_online = section.dataset in REGISTRY.online_datasets
+        if section.streaming or is_online:
+            given = f'{name}.dataset = "{section.dataset}" is an online data set'
+            yield (
+                f"{given if is_online else f'{name}.streaming = true'}, and its held-out documents "
+                "are not known in advance, so they cannot be used for validation. Set "
+                "validation.dataset or validation.dataset_path, or validation.enable = false."
+            )
 
 
 def _samples(config: Config) -> Iterator[str]:

@@ -21,7 +21,8 @@ _CONFIGS = Path("configs")
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of the file. Raises ConfigError if it is missing or not TOML."""
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        # Editors on Windows write a byte order mark.
+        return tomli.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. {known_files(path)}".rstrip()) from None
     except OSError as error:

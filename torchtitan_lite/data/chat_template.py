@@ -1,8 +1,8 @@
 """The chat template of a tokenizer, which renders a conversation as one text.
 
-Finds and renders templates. Layer: above errors. Invariants: the rendered text equals that of
-`apply_chat_template` of transformers, so that training and inference use the same prompts; it
-depends on the files and the messages only, not on the date; and a template runs in Jinja's sandbox,
+Finds and renders templates. Layer: above tokenizer_folder. Invariants: the rendered text equals
+that of `apply_chat_template` of transformers, so that training and inference use the same prompts;
+it depends on the files and the rows only, not on the date; and a template runs in Jinja's sandbox,
 without access to files or Python's internals. `jinja2` is imported when a template is compiled, so
 that a start with a warm token cache does not import it.
 """
@@ -11,12 +11,18 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from torchtitan_lite.data.tokenizer_folder import (
+    CONFIG,
+    named_tokens,
+    read_tokenizer_config,
+)
 from torchtitan_lite.errors import DataError
 
 END_OF_TURN = "<|eot_id|>"
@@ -45,12 +51,13 @@ TODAY = datetime(2024, 7, 26)
 """Result of `strftime_now` in a template: the default date of Llama 3's templates. The real date
 would make a corpus' tokens depend on the day of tokenization."""
 
-_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _SPAN_BEGIN, _SPAN_END = "\U0010f5b0", "\U0010f5b1"
 """Private-use characters; `ChatTemplate.render_with_spans` checks that a text does not contain
 them."""
 
 Messages = Sequence[Mapping[str, Any]]
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, in the order in which transformers takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,42 +69,63 @@ class ChatTemplate:
     source: str
     special_tokens: Mapping[str, str]
     """Special tokens by name: `bos_token`, `eos_token` and so on."""
+    with_tools: "ChatTemplate | None" = None
+    """The template named "tool_use", for conversations with tools."""
 
     @property
     def fingerprint(self) -> str:
         """Return a hash that changes if the rendered text may have changed."""
         parts = [self.source, json.dumps(dict(self.special_tokens), sort_keys=True), str(TODAY)]
+        parts += [] if self.with_tools is None else [self.with_tools.fingerprint]
         return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
+
+    def chosen(self, variables: Mapping[str, Any]) -> "ChatTemplate":
+        """Return the template for a conversation with these variables."""
+        return self if self.with_tools is None or "tools" not in variables else self.with_tools
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Return the names that the template reads beside the messages and special tokens, such as
+        `tools` and `enable_thinking`."""
+        own = self._compiled.variables - {"messages", "add_generation_prompt", *self.special_tokens}
+        return own if self.with_tools is None else own | self.with_tools.variables
 
     @property
     def has_generation_blocks(self) -> bool:
         """Whether `{% generation %}` blocks mark the assistant's text."""
         return self._compiled.generation.is_used
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
-        """Render a conversation; `add_generation_prompt` appends the header of the assistant's next
-        message. Raises TemplateRejection."""
+    def render(
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Render a conversation with `variables`; `add_generation_prompt` appends the header of the
+        assistant's next message. Raises TemplateRejection."""
         template = self._compiled.template
+        given = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        given |= {
+            "messages": [_with_reasoning(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
+            return template.render(given)
         # A template is a program: besides Jinja's errors, any expression may raise.
         except Exception as error:
             raise TemplateRejection(f"{type(error).__name__}: {error}") from error
 
-    def render_with_spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+    def render_with_spans(
+        self, messages: Messages, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation, and return the character ranges [begin, end) of its `{% generation
         %}` blocks. Raises TemplateRejection."""
-        plain = self.render(messages)
+        plain = self.render(messages, variables)
         generation = self._compiled.generation
         generation.marks = (_SPAN_BEGIN, _SPAN_END)
         try:
-            marked = self.render(messages)
+            marked = self.render(messages, variables)
         finally:
             generation.marks = ("", "")
         pieces, spans, place, begin = [], [], 0, 0
@@ -116,6 +144,13 @@ class ChatTemplate:
             )
         return plain, spans
 
+    def take_undefined(self) -> set[str]:
+        """Return the undefined values that the template wrote, as nothing, since the last call."""
+        written = self._compiled.undefined
+        taken = set(written)
+        written.clear()
+        return taken
+
     @cached_property
     def _compiled(self) -> Any:
         from torchtitan_lite.data.template_environment import compile_template
@@ -128,52 +163,61 @@ class TemplateRejection(Exception):
 
 
 def find_template(folder: Path) -> ChatTemplate:
-    """Find the template of the tokenizer in `folder`: chat_template.jinja, else `chat_template` in
-    tokenizer_config.json. Raises DataError if there is none."""
-    config_file = folder / "tokenizer_config.json"
-    config = _read_json(config_file)
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        name, source = str(file), file.read_text(encoding="utf-8")
-    else:
-        name, source = str(config_file), _in_config(config.get("chat_template"), config_file)
-    if source is None:
+    """Find the template of the tokenizer in `folder`: chat_template.jinja and the files in
+    additional_chat_templates, else `chat_template` in tokenizer_config.json. Raises DataError if
+    there is none."""
+    config, config_file = read_tokenizer_config(folder), folder / CONFIG
+    named = _in_files(folder) or _in_config(config.get("chat_template"), config_file)
+    if not named:
         raise DataError(
             f"the tokenizer in {folder} has no chat template, which a chat (a corpus with "
             f"messages_column, or --chat) needs. Add chat_template.jinja to that folder (the "
             f"template of the model's chat version, which then has the tokens that it uses), or "
             f'"chat_template" to tokenizer_config.json.'
         )
-    # Older folders define the tokens in a separate file.
-    named = _read_json(folder / "special_tokens_map.json") | config
-    special_tokens = {
-        f"{kind}_token": _content(named[f"{kind}_token"])
-        for kind in _NAMED_TOKENS
-        if named.get(f"{kind}_token") is not None
-    }
-    return ChatTemplate(name=name, source=source, special_tokens=special_tokens)
-
-
-def _in_config(value: Any, config_file: Path) -> str | None:
-    """Return the template in `tokenizer_config.json`: a text, or the "default" one in a list."""
-    if value is None or isinstance(value, str):
-        return value
-    named = value if isinstance(value, dict) else {t["name"]: t["template"] for t in value}
     if "default" not in named:
         raise DataError(
-            f"{config_file} has the chat templates {', '.join(map(repr, sorted(named)))}, but "
-            f'none named "default", which is the one that is used. Rename one of them, or add '
-            f"chat_template.jinja to that folder."
+            f"the tokenizer in {folder} has the chat templates "
+            f'{", ".join(map(repr, sorted(named)))}, but none named "default", which conversations '
+            f"without tools use. Rename one of them, or add chat_template.jinja to that folder."
         )
-    return named["default"]
+    special_tokens = named_tokens(config)
+    templates = {
+        kind: ChatTemplate(name=name, source=source, special_tokens=special_tokens)
+        for kind, (name, source) in named.items()
+    }
+    return replace(templates["default"], with_tools=templates.get("tool_use"))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose reasoning has the names that templates read."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _in_files(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return file and source of the templates in files, by name."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    return {
+        name: (str(file), file.read_text(encoding="utf-8"))
+        for name, file in files.items()
+        if file.is_file()
+    }
+
+
+def _in_config(value: Any, config_file: Path) -> dict[str, tuple[str, str]]:
+    """Return the same of the templates in tokenizer_config.json: a text, or several by name."""
+    if value is None:
+        return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}") from error
-
-
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
+        named = {"default": value} if isinstance(value, str) else value
+        named = named if isinstance(named, dict) else {t["name"]: t["template"] for t in named}
+    except (TypeError, KeyError) as error:
+        raise DataError(
+            f'"chat_template" in {config_file} is neither a text nor a list of templates with '
+            f"name and template ({type(error).__name__}: {error})."
+        ) from error
+    return {name: (str(config_file), source) for name, source in named.items()}

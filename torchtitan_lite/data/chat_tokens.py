@@ -6,13 +6,16 @@ tokenizer.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_lite.data.chat_template import ChatTemplate, TemplateRejection
-from torchtitan_lite.data.conversations import ASSISTANT, Conversation, Unusable
+from torchtitan_lite.data.conversations import ASSISTANT, Conversation
 from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.data.tool_calls import Messages, argument_forms
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 
 
@@ -30,17 +33,27 @@ def tokenize_conversations(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     conversations: Sequence[Conversation],
-    unusable: Unusable,
+    unusable: UnusableRows,
 ) -> list[ConversationTokens]:
     """Tokenize conversations; those that the template rejects are added to `unusable`. Raises
     DataError if the template does not mark the assistant's text."""
     rendered = []
     for conversation in conversations:
+        chosen = template.chosen(conversation.variables)
         try:
-            text, spans = _assistant_spans(tokenizer, template, conversation)
+            text, spans = _rendered(tokenizer, chosen, conversation)
         except TemplateRejection as rejection:
             unusable.add(conversation.place, f"the template rejects it ({rejection})")
             continue
+        finally:
+            undefined = chosen.take_undefined()
+        for name in sorted(undefined):
+            unusable.remark(conversation.place, f"lack {name}, and {chosen.name} writes nothing")
+        for name, value in conversation.variables.items():
+            if value and name not in chosen.variables:
+                unusable.remark(
+                    conversation.place, f"have {name}, and {chosen.name} does not read it"
+                )
         rendered.append((conversation, text, spans))
     encoded = tokenizer.encode_rendered([text for _, text, _ in rendered])
     return [
@@ -49,20 +62,40 @@ def tokenize_conversations(
     ]
 
 
-def _assistant_spans(
+def _rendered(
     tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and the character ranges of the assistant."""
+    """Return the text of a conversation, and the character ranges of the assistant, with the
+    arguments of tool calls in the first form that the template accepts."""
+    rejections = []
+    for messages in argument_forms(conversation.messages):
+        try:
+            return _assistant_spans(tokenizer, template, conversation, messages)
+        except TemplateRejection as rejection:
+            rejections.append(rejection)
+    raise rejections[0]
+
+
+def _assistant_spans(
+    tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation, messages: Messages
+) -> tuple[str, list[tuple[int, int]]]:
+    variables = conversation.variables
+    weights = [m.get("weight") != 0 for m in messages if m["role"] == ASSISTANT]
     if template.has_generation_blocks:
-        return template.render_with_spans(conversation.messages)
-    messages = conversation.messages
-    whole = template.render(messages)
+        whole, blocks = template.render_with_spans(messages, variables)
+        if not all(weights) and len(blocks) != len(weights):
+            raise TemplateRejection(
+                f"a message has the weight 0, but the template has {len(blocks)} generation blocks "
+                f"for {len(weights)} assistant messages"
+            )
+        return whole, list(compress(blocks, weights)) if not all(weights) else blocks
+    whole = template.render(messages, variables)
     spans = []
     for place, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        before = template.render(messages[:place], add_generation_prompt=True)
-        through = template.render(messages[: place + 1])
+        before = template.render(messages[:place], variables, add_generation_prompt=True)
+        through = template.render(messages[: place + 1], variables)
         if not (whole.startswith(through) and through.startswith(before)):
             raise DataError(
                 f"{template.name} does not show where message {place + 1} of {conversation.place} "
@@ -71,6 +104,8 @@ def _assistant_spans(
                 f"if more follow. Put {{% generation %}} and {{% endgeneration %}} around the "
                 f"assistant's text in the template, or remove such conversations."
             )
+        if message.get("weight") == 0:
+            continue
         spans.append((len(before), _end_of_turn(through, len(before), tokenizer.special_texts)))
     return whole, spans
 

@@ -1,20 +1,25 @@
-"""Reading and checking the conversations of a chat corpus. All problems are reported at once, each
-with its position. Layer: above corpus."""
+"""Reading and checking the conversations of a chat corpus.
+
+Layer: above corpus, documents, tool_calls and unusable_rows.
+"""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.file_problems import DECOMPRESSION_ERRORS
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.data.documents import missing_column
+from torchtitan_lite.data.row_files import RepeatedKeys, kind_of
+from torchtitan_lite.data.tool_calls import argument_problem
+from torchtitan_lite.data.unusable_rows import UnusableRows
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "ipython", "function")
-_LISTED = 20
-"""Maximum problems listed in an error; the rest is counted."""
+_LISTS = ("tools", "documents")
+"""Columns with a list of objects, which transformers passes to every template."""
+_MORE_VARIABLES = "chat_template_kwargs"
+"""Column with further variables of the template, as TRL names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,8 @@ class Conversation:
     text: str
     """Return the messages as JSON, which decides whether the conversation is held out, independent
     of template and tokenizer."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template that the row gives, such as `tools`."""
 
     def message_texts(self) -> Iterator[str]:
         """Return the texts of the messages, to train a tokenizer."""
@@ -37,120 +44,95 @@ class Conversation:
             yield from (text for part in parts if isinstance(text := part.get("text"), str))
 
 
-class Unusable:
-    """Unusable conversations, reported together."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        self._corpus = corpus
-        self._problems: list[str] = []
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, place: str, why: str) -> None:
-        """Add one, at `place`."""
-        self._count += 1
-        if self._count <= _LISTED:
-            self._problems.append(f"  {place}: {why}")
-
-    def check(self) -> None:
-        """Raise DataError if there are any."""
-        if self._count == 0:
-            return
-        more = self._count - len(self._problems)
-        listed = "\n".join(self._problems + ([f"  and {more} more"] if more else []))
-        few = "1 conversation" if self._count == 1 else f"{self._count} conversations"
-        raise DataError(
-            f"{few} of {self._corpus.name} cannot be used:\n{listed}\n"
-            f'Mend or remove them. A conversation is {{"{self._corpus.column}": [{{"role": "user", '
-            f'"content": "..."}}, {{"role": "assistant", "content": "..."}}, ...]}}.'
-        )
+def read_conversations(
+    corpus: Corpus, unusable: UnusableRows, variables: Collection[str] = ()
+) -> Iterator[Conversation]:
+    """Yield the conversations of `corpus` in order, each with `tools`, `documents`, the entries of
+    `chat_template_kwargs` and the columns `variables` of its row. Those that cannot be used are
+    added to `unusable`. Raises DataError for a file that cannot be read."""
+    names = {*_LISTS, _MORE_VARIABLES, *variables} - {corpus.column}
+    for row in corpus.rows([corpus.column, *names]).rows:
+        unusable.num_rows += 1
+        if row.damage:
+            unusable.add(row.place, row.damage, is_damage=True)
+        elif corpus.column not in row.values:
+            unusable.add(row.place, missing_column(row, corpus.column))
+        else:
+            # All rows of a table have all keys that any row has.
+            values = _without_nulls(row.values) if row.columns else row.values
+            conversation = _conversation(row.place, values, corpus.column, names)
+            if isinstance(conversation, str):
+                unusable.add(row.place, conversation)
+            else:
+                yield conversation
 
 
-def read_conversations(corpus: Corpus, unusable: Unusable) -> Iterator[Conversation]:
-    """Yield the conversations of `corpus` in order. Invalid ones are added to `unusable`; after the
-    first of them the rest is only checked."""
-    for place, value in _values(corpus, unusable):
-        problem = _problem_of(value)
-        if problem is not None:
-            unusable.add(place, problem)
-            continue
-        # Columns of a table have all keys that any message has.
-        messages = [{k: v for k, v in message.items() if v is not None} for message in value]
-        try:
-            text = json.dumps(messages, ensure_ascii=False, sort_keys=True)
-            text.encode()
-        except UnicodeEncodeError as error:
-            unusable.add(place, f"it contains an unpaired surrogate ({error.reason})")
-            continue
-        except (TypeError, ValueError) as error:
-            unusable.add(place, f"it contains a value that is not valid JSON ({error})")
-            continue
-        if not unusable:
-            yield Conversation(place=place, messages=messages, text=text)
-
-
-def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
-    """Yield the values of the messages column with their positions."""
-    if corpus.format != "json":
-        for number, value in enumerate(corpus.values(), start=1):
-            yield f"row {number}", value
-        return
-    # Not read by `datasets`, which reports neither all invalid lines nor their positions.
-    corpus.check_not_empty()
-    for file in corpus.files:
-        for place, text in _examples(file):
-            if text == b"":
-                unusable.add(place, "an empty line")
-                continue
-            try:
-                example = json.loads(text) if isinstance(text, bytes) else text
-            except json.JSONDecodeError as error:
-                unusable.add(place, f"not JSON ({error.msg}, column {error.colno})")
-                continue
-            except UnicodeDecodeError as error:
-                byte = error.object[error.start]
-                unusable.add(place, f"not UTF-8 (byte 0x{byte:02x}, column {error.start + 1})")
-                continue
-            except (ValueError, RecursionError) as error:
-                unusable.add(place, f"not JSON ({error})")
-                continue
-            if not isinstance(example, dict) or corpus.column not in example:
-                unusable.add(place, _no_messages(example, corpus.column))
-                continue
-            yield place, example[corpus.column]
-
-
-def _examples(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the lines of a file as bytes, or the values of a single JSON list."""
-    # Imported here, because a start with a warm token cache does not need it.
-    import fsspec
-
+def _conversation(
+    place: str, values: Mapping[str, Any], column: str, names: Collection[str]
+) -> Conversation | str:
+    """Return the conversation of a row, or why there is none."""
+    messages: Any = values.get(column)
+    problem = _problem_of(messages)
+    if problem is not None:
+        return problem
+    if isinstance(values, RepeatedKeys) and column in values.repeated:
+        return f"{column!r} is given several times, with different values"
+    messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     try:
-        opened: Any = fsspec.open(str(file), "rb", compression="infer")
-        with opened as lines:
-            for number, line in enumerate(lines, start=1):
-                if number == 1 and line.lstrip().startswith(b"["):
-                    values = json.loads(line + lines.read())
-                    yield from ((f"{file}, item {n}", one) for n, one in enumerate(values, start=1))
-                    return
-                yield f"{file}:{number}", line.strip()
-    except (*DECOMPRESSION_ERRORS, ValueError) as error:
-        raise DataError(f"cannot read {file}: {type(error).__name__}: {error}") from error
+        variables = _variables(values, names)
+        text = json.dumps(messages, ensure_ascii=False, sort_keys=True)
+        (text + json.dumps(variables, ensure_ascii=False)).encode()
+    except UnicodeEncodeError as error:
+        return f"it contains an unpaired surrogate ({error.reason})"
+    except TypeError as error:
+        return f"it contains a value that is not valid JSON ({error})"
+    except ValueError as error:
+        return str(error)
+    return Conversation(place=place, messages=messages, text=text, variables=variables)
 
 
-def _no_messages(example: Any, column: str) -> str:
-    if not isinstance(example, dict):
-        return f"not a JSON object but {_kind(example)}"
-    keys = ", ".join(repr(key) for key in list(example)[:8]) or "none"
-    return f"no key {column!r}; its keys are {keys}"
+def _variables(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the template's variables in a row. Raises ValueError."""
+    given = {name: values[name] for name in names if values.get(name) is not None}
+    more = _parsed(_MORE_VARIABLES, given.pop(_MORE_VARIABLES, {}))
+    if not isinstance(more, dict):
+        raise ValueError(f"{_MORE_VARIABLES} is {kind_of(more)}, not an object")
+    given |= more
+    for name in _LISTS:
+        listed = _parsed(name, given.pop(name, None))
+        if listed is None:
+            continue
+        if not isinstance(listed, list):
+            raise ValueError(f"{name} is {kind_of(listed)}, not a list")
+        given[name] = [_parsed(name, one) for one in listed]
+        for one in given[name]:
+            if not isinstance(one, dict):
+                raise ValueError(f"{name} contains {kind_of(one)}, not only objects")
+    return given
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """Return the value of JSON text, or `value`."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None if name in _LISTS else {}
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{name} is text that is not JSON: {error}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _problem_of(messages: Any) -> str | None:
     """Return the problem of an example's messages."""
     if not isinstance(messages, list):
-        return f"the messages are {_kind(messages)}, not a list"
+        return f"the messages are {kind_of(messages)}, not a list"
     if not messages:
         return "it has no messages"
     for number, message in enumerate(messages, start=1):
@@ -162,7 +144,11 @@ def _problem_of(messages: Any) -> str | None:
 
 def _problem_of_message(message: Any) -> str | None:
     if not isinstance(message, dict):
-        return f"is {_kind(message)}, not an object with role and content"
+        return f"is {kind_of(message)}, not an object with role and content"
+    if isinstance(message, RepeatedKeys) and message.repeated:
+        return f"gives {', '.join(sorted(message.repeated))} several times, with different values"
+    if message.get("weight") not in (None, 0, 1):
+        return f"has the weight {message['weight']!r}, which may be 0 or 1"
     role, content = message.get("role"), message.get("content")
     if role is None:
         keys = ", ".join(map(repr, message)) or "none"
@@ -172,13 +158,9 @@ def _problem_of_message(message: Any) -> str | None:
     if content is None and not message.get("tool_calls"):
         return "has no content"
     if isinstance(content, list):
-        wrong = next((part for part in content if not isinstance(part, dict)), None)
-        return None if wrong is None else f"has {_kind(wrong)} among the parts of its content"
-    if content is not None and not isinstance(content, str):
-        return f"has {_kind(content)} as its content, which is a text or a list of parts"
-    return None
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
-    return "null" if value is None else kinds.get(type(value), "a number")
+        wrong = [part for part in content if not isinstance(part, dict)]
+        if wrong:
+            return f"has {kind_of(wrong[0])} among the parts of its content"
+    elif content is not None and not isinstance(content, str):
+        return f"has {kind_of(content)} as its content, which is a text or a list of parts"
+    return argument_problem(message)

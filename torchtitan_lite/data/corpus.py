@@ -1,37 +1,38 @@
-"""The documents of a corpus, read through the `datasets` library.
+"""The rows of a corpus: local files, a data set of the hub, read through the `datasets` library, or
+a registered data set.
 
 Resolves the files or the hub data set of a `CorpusConfig`, and reports errors of reading them.
-Layer: above errors, log and section. Invariant: `open_corpus` and the fingerprint of local files do
-not import `datasets`, so that a start with a warm token cache is fast.
+Layer: above errors, local_files, row_files and section. Invariant: `open_corpus` and the
+fingerprint of local files do not import `datasets`, so that a start with a warm token cache is
+fast.
 """
 
-import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchtitan_lite.data.file_problems import first_problem
+from torchtitan_lite.data.local_files import FORMATS, local_files
+from torchtitan_lite.data.row_files import Position, Row, read_rows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
-FORMATS = {
-    "json": (".json", ".jsonl", ".ndjson"),
-    "jsonl": (".jsonl", ".json", ".ndjson"),
-    "parquet": (".parquet",),
-    "arrow": (".arrow",),
-    "text": (".txt", ".text", ".md"),
-}
-"""File extensions searched in a folder. A file given by name may have any."""
-
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _C4_SPLITS = {"c4": "train", "c4_validation": "validation", "c4_test": "train"}
-_DOCUMENTS_PER_READ = 256
+_ROWS_PER_READ = 256
+
+
+class RowStream(NamedTuple):
+    """Rows of a corpus from a position on."""
+
+    rows: Iterator[Row]
+    state: Callable[[], dict[str, Any]]
+    """Returns JSON values from which `Corpus.rows` continues behind the last row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,70 +47,77 @@ class Corpus:
     is_chat: bool
     """Whether `column` holds conversations, not texts."""
     format: str | None
-    """The builder in `datasets` for local files, else None."""
+    """"json", "parquet", "arrow" or "text" for local files, else None."""
     files: tuple[Path, ...]
     hub_name: str | None
     hub_config: str | None
     split: str
     streaming: bool
-    cache_folder: Path
+    max_unusable_fraction: float
     reader: Callable[[], Iterable[Any]] | None = None
     """Of a registered data set."""
 
-    def documents(self) -> Iterator[str]:
-        """Yield all non-empty documents in order."""
-        for value in self.values():
-            text = self.text_of({self.column: value})
-            if text:
-                yield text
+    def rows(self, columns: Collection[str], state: Mapping[str, Any] | None = None) -> RowStream:
+        """Return the rows from `state` on, by default all, with those of `columns` that exist.
+        Raises DataError for what cannot be read, here and in reading."""
+        if self.hub_name is not None:
+            return self._hub_rows(columns, state)
+        position = _position(state)
 
-    def values(self) -> Iterator[Any]:
-        """Yield the column in order, from a memory-mapped table that `datasets` keeps in its own
-        cache."""
+        def read() -> Iterator[Row]:
+            nonlocal position
+            for following, row in self._local_rows(columns, position):
+                position = following
+                yield row
+
+        return RowStream(read(), lambda: {"file": position[0], "row": position[1]})
+
+    def _local_rows(
+        self, columns: Collection[str], start: Position
+    ) -> Iterator[tuple[Position, Row]]:
         if self.reader is not None:
-            yield from self.reader()
+            values = islice(self.reader(), start[1], None)
+            for number, value in enumerate(values, start=start[1] + 1):
+                yield (0, number), Row(f"{self.name}, row {number}", {self.column: value})
             return
-        with self.reading():
-            dataset = self._load(streaming=False)
-            self._check_column(dataset.column_names)
-            dataset = dataset.select_columns([self.column])
-        batches = dataset.iter(batch_size=_DOCUMENTS_PER_READ)
-        while True:
-            with self.reading():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield from batch[self.column]
+        self.check_not_empty()
+        files = self.files
+        if self.name == DEFAULT_DATASET:
+            files = tuple(file for file in files if _is_utf8(file))
+        yield from read_rows(files, str(self.format), columns, start)
 
-    def stream(self) -> Any:
-        """Return the documents as a `datasets.IterableDataset`, from the start."""
-        if self.reader is not None:
-            import datasets
+    def _hub_rows(self, columns: Collection[str], state: Mapping[str, Any] | None) -> RowStream:
+        import datasets
 
-            return datasets.IterableDataset.from_generator(self._examples)
-        with self.reading():
-            dataset = self._load(streaming=True)
+        load: Any = datasets.load_dataset
+        with _reading(self.name):
+            dataset = load(
+                self.hub_name, self.hub_config, split=self.split, streaming=self.streaming
+            )
             names = dataset.column_names
             if names is None:
                 names = list(next(iter(dataset.take(1)), {self.column: ""}))
             self._check_column(names)
-            return dataset.select_columns([self.column])
+            dataset = dataset.select_columns([name for name in names if name in columns])
+            if not self.streaming:
+                return RowStream(self._read(dataset.iter(_ROWS_PER_READ), names), dict)
+            if state is not None:
+                dataset.load_state_dict(dict(state))
+        batches = ({name: [value] for name, value in row.items()} for row in dataset)
+        return RowStream(self._read(batches, names), dataset.state_dict)
 
-    def _examples(self) -> Iterator[dict[str, Any]]:
-        assert self.reader is not None
-        for value in self.reader():
-            yield {self.column: value}
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Convert an exception of `datasets` to one line with the file and line, if found."""
-        with _reading(self.name, self._problem):
-            yield
-
-    def _problem(self) -> str | None:
-        if self.hub_name is not None:
-            return None
-        return first_problem(self.files, str(self.format), self.column, is_chat=self.is_chat)
+    def _read(self, batches: Iterator[dict[str, list[Any]]], names: list[str]) -> Iterator[Row]:
+        """Yield the rows of batches, by column, of `datasets`."""
+        number = 0
+        while True:
+            with _reading(self.name):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for values in zip(*batch.values(), strict=True):
+                number += 1
+                row = dict(zip(batch, values, strict=True))
+                yield Row(f"{self.name}, row {number}", row, columns=names)
 
     def check_not_empty(self) -> None:
         """Raise DataError if all local files are empty."""
@@ -122,43 +130,7 @@ class Corpus:
             "document. Write documents to it, or set dataset_path to another file."
         )
 
-    def text_of(self, example: dict[str, Any]) -> str:
-        """Return the text of one example; "" if it has none."""
-        value = example[self.column]
-        if value is None:
-            return ""
-        if not isinstance(value, str):
-            raise DataError(
-                f"{self.name}: column {self.column!r} contains {type(value).__name__}, but a "
-                f"document is text. Set text_column to a column of strings."
-            )
-        return value
-
-    def _load(self, streaming: bool) -> Any:
-        import datasets
-
-        if self.hub_name is not None:
-            return datasets.load_dataset(
-                self.hub_name, self.hub_config, split=self.split, streaming=streaming
-            )
-        self.check_not_empty()
-        files = [str(path) for path in self.files]
-        if self.name == DEFAULT_DATASET:
-            files = [str(path) for path in self.files if _is_utf8(path)]
-        options: dict[str, Any] = {"sample_by": "document"} if self.format == "text" else {}
-        # Each path is a file that exists; escaping keeps `datasets` from reading it as a pattern.
-        return datasets.load_dataset(
-            str(self.format),
-            data_files={"train": [glob.escape(file) for file in files]},
-            split="train",
-            streaming=streaming,
-            cache_dir=str(self.cache_folder / "datasets"),
-            **options,
-        )
-
     def _check_column(self, names: list[str]) -> None:
-        if not names and (problem := self._problem()):
-            raise DataError(problem)
         if self.column not in names:
             remedy = (
                 "messages_column to the one with the messages"
@@ -172,7 +144,7 @@ class Corpus:
             )
 
 
-def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
+def open_corpus(config: CorpusConfig) -> Corpus:
     """Open the corpus in `config`. Raises DataError if it does not exist, or has no documents."""
     if config.dataset in REGISTRY.online_datasets:
         raise DataError(f'"{config.dataset}" is an online data set, which has no documents.')
@@ -180,9 +152,9 @@ def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
     is_chat = config.messages_column is not None
     column = config.text_column if config.messages_column is None else config.messages_column
     if config.dataset_path is not None:
-        format, files = _local_files(config.dataset, config.dataset_path)
+        format, files = local_files(config, tuple(_C4_SPLITS))
     elif config.dataset in REGISTRY.datasets:
-        return _registered(config, column, cache_folder, is_chat=is_chat)
+        return _registered(config, column, is_chat=is_chat)
     elif config.dataset == DEFAULT_DATASET:
         format, files = "text", _standard_library_files()
         column = column if is_chat else "text"
@@ -228,11 +200,11 @@ def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
         hub_config=hub_config,
         split=split,
         streaming=config.streaming,
-        cache_folder=cache_folder,
+        max_unusable_fraction=config.max_unusable_fraction,
     )
 
 
-def _registered(config: CorpusConfig, column: str, cache_folder: Path, *, is_chat: bool) -> Corpus:
+def _registered(config: CorpusConfig, column: str, *, is_chat: bool) -> Corpus:
     dataset = REGISTRY.datasets[config.dataset]
     parts = ("registered", config.dataset, dataset.version, column, repr(is_chat))
     return Corpus(
@@ -246,66 +218,9 @@ def _registered(config: CorpusConfig, column: str, cache_folder: Path, *, is_cha
         hub_config=None,
         split="",
         streaming=config.streaming,
-        cache_folder=cache_folder,
+        max_unusable_fraction=config.max_unusable_fraction,
         reader=dataset.documents,
     )
-
-
-def _local_files(dataset: str, dataset_path: str) -> tuple[str, tuple[Path, ...]]:
-    """Return the format and the sorted files of `dataset_path`."""
-    format_name = dataset if dataset in FORMATS else None
-    if format_name is None and dataset != DEFAULT_DATASET and dataset not in _C4_SPLITS:
-        raise DataError(
-            f'dataset = "{dataset}" names a data set on the hub and dataset_path = '
-            f'"{dataset_path}" names local files. Leave dataset out, or set it to the format of '
-            f"the files: {', '.join(FORMATS)}."
-        )
-    path = Path(dataset_path).expanduser().absolute()
-    if path.is_file():
-        matches = [path]
-    elif path.is_dir():
-        extensions = FORMATS[format_name] if format_name else tuple(sum(FORMATS.values(), ()))
-        matches = [file for file in path.rglob("*") if _extension(file) in extensions]
-    else:
-        matches = [Path(file) for file in glob.glob(str(path), recursive=True)]
-    # `Dataset.save_to_disk` writes two metadata files next to its data.
-    files = tuple(
-        sorted(
-            file
-            for file in matches
-            if file.is_file() and file.name not in ("dataset_info.json", "state.json")
-        )
-    )
-    if not files:
-        kind = f" with the extensions {', '.join(FORMATS[format_name])}" if format_name else ""
-        raise DataError(
-            f'dataset_path = "{dataset_path}" (that is, {path}) matches no file{kind}. Name a '
-            f"file, a folder or a glob; a relative path is taken from the working directory."
-        )
-    return format_name or _format_of(dataset_path, files), files
-
-
-def _format_of(dataset_path: str, files: tuple[Path, ...]) -> str:
-    formats: dict[str, str] = {}
-    for file in files:
-        extension = _extension(file)
-        formats[extension] = next(
-            (f for f, extensions in FORMATS.items() if extension in extensions), ""
-        )
-    if len(set(formats.values())) != 1 or "" in formats.values():
-        raise DataError(
-            f'the files of dataset_path = "{dataset_path}" have the extensions '
-            f"{', '.join(repr(extension) for extension in sorted(formats))}, from which the format "
-            f"does not follow. Set dataset to one of {', '.join(FORMATS)}."
-        )
-    return next(iter(formats.values()))
-
-
-def _extension(file: Path) -> str:
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in _COMPRESSED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
 
 
 def _standard_library_files() -> tuple[Path, ...]:
@@ -353,9 +268,9 @@ def _fingerprint_on_hub(
 
 
 @contextmanager
-def _reading(name: str, problem_of: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Convert exceptions of `datasets` to one clear error, that of `problem_of` if it finds one,
-    and keep its progress bars and logs off the console."""
+def _reading(name: str) -> Iterator[None]:
+    """Convert exceptions of `datasets` to one clear error, and keep its progress bars and logs off
+    the console."""
     import datasets
 
     verbosity = datasets.logging.get_verbosity()
@@ -370,8 +285,6 @@ def _reading(name: str, problem_of: Callable[[], str | None] = lambda: None) -> 
     # `datasets` documents no common base class: an unknown name, an unreachable hub,
     # a damaged file and a wrong split raise different classes.
     except Exception as error:
-        if problem := problem_of():
-            raise DataError(problem) from error
         cause = error.__cause__ or error
         offline = (
             " The hub can only be reached online and with HF_HUB_OFFLINE unset; for files on this "
@@ -387,3 +300,16 @@ def _reading(name: str, problem_of: Callable[[], str | None] = lambda: None) -> 
         datasets.logging.set_verbosity(verbosity)
         if had_bars:
             datasets.enable_progress_bars()
+
+
+def _position(state: Mapping[str, Any] | None) -> Position:
+    """Return the position in `state`. Earlier releases stored the one of `datasets`: rows of a
+    file, and rows read since, which may be of later files."""
+    if state is None:
+        return 0, 0
+    if "file" in state:
+        return state["file"], state["row"]
+    inner = state["examples_iterable"]
+    since = inner.get("num_chunks_since_previous_state", 0)
+    inner = inner.get("previous_state", inner)
+    return (0, since) if inner is None else (inner["shard_idx"], inner["shard_example_idx"] + since)

@@ -67,9 +67,7 @@ def open_data(
     """
     cache_folder = Path(config.cache_folder).expanduser().absolute()
     settings = config.resolved_corpora()
-    opened_corpora = [
-        None if is_online(one) else open_corpus(one, cache_folder) for one in settings
-    ]
+    opened_corpora = [None if is_online(one) else open_corpus(one) for one in settings]
     corpora = [corpus for corpus in opened_corpora if corpus is not None]
     if hf_assets_path is None and not corpora:
         raise DataError(
@@ -135,7 +133,7 @@ def open_validation(
     )
     tokenized: list[TokenizedCorpus | None] = []
     if validation.corpus() is None and config.held_out_fraction:
-        corpora = [open_corpus(corpus, cache_folder) for corpus in config.resolved_corpora()]
+        corpora = [open_corpus(corpus) for corpus in config.resolved_corpora()]
         tokenized = [None if corpus.streaming else opened.tokenize(corpus) for corpus in corpora]
     return opened.validation_data(
         validation,
@@ -271,7 +269,7 @@ class _Opener:
     ) -> Sequence[PackedBlocks | DocumentWindows]:
         own = validation.corpus()
         if own is not None:
-            corpus = open_corpus(own, self.cache_folder)
+            corpus = open_corpus(own)
             whole = self.tokenize(corpus, held_out_fraction=0.0)
             part = _Part(whole.train, f"the validation set {whole.name!r}", "add documents")
             return [self.blocks(part, seq_len, stride)]

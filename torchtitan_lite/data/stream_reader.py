@@ -13,12 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.documents import text_of
 from torchtitan_lite.data.token_cache import is_held_out
 from torchtitan_lite.data.tokenization import (
     DocumentTokenizer,
     PendingTokens,
     TokenizationWorkers,
 )
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 
 _DOCUMENTS_PER_RUN = 32
@@ -137,20 +139,21 @@ class StreamReader:
     def _batches(self, origin: Origin) -> Iterator[tuple[PendingTokens, dict[str, Any]]]:
         """Read from `origin` to the end of the data. Yield the documents of each run, which are
         being tokenized, with the state after them."""
-        dataset = self._corpus.stream()
-        if origin.dataset_state is not None:
-            dataset.load_state_dict(origin.dataset_state)
-        examples = iter(dataset)
-        while True:
-            with self._corpus.reading():
-                batch = list(islice(examples, _DOCUMENTS_PER_RUN))
-            if not batch:
-                return
-            texts = [self._corpus.text_of(example) for example in batch]
+        corpus, unusable = self._corpus, UnusableRows(self._corpus)
+        stream, is_reported = corpus.rows([corpus.column], origin.dataset_state), False
+        while batch := list(islice(stream.rows, _DOCUMENTS_PER_RUN)):
+            texts = [text_of(row, corpus.column, unusable) for row in batch]
+            unusable.check(is_end=False)
+            if unusable and not is_reported:
+                is_reported = True
+                unusable.report()
             kept = [
                 text for text in texts if text and not is_held_out(text, self._held_out_fraction)
             ]
-            yield self._tokenizer.submit(kept), dataset.state_dict()
+            yield self._tokenizer.submit(kept), stream.state()
+        if origin.dataset_state is None:
+            unusable.check()
+        unusable.report()
 
 
 def _run(origin: Origin, documents: list[np.ndarray], state: dict[str, Any]) -> TokenRun:

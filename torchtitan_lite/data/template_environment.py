@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, Undefined, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import missing
 
 from torchtitan_lite.errors import DataError
 
@@ -45,13 +46,19 @@ class CompiledTemplate:
 
     template: Template
     generation: Generation
+    variables: frozenset[str]
+    """Names that the template reads and does not set."""
+    undefined: set[str]
+    """Undefined values that renders have written, as nothing."""
 
 
 def compile_template(name: str, source: str, today: datetime) -> CompiledTemplate:
     """Compile the template in `source`; `name` is for messages. Raises DataError."""
+    written: set[str] = set()
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
+        undefined=_recorded_in(written),
         extensions=[Generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _to_json
@@ -59,6 +66,7 @@ def compile_template(name: str, source: str, today: datetime) -> CompiledTemplat
     environment.globals["strftime_now"] = today.strftime
     try:
         template = environment.from_string(source)
+        variables = meta.find_undeclared_variables(environment.parse(source))
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         raise DataError(
@@ -66,7 +74,24 @@ def compile_template(name: str, source: str, today: datetime) -> CompiledTemplat
             f"{'' if line is None else f' (line {line} of the template)'}."
         ) from error
     (generation,) = (e for e in environment.extensions.values() if isinstance(e, Generation))
-    return CompiledTemplate(template=template, generation=generation)
+    return CompiledTemplate(
+        template=template,
+        generation=generation,
+        variables=frozenset(variables - environment.globals.keys()),
+        undefined=written,
+    )
+
+
+def _recorded_in(written: set[str]) -> type[Undefined]:
+    """Return a type of undefined values that adds those that a template writes to `written`."""
+
+    class Recorded(Undefined):
+        def __str__(self) -> str:
+            name = self._undefined_name
+            written.add(str(name) if self._undefined_obj is missing else f".{name}")
+            return ""
+
+    return Recorded
 
 
 def _raise(message: str) -> None:

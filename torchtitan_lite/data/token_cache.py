@@ -26,16 +26,20 @@ import numpy as np
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.chat_template import ChatTemplate, find_template
 from torchtitan_lite.data.chat_tokens import tokenize_conversations
-from torchtitan_lite.data.conversations import Unusable, read_conversations
+from torchtitan_lite.data.conversations import read_conversations
 from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.documents import read_documents
 from torchtitan_lite.data.progress import progress
 from torchtitan_lite.data.tokenizer import Tokenizer, TokenizerFiles, check_vocab_size
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.launcher.supervised import announce
 from torchtitan_lite.log import logger
 
-_FORMAT = 1
-_CHAT_FORMAT = 1
+_FORMAT = 2
+"""1: truncation and padding stored in tokenizer.json were applied, and some tokens were missing."""
+_CHAT_FORMAT = 2
+"""1: templates got neither tools nor other variables."""
 _PARTS = ("train", "held_out")
 _BATCH_BYTES = 2 * 2**20
 
@@ -89,13 +93,20 @@ def open_token_cache(
         announce("tokenizing")
         loaded = tokenizer.load()
         check_vocab_size(tokenizer.folder, loaded.vocab_size, vocab_size)
+        built = UnusableRows(corpus)
         batches = (
-            _texts(corpus, loaded) if template is None else _conversations(corpus, loaded, template)
+            _texts(corpus, loaded, built)
+            if template is None
+            else _conversations(corpus, loaded, template, built)
         )
-        _write(corpus, batches, loaded.vocab_size, held_out_fraction, temporary)
+        _write(corpus, batches, loaded.vocab_size, held_out_fraction, built, temporary)
 
     build_once(folder, f"the tokens of {corpus.name}", build)
     meta = json.loads((folder / "meta.json").read_text())
+    unusable = UnusableRows(corpus)
+    unusable.load(meta["unusable_rows"])
+    unusable.check()
+    unusable.report()
     check_vocab_size(tokenizer.folder, meta["vocab_size"], vocab_size)
     dtype = _token_dtype(meta["vocab_size"])
     train, held_out = (_open_part(folder / part, meta["parts"][part], dtype) for part in _PARTS)
@@ -128,9 +139,11 @@ class _Document(NamedTuple):
     """int64, within the document; None: all ids are targets."""
 
 
-def _texts(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[_Document]]:
+def _texts(
+    corpus: Corpus, tokenizer: Tokenizer, unusable: UnusableRows
+) -> Iterator[list[_Document]]:
     """Yield the documents of a text corpus, in batches."""
-    for texts in _batches(corpus.documents(), len):
+    for texts in _batches(read_documents(corpus, unusable), len):
         yield [
             _Document(text, ids, None)
             for text, ids in zip(texts, tokenize(tokenizer, texts), strict=True)
@@ -138,13 +151,11 @@ def _texts(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[_Document]]:
 
 
 def _conversations(
-    corpus: Corpus, tokenizer: Tokenizer, template: ChatTemplate
+    corpus: Corpus, tokenizer: Tokenizer, template: ChatTemplate, unusable: UnusableRows
 ) -> Iterator[list[_Document]]:
-    """Yield the documents of a chat corpus with targets, in batches. Raises DataError at the end if
-    any cannot be used."""
-    unusable = Unusable(corpus)
+    """Yield the documents of a chat corpus with targets, in batches."""
     count = left_out = 0
-    conversations = read_conversations(corpus, unusable)
+    conversations = read_conversations(corpus, unusable, template.variables)
     for batch in _batches(conversations, lambda conversation: len(conversation.text)):
         tokenized = tokenize_conversations(tokenizer, template, batch, unusable)
         documents = [
@@ -155,7 +166,6 @@ def _conversations(
         count += len(tokenized)
         left_out += len(tokenized) - len(documents)
         yield documents
-    unusable.check()
     if left_out:
         logger.warning(
             "corpus %s: %s of %s conversations have no assistant token and are skipped",
@@ -170,6 +180,7 @@ def _write(
     batches: Iterable[list[_Document]],
     vocab_size: int,
     fraction: float,
+    unusable: UnusableRows,
     folder: Path,
 ) -> None:
     dtype = _token_dtype(vocab_size)
@@ -186,6 +197,7 @@ def _write(
                 part = "held_out" if is_held_out(document.text, fraction) else "train"
                 writers[part].add(document)
             advance(len(documents), sum(len(document.ids) for document in documents))
+    unusable.check()
     if not any(writer.num_documents for writer in writers.values()):
         raise DataError(_empty_corpus_error(corpus))
     meta = {
@@ -193,6 +205,7 @@ def _write(
         "corpus": corpus.name,
         "vocab_size": vocab_size,
         "held_out_fraction": fraction,
+        "unusable_rows": unusable.values(),
         "parts": {part: writer.meta() for part, writer in writers.items()},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")

@@ -16,8 +16,18 @@ import numpy as np
 
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, END_OF_TURN, TURN_TOKENS
-from torchtitan_lite.data.conversations import Unusable, read_conversations
+from torchtitan_lite.data.conversations import read_conversations
 from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.documents import read_documents
+from torchtitan_lite.data.row_files import refuse_pointer
+from torchtitan_lite.data.tokenizer_folder import (
+    CONFIG,
+    FILES,
+    SPECIAL_TOKENS,
+    read_tokenizer_config,
+    token_text,
+)
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.launcher.supervised import announce
 from torchtitan_lite.log import logger
@@ -27,9 +37,6 @@ EOS = "<|end_of_text|>"
 _NUM_BYTES = 256
 _BOS_NAMES = (BOS, "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|endoftext|>", "<|im_end|>")
-_SPECIAL_KEYS = tuple(
-    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-)
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")
 _TRAINING_BYTES = 64 * 2**20
 _FORMAT = 1
@@ -38,13 +45,35 @@ _FORMAT = 1
 class Tokenizer:
     """A tokenizer, with the ids that begin and end a document."""
 
-    def __init__(self, inner: Any, bos_id: int | None, eos_id: int | None) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        bos_id: int | None,
+        eos_id: int | None,
+        *,
+        named_bos_id: int | None = None,
+    ) -> None:
+        """`bos_id` begins a document, `eos_id` ends it. `named_bos_id`: the id named so, which need
+        not begin documents."""
         self._inner = inner
+        # What the file stores is applied to every text. As in transformers, nothing is cut or
+        # padded unless asked.
+        inner.no_truncation()
+        inner.no_padding()
+        # Merges that are skipped at random would make the tokens depend on the reading rank.
+        if getattr(inner.model, "dropout", None):
+            logger.warning(
+                "the tokenizer skips merges at random (dropout = %g in tokenizer.json): this is "
+                "switched off, so that a text always has the same tokens",
+                inner.model.dropout,
+            )
+            inner.model.dropout = None
         # Text that looks like a special token is encoded as ordinary text, so
         # that no document can forge a document boundary.
         self._inner.encode_special_tokens = True
         self.bos_id = bos_id
         self.eos_id = eos_id
+        self.named_bos_id = bos_id if named_bos_id is None else named_bos_id
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         added = inner.get_added_tokens_decoder().values()
         self.special_texts = tuple(str(token.content) for token in added if token.special)
@@ -60,9 +89,6 @@ class Tokenizer:
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Encode rendered conversations: ids (uint32), with special tokens as spelled in the text,
         and the characters [begin, end) of each token (int64)."""
-        # As transformers does, whatever the tokenizer file specifies.
-        self._inner.no_truncation()
-        self._inner.no_padding()
         self._inner.encode_special_tokens = False
         try:
             encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
@@ -82,9 +108,8 @@ class Tokenizer:
         """Write the files that `load_tokenizer` reads."""
         self._inner.save(str(folder / "tokenizer.json"))
         names = {
-            key: self._inner.id_to_token(id)
+            key: None if id is None else self._inner.id_to_token(id)
             for key, id in (("bos_token", self.bos_id), ("eos_token", self.eos_id))
-            if id is not None
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n")
 
@@ -135,9 +160,9 @@ def trained_tokenizer(
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
-    """Load the tokenizer in `folder`: tokenizer.json, and tokenizer_config.json for the tokens that
-    only it defines and the names of those that begin and end a document (by default the usual
-    names). Raises DataError."""
+    """Load the tokenizer in `folder`: tokenizer.json, and the settings beside it for the tokens
+    that only they define and the names of those that begin and end a document (by default the
+    usual names; null: none). Raises DataError."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
     folder = Path(folder).expanduser()
@@ -146,16 +171,14 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         inner = HuggingFaceTokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{file} is not a tokenizer that can be read: {error}") from error
-    config_file = folder / "tokenizer_config.json"
-    try:
-        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"{config_file} is not JSON: {error}") from error
-    _add_tokens_of_config(inner, config, config_file)
+    config = read_tokenizer_config(folder)
+    _add_tokens_of_config(inner, config, folder / CONFIG)
+    named_bos_id = _special_id(inner, config, "bos_token", _BOS_NAMES)
     return Tokenizer(
         inner,
-        bos_id=_special_id(inner, config, "bos_token", _BOS_NAMES),
+        bos_id=None if config.get("add_bos_token") is False else named_bos_id,
         eos_id=_special_id(inner, config, "eos_token", _EOS_NAMES),
+        named_bos_id=named_bos_id,
     )
 
 
@@ -165,7 +188,7 @@ def special_ids(folder: Path | None) -> dict[str, int | None]:
     if folder is None or not (folder / "tokenizer.json").is_file():
         return {}
     tokenizer = load_tokenizer(folder)
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return {"bos_token_id": tokenizer.named_bos_id, "eos_token_id": tokenizer.eos_id}
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, *, chat: bool = False) -> Tokenizer:
@@ -226,19 +249,16 @@ def _require_file(folder: Path) -> Path:
             f"folder with the tokenizer files of a Hugging Face model, or omit it to train a "
             f"tokenizer on the corpus."
         )
+    refuse_pointer(file)
     return file
 
 
 def _fingerprint(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in FILES:
         file = folder / name
-        content = file.read_bytes() if file.is_file() else b""
-        digest.update(content)
+        digest.update(file.read_bytes() if file.is_file() else b"")
         digest.update(b"\x1f")
-        if b'"added_tokens_decoder"' in content:
-            # Earlier releases did not add these tokens, so their encodings are invalid.
-            digest.update(b"added")
     return digest.hexdigest()
 
 
@@ -251,7 +271,7 @@ def _add_tokens_of_config(inner: Any, config: Any, config_file: Path) -> None:
     try:
         listed = config.get("added_tokens_decoder") or {}
         by_id = [listed[id] for id in sorted(listed, key=int)]
-        named = [config[key] for key in _SPECIAL_KEYS if config.get(key) is not None]
+        named = [config[key] for key in SPECIAL_TOKENS if config.get(key) is not None]
         named += [*(config.get("additional_special_tokens") or ())]
         more = config.get("extra_special_tokens") or ()
         named += [*(more.values() if isinstance(more, dict) else more)]
@@ -277,13 +297,11 @@ def _add_tokens_of_config(inner: Any, config: Any, config_file: Path) -> None:
 def _special_id(
     inner: Any, config: dict[str, Any], key: str, usual_names: tuple[str, ...]
 ) -> int | None:
-    name = config.get(key)
-    if isinstance(name, dict):
-        name = name.get("content")
-    if name is None:
-        ids = (inner.token_to_id(usual) for usual in usual_names)
-        return next((id for id in ids if id is not None), None)
-    return inner.token_to_id(name)
+    if key in config:
+        # Null: the tokenizer has no such token, whatever its vocabulary contains.
+        return None if config[key] is None else inner.token_to_id(token_text(config[key]))
+    ids = (inner.token_to_id(usual) for usual in usual_names)
+    return next((id for id in ids if id is not None), None)
 
 
 def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
@@ -295,17 +313,13 @@ def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
 
 
 def _texts(corpus: Corpus) -> Iterator[str]:
+    """Yield the texts of a corpus; tokenization reports rows without one."""
+    unusable = UnusableRows(corpus)
     if corpus.is_chat:
-        return _message_texts(corpus)
-    if corpus.streaming:
-        return map(corpus.text_of, corpus.stream())
-    return corpus.documents()
-
-
-def _message_texts(corpus: Corpus) -> Iterator[str]:
-    unusable = Unusable(corpus)
-    for conversation in read_conversations(corpus, unusable):
-        yield from conversation.message_texts()
+        for conversation in read_conversations(corpus, unusable):
+            yield from conversation.message_texts()
+    else:
+        yield from read_documents(corpus, unusable)
     unusable.check()
 
 

@@ -111,7 +111,7 @@ def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
     cache_folder = Path(config.training.cache_folder).expanduser().absolute()
     found, why = None, f"it is not in {cache_folder}/tokenizers, or the corpora have changed"
     try:
-        corpora = [open_corpus(one, cache_folder) for one in config.training.resolved_corpora()]
+        corpora = [open_corpus(one) for one in config.training.resolved_corpora()]
         found = trained_tokenizer(corpora, weights.spec.vocab_size, cache_folder)
     except DataError as error:
         why = str(error)

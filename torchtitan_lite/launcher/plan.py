@@ -238,7 +238,7 @@ def _job_setting(arguments: Sequence[str], key: str) -> str | None:
     options = _options(arguments)
     files = [value for option, value in options if option in ("--config", "--job.config_file")]
     try:
-        tables = tomli.loads(Path(files[-1]).read_text()) if files else {}
+        tables = tomli.loads(Path(files[-1]).read_text(encoding="utf-8-sig")) if files else {}
     except (OSError, tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {files[-1]} cannot be read: {error}") from None
     overrides = [value for option, value in options if option == f"--job.{key}"]

@@ -151,13 +151,15 @@ class Decoder(nn.Module):
         attention_backend: Backend,
         tied_embeddings: bool,
         dropout: float,
+        pad_token_id: int | None = None,
         prediction_layers: Sequence[DecoderLayer] = (),
         prediction_loss_weight: float = 0.0,
         zero_centered_norms: bool = False,
     ) -> None:
-        """`prediction_layers` predict further tokens in training, one each. Their losses add
-        `prediction_loss_weight` times their mean to the objective, not to the returned loss.
-        `zero_centered_norms`: the norms of hidden states multiply by 1 + weight."""
+        """The embedding of `pad_token_id` gets no gradient as an input. `prediction_layers` predict
+        further tokens in training, one each. Their losses add `prediction_loss_weight` times their
+        mean to the objective, not to the returned loss. `zero_centered_norms`: the norms of hidden
+        states multiply by 1 + weight."""
         super().__init__()
         self.dropout = dropout
         self._prediction_weight = prediction_loss_weight / max(1, len(prediction_layers))
@@ -176,7 +178,7 @@ class Decoder(nn.Module):
             for number, kind in enumerate(kinds)
         }
         """The mask and the rotary embedding of each layer."""
-        self.tok_embeddings = nn.Embedding(vocab_size, dim)
+        self.tok_embeddings = nn.Embedding(vocab_size, dim, pad_token_id)
         self.layers = nn.ModuleDict(
             {
                 str(number): (DecoderBlock if number < len(layers) else PredictionBlock)(

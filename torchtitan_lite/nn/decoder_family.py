@@ -26,6 +26,8 @@ class DecoderDims(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def pad_token_id(self) -> int | None: ...
+    @property
     def norm_eps(self) -> float: ...
     @property
     def max_seq_len(self) -> int: ...
@@ -51,6 +53,7 @@ def build_decoder(
     return Decoder(
         dim=dims.dim,
         vocab_size=dims.vocab_size,
+        pad_token_id=dims.pad_token_id,
         norm_eps=dims.norm_eps,
         layers=dims.layers,
         attention_backend=dims.attention_backend,

@@ -49,7 +49,16 @@ def read_decoder(
         "norm_eps": config.number("rms_norm_eps", norm_eps),
         "max_seq_len": config.integer("max_position_embeddings"),
         "tied_embeddings": config.flag("tie_word_embeddings", default=False),
+        "pad_token_id": _pad_token_id(config, sizes["vocab_size"]),
     }
+
+
+def _pad_token_id(config: HuggingFaceConfig, vocab_size: int) -> int | None:
+    """Read the token whose embedding transformers does not train as an input. A negative one counts
+    from the end, as in `nn.Embedding`; one without an embedding is no input."""
+    given = config.given("pad_token_id")
+    is_input = type(given) is int and -vocab_size <= given < vocab_size
+    return given % vocab_size if is_input else None
 
 
 def decoder_values(dims: Any, *, attention_bias: bool = False) -> dict[str, Any]:
@@ -59,6 +68,7 @@ def decoder_values(dims: Any, *, attention_bias: bool = False) -> dict[str, Any]
         "rms_norm_eps": dims.norm_eps,
         "max_position_embeddings": dims.max_seq_len,
         "tie_word_embeddings": dims.tied_embeddings,
+        **({} if dims.pad_token_id is None else {"pad_token_id": dims.pad_token_id}),
         "hidden_act": "silu",
         "attention_bias": attention_bias,
         "attention_dropout": 0.0,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _RUN_TIME = {
     *("attention_backend", "document_mask", "dropout", "max_seq_len"),
     *("balance_loss_weight", "z_loss_weight", "bias_update_rate", "capacity_factor"),
-    *("mtp_depth", "mtp_loss_weight", "chunk_size"),
+    *("mtp_depth", "mtp_loss_weight", "chunk_size", "pad_token_id"),
 }
 """Dimensions that are not properties of the weights."""
 _LLAMA3 = {

@@ -390,9 +390,17 @@ class _Embedding(ParallelStyle):
         weight = module.weight
         assert isinstance(weight, DTensor)
         rows_VD = weight.to_local()
-        indices_BS = tokens_BS - _RowsOfRank(tp, weight.shape[0]).first
-        is_elsewhere_BS = (indices_BS < 0) | (indices_BS >= rows_VD.shape[0])
-        found_BSD = nn.functional.embedding(indices_BS.masked_fill(is_elsewhere_BS, 0), rows_VD)
+        first, num_rows = _RowsOfRank(tp, weight.shape[0]).first, rows_VD.shape[0]
+        indices_BS = tokens_BS - first
+        is_elsewhere_BS = (indices_BS < 0) | (indices_BS >= num_rows)
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None:
+            padding = padding - first if first <= padding < first + num_rows else None
+        found_BSD = nn.functional.embedding(
+            indices_BS.masked_fill(is_elsewhere_BS, 0),
+            rows_VD,
+            padding_idx=padding,
+        )
         found_BSD = found_BSD.masked_fill(is_elsewhere_BS[..., None], 0)
         parts = DTensor.from_local(found_BSD, tp, [Partial()], run_check=False)
         return parts.redistribute(placements=[self._stream]).to_local()

@@ -36,7 +36,8 @@ class CorpusConfig(Section):
     """Name of the configuration (subset) of a data set on the hub."""
 
     dataset_split: str = "train"
-    """Split of a data set on the hub. Local files have no splits; there it is only a label."""
+    """Split of a data set on the hub, and of a local folder whose file names are those of several
+    splits: train, validation and test. Other local files have no splits."""
 
     text_column: str = "text"
     """Column with the text of a document. Files of the "text" format have only this one."""
@@ -45,6 +46,11 @@ class CorpusConfig(Section):
     """Set for a chat data set, usually to "messages": the column with the messages of a
     conversation, each with `role` and `content`. The tokenizer's chat template makes a document of
     them, and only assistant tokens have a loss. Takes the place of `text_column`."""
+
+    max_unusable_fraction: Annotated[float, between(0, 1)] = 0.01
+    """Largest fraction of a corpus's rows that may have no usable text: no such column, null,
+    another type. They are left out with a warning that names the first; more are an error. Empty
+    texts do not count."""
 
     streaming: bool = False
     """Read the data set as a stream instead of tokenizing all of it before the first step."""
@@ -101,7 +107,8 @@ class DataConfig(Section):
     """Name of the configuration (subset) of a data set on the hub."""
 
     dataset_split: str = "train"
-    """Split of a data set on the hub. Local files have no splits; there it is only a label."""
+    """Split of a data set on the hub, and of a local folder whose file names are those of several
+    splits: train, validation and test. Other local files have no splits."""
 
     text_column: str = "text"
     """Column with the text of a document."""
@@ -110,6 +117,11 @@ class DataConfig(Section):
     """Set for a chat data set, usually to "messages": the column with the messages of a
     conversation, each with `role` and `content`. The tokenizer's chat template makes a document of
     them, and only assistant tokens have a loss. Takes the place of `text_column`."""
+
+    max_unusable_fraction: Annotated[float, between(0, 1)] = 0.01
+    """Largest fraction of a corpus's rows that may have no usable text: no such column, null,
+    another type. They are left out with a warning that names the first; more are an error. Empty
+    texts do not count."""
 
     streaming: bool = False
     """Read the data set as a stream instead of tokenizing all of it before the first step.
@@ -199,6 +211,7 @@ class DataConfig(Section):
                 dataset_split=self.dataset_split,
                 text_column=self.text_column,
                 messages_column=self.messages_column,
+                max_unusable_fraction=self.max_unusable_fraction,
                 streaming=self.streaming,
                 shuffle_window=self.shuffle_window,
             )

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig, DataLoaderConfig
-from torchtitan_lite.schema.section import Section, at_least, positive_or_minus_one
+from torchtitan_lite.schema.section import Section, at_least, between, positive_or_minus_one
 
 
 class ValidationConfig(Section):
@@ -24,7 +24,7 @@ class ValidationConfig(Section):
     """Name of the configuration (subset) of a validation set on the hub."""
 
     dataset_split: str = "train"
-    """Split of a validation set on the hub."""
+    """Split of a validation set on the hub, or of a local folder with files of several splits."""
 
     text_column: str = "text"
     """Column of the validation set with the text of a document."""
@@ -32,6 +32,10 @@ class ValidationConfig(Section):
     messages_column: str | None = None
     """Column of the validation set that holds the messages of a conversation. Set for a chat data
     set, as in `[training]`; held-out documents need it not."""
+
+    max_unusable_fraction: Annotated[float, between(0, 1)] = 0.01
+    """Largest fraction of the validation set's rows that may have no usable text, as in
+    `[training]`."""
 
     local_batch_size: Annotated[int, at_least(1)] = 8
     """Samples per rank and batch in validation."""
@@ -76,4 +80,5 @@ class ValidationConfig(Section):
             dataset_split=self.dataset_split,
             text_column=self.text_column,
             messages_column=self.messages_column,
+            max_unusable_fraction=self.max_unusable_fraction,
         )

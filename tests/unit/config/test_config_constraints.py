@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.config.constraints import check_against, check_pipeline
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.registry import REGISTRY
+from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.schema.section import Section
 
 
@@ -240,6 +242,39 @@ def test_a_missing_gpu(config, monkeypatch) -> None:
     assert 'job.device = "cuda", but there is no GPU' in config_error(
         config("--job.device", "cuda")
     )
+
+
+def test_held_out_documents_of_a_stream_are_not_known(config, monkeypatch) -> None:
+    options = ["--validation.enable", "--training.held_out_fraction", "0.01"]
+    text = config_error(config(*options, "--training.streaming"))
+    assert "training.streaming = true, and its held-out documents are not known" in text
+    monkeypatch.setitem(REGISTRY.online_datasets, "mine", lambda path: None)
+    text = config_error(config(*options, "--training.dataset", "mine"))
+    assert 'training.dataset = "mine" is an online data set, and its held-out documents' in text
+    separate = ["--training.streaming", "--validation.dataset", "c4_validation"]
+    check_against(config(*options, *separate), 1)
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_folder_must_have_the_layers_of_multi_token_prediction(
+    config, tmp_path: Path, held: int
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    weights = {f"model.layers.{n}.input_layernorm.weight": torch.ones(8) for n in range(4)}
+    spec = model_spec(ModelConfig(name="deepseek_v3", flavor="tiny", mtp_depth=2))
+    first, second = spec.prediction_units
+    if held:
+        weights[f"model.{first}.enorm.weight"] = torch.ones(8)
+    weights = {key: one for key, one in weights.items() if f".{second}." not in key}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    options = ["--model.name=deepseek_v3", "--model.flavor=tiny", "--checkpoint.enable"]
+    options += [f"--checkpoint.initial_load_path={folder}"]
+    text = config_error(config(*options, "--model.mtp_depth=2"))
+    assert f'model.mtp_depth = 2, but checkpoint.initial_load_path = "{folder}" has' in text
+    assert f"model.{second}). Set model.mtp_depth = {held}." in text
+    check_against(config(*options, f"--model.mtp_depth={held}"), 1)
 
 
 def test_validation_needs_data(config) -> None:

@@ -404,6 +404,12 @@ def test_broken_toml_is_one_error_with_its_line(write) -> None:
     assert "The line is: flavor = debugmodel  (text needs quotes" in text
 
 
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 7\r\n")
+    assert load_config(path, []).training.steps == 7
+
+
 def test_a_file_that_is_missing_or_not_text(write, tmp_path: Path) -> None:
     write("", "my_llama_debug.toml")
     text = message(tmp_path / "my_lama_debug.toml")

@@ -75,6 +75,99 @@ FORGETS_THOUGHTS = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 
+WITH_TOOLS = """\
+{%- macro call_of(call) %}
+    {%- set call = call.function if call.function else call %}
+    {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+    {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+    {{- '}\\n</tool_call>' }}
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+    {{- '# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.reasoning_content %}
+            {{- '<think>' + message.reasoning_content + '</think>' }}
+        {%- elif enable_thinking is defined and enable_thinking is false %}
+            {{- '<think></think>' }}
+        {%- endif %}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}{{ '\\n' + call_of(call) }}{% endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think></think>' }}
+    {%- endif %}
+{%- endif %}
+"""
+"""In the manner of Qwen's: tools before the first message, arguments as they are or as JSON."""
+
+WITH_TOOLS_OF_USER = """\
+{{- bos_token }}
+{%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}
+{%- if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}
+{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{%- if tools is not none %}{{ 'Environment: ipython\\n' }}{% endif %}
+{{- 'Today Date: ' + date_string + '<|eot_id|>' }}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception('This model only supports single tool-calls at once!') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}
+        {{- '}<|eot_id|>' }}
+    {%- elif message.role == 'tool' or message.role == 'ipython' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}{{ message.content }}{% endif %}
+        {{- '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+        {%- if loop.first and tools is not none %}
+            {%- for tool in tools %}{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}{% endfor %}
+        {%- endif %}
+        {{- message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+"""In the manner of Llama 3.1's: tools in the first user's message, arguments of an object."""
+
+WITH_ARGUMENT_TEXT = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- call.function.name + '\\n' + call.function.arguments + '\\n' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+"""In the manner of DeepSeek's: arguments are JSON text."""
+
 TEMPLATES = {
     "llama 3": LLAMA_3,
     "chatml": CHATML,

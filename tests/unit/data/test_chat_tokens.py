@@ -20,9 +20,10 @@ from tests.unit.data.chat_templates import (
 )
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRejection, find_template
 from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenize_conversations
-from torchtitan_lite.data.conversations import Conversation, Unusable
+from torchtitan_lite.data.conversations import Conversation
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
 
@@ -35,14 +36,14 @@ TOOLS: Messages = [
 ]
 
 
-def unusable(folder: Path) -> Unusable:
+def unusable(folder: Path) -> UnusableRows:
     (folder / "some.jsonl").touch()
     config = CorpusConfig(dataset_path=str(folder / "some.jsonl"), messages_column="messages")
-    return Unusable(open_corpus(config, folder))
+    return UnusableRows(open_corpus(config))
 
 
 def tokens_of(
-    folder: Path, messages: list[Messages], refused: Unusable | None = None
+    folder: Path, messages: list[Messages], refused: UnusableRows | None = None
 ) -> list[ConversationTokens]:
     conversations = [
         Conversation(place=f"chat.jsonl:{number}", messages=one, text=json.dumps(one))
@@ -143,6 +144,28 @@ def test_targets_are_assistant_messages_and_their_end_tokens(
         assert decoded == expected
 
 
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
+def test_messages_of_weight_0_are_no_targets(tmp_path: Path, template: str) -> None:
+    folder = write_tokenizer(tmp_path, template)
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages: Messages = [{"role": role, "content": text} for role, text in turns]
+    [whole] = tokens_of(folder, [messages])
+    for index, bounds in ((1, whole.target_bounds[2:]), (3, whole.target_bounds[:2])):
+        weighted = [{**m, "weight": int(n != index)} for n, m in enumerate(messages)]
+        [tokens] = tokens_of(folder, [weighted])
+        assert tokens.ids.tolist() == whole.ids.tolist()
+        assert tokens.target_bounds.tolist() == bounds.tolist()
+
+
+def test_weights_need_a_generation_block_for_each_message(tmp_path: Path) -> None:
+    source = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    folder = write_tokenizer(tmp_path, source)
+    one, two = chat_messages()[0][:2], chat_messages()[2]
+    rejected = unusable(folder)
+    assert tokens_of(folder, [[*one, {**two[1], "weight": 0}]], rejected) == []
+    assert len(rejected) == 1
+
+
 def test_user_messages_change_no_target(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, CHATML)
     messages = chat_messages()
@@ -193,7 +216,7 @@ def test_locations_of_a_template(tmp_path: Path) -> None:
     assert (actual.name, actual.source) == (str(config_file), CHATML)
     assert actual.special_tokens == {
         "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
+        "eos_token": "x",
         "pad_token": "<pad>",
     }
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": LLAMA_3}]
@@ -204,6 +227,19 @@ def test_locations_of_a_template(tmp_path: Path) -> None:
         find_template(folder)
     (folder / "chat_template.jinja").write_text(CHATML)
     assert find_template(folder).name.endswith("chat_template.jinja")
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [{"image_token": "<image>"}, {"extra_special_tokens": {"image_token": {"content": "<image>"}}}],
+)
+def test_tokens_of_the_model_have_names_in_a_template(
+    tmp_path: Path, tokens: dict[str, Any]
+) -> None:
+    folder = write_tokenizer(tmp_path, "{{ bos_token }}{{ image_token }}{{ add_bos_token }}")
+    config_file = folder / "tokenizer_config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | tokens))
+    assert find_template(folder).render(chat_messages()[0]) == "<|begin_of_text|><image>"
 
 
 def rendered(folder: Path, source: str) -> str:

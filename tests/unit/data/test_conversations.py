@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.data.chat_templates import CHAT
-from torchtitan_lite.data.conversations import Conversation, Unusable, read_conversations
+from torchtitan_lite.data.conversations import Conversation, read_conversations
 from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
 
@@ -17,8 +18,8 @@ LINES = CHAT.read_text().splitlines()
 
 
 def read(path: Path, cache: Path, column: str = "messages") -> list[Conversation]:
-    corpus = open_corpus(CorpusConfig(dataset_path=str(path), messages_column=column), cache)
-    unusable = Unusable(corpus)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(path), messages_column=column))
+    unusable = UnusableRows(corpus)
     result = list(read_conversations(corpus, unusable))
     unusable.check()
     return result
@@ -55,16 +56,15 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path, format: str) 
             "jsonl": f"{folder}/b.jsonl:{len(LINES) - 20}",
             "list": f"{folder}/all.json, item {len(LINES)}",
             "gz": f"{folder}/all.jsonl.gz:{len(LINES)}",
-            "parquet": f"row {len(LINES)}",
+            "parquet": f"{folder}/all.parquet, row {len(LINES)}",
         }[format]
     )
 
 
 WRONG = {
     '{"messages": [': "not JSON (Expecting value, column 15)",
-    " ": "an empty line",
     '"text"': "not a JSON object but a text",
-    '{"text": "x", "id": 3}': "no key 'messages'; its keys are 'text', 'id'",
+    '{"text": "x", "id": 3}': "it has no 'messages'; its columns are 'text', 'id'",
     '{"messages": "Hello"}': "the messages are a text, not a list",
     '{"messages": []}': "it has no messages",
     '{"messages": ["Hello"]}': "message 1 is a text, not an object with role and content",
@@ -76,6 +76,10 @@ WRONG = {
     ),
     '{"messages": [{"role": "assistant"}]}': "message 1 has no content",
     '{"messages": [{"role": "user", "content": 3}]}': "message 1 has a number as its content",
+    '{"messages": [{"role": "user", "content": "x", "weight": 0.5}]}': "message 1 has the weight 0",
+    '{"messages": [{"role": "user", "content": "x", "content": "y"}]}': (
+        "message 1 gives content several times, with different values"
+    ),
     '{"messages": [{"role": "user", "content": "\\ud83d"}]}': "it contains an unpaired surrogate",
 }
 
@@ -102,17 +106,17 @@ def test_many_invalid_conversations_are_counted(tmp_path: Path) -> None:
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl.gz"
     file.write_bytes(gzip.compress(LINES[0].encode() * 50)[:-20])
-    with pytest.raises(DataError, match=rf"cannot read {file}: EOFError"):
+    with pytest.raises(DataError, match=rf"{file}: not a .gz file that can be decompressed"):
         read(file, tmp_path / "cache")
     file = tmp_path / "chat.json"
     file.write_text('[{"messages": []},')
-    with pytest.raises(DataError, match=rf"cannot read {file}: JSONDecodeError"):
+    with pytest.raises(DataError, match=rf"{file}:1: not JSON \(Expecting value"):
         read(file, tmp_path / "cache")
     table = tmp_path / "chat.parquet"
     import datasets
 
     datasets.Dataset.from_dict({"text": ["x"]}).to_parquet(str(table))
-    with pytest.raises(DataError, match=r"no column 'messages'.* Set messages_column to"):
+    with pytest.raises(DataError, match=r"row 1: it has no 'messages'; its columns are 'text'"):
         read(table, tmp_path / "cache")
     at = [{"role": "user", "content": "x", "at": datetime.datetime(2024, 1, 1)}]
     datasets.Dataset.from_dict({"messages": [at]}).to_parquet(str(table))

@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.documents import read_documents
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.registry import REGISTRY, Dataset
 from torchtitan_lite.schema.data import CorpusConfig
 
 DOCUMENTS = ["first document", "second\nwith lines\n", "third ✓"]
+
+
+def texts(corpus: Corpus) -> list[str]:
+    unusable = UnusableRows(corpus)
+    read = list(read_documents(corpus, unusable))
+    unusable.check()
+    return read
 
 
 def write_json(folder: Path) -> None:
@@ -56,40 +65,128 @@ def test_formats(tmp_path: Path, format: str, named: bool) -> None:
     folder.mkdir()
     WRITERS[format](folder)
     settings: dict[str, Any] = {"dataset": format} if named else {}
-    corpus = open_corpus(CorpusConfig(dataset_path=str(folder), **settings), tmp_path / "cache")
-    assert list(corpus.documents()) == DOCUMENTS
-    assert [corpus.text_of(example) for example in corpus.stream()] == DOCUMENTS
+    corpus = open_corpus(CorpusConfig(dataset_path=str(folder), **settings))
+    assert texts(corpus) == DOCUMENTS
 
 
 def test_a_glob_a_file_and_another_column(tmp_path: Path) -> None:
     write_text(tmp_path)
-    glob = open_corpus(CorpusConfig(dataset_path=f"{tmp_path}/[01].txt"), tmp_path / "cache")
-    assert list(glob.documents()) == DOCUMENTS[:2]
+    glob = open_corpus(CorpusConfig(dataset_path=f"{tmp_path}/[01].txt"))
+    assert texts(glob) == DOCUMENTS[:2]
     file = tmp_path / "a.jsonl"
-    file.write_text('{"body": "x", "n": 1}\n{"body": null, "n": 2}\n{"body": "", "n": 3}\n')
-    corpus = open_corpus(CorpusConfig(dataset_path=str(file), text_column="body"), tmp_path / "c")
-    assert list(corpus.documents()) == ["x"]
-    with pytest.raises(DataError, match="column 'n' contains int"):
+    file.write_text('{"body": "x", "n": 1}\n{"body": "", "n": 3}\n')
+    corpus = open_corpus(CorpusConfig(dataset_path=str(file), text_column="body"))
+    assert texts(corpus) == ["x"]
+    with pytest.raises(DataError, match="'n' is a number, not a text"):
         wrong = CorpusConfig(dataset_path=str(file), text_column="n")
-        list(open_corpus(wrong, tmp_path / "c").documents())
+        texts(open_corpus(wrong))
+
+
+ROW = '{"text": "%s"}\n'
+BESIDE_DATA = [
+    *("README.md", "LICENSE.txt", ".gitattributes", "._b.jsonl", ".ipynb_checkpoints/b.jsonl"),
+    *(".cache/huggingface/b.jsonl", "__MACOSX/b.jsonl", "dataset_infos.json", "__pycache__/b.json"),
+]
+
+
+@pytest.mark.parametrize("beside", BESIDE_DATA)
+def test_what_a_folder_holds_beside_its_data_is_not_read(tmp_path: Path, beside: str) -> None:
+    (tmp_path / "a.jsonl").write_text(ROW % "x")
+    (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / beside).write_bytes(b"\x00\x05\x16\x07 no data")
+    assert texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path)))) == ["x"]
+
+
+def test_a_link_to_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(ROW % "x")
+    (tmp_path / "b.jsonl").symlink_to("gone")
+    with pytest.raises(DataError, match=r"b.jsonl: a link to gone, which does not exist"):
+        open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+
+
+def test_documents_may_have_the_names_of_metadata(tmp_path: Path) -> None:
+    for name in ("README.md", "a.md", "LICENSE.txt"):
+        (tmp_path / name).write_text(name)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    assert texts(corpus) == ["LICENSE.txt", "README.md", "a.md"]
+
+
+def test_folders_of_save_to_disk(tmp_path: Path) -> None:
+    import datasets
+
+    splits = datasets.DatasetDict()
+    for name in ("train", "test"):
+        splits[name] = datasets.Dataset.from_dict({"text": [name]})
+    splits.save_to_disk(str(tmp_path))
+    # What `map` leaves there.
+    datasets.load_from_disk(str(tmp_path / "train")).map(lambda row: {"text": row["text"] + "!"})
+    assert list(tmp_path.glob("train/cache-*.arrow"))
+    assert texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path / "train")))) == ["train"]
+    assert texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path)))) == ["train"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"train.jsonl": "train", "test.jsonl": "test", "other.jsonl": "other"},
+        {"train/a.jsonl": "train", "dev/a.jsonl": "validation"},
+        {
+            "data/train-00000-of-00001.json": "train",
+            "data/validation-00000-of-00001.json": "validation",
+            "README.md": "card",
+        },
+        {"my_train_file.jsonl": "train", "my_eval_file.jsonl": "test"},
+    ],
+)
+def test_a_folder_with_several_splits_is_read_by_split(
+    tmp_path: Path, names: dict[str, str]
+) -> None:
+    for name, text in names.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(ROW % text)
+    path: dict[str, Any] = {"dataset_path": str(tmp_path)}
+    for split in {*names.values()} & {"train", "validation", "test"}:
+        assert texts(open_corpus(CorpusConfig(**path, dataset_split=split))) == [split]
+    everything = CorpusConfig(dataset_path=f"{tmp_path}/**/*.json*")
+    assert len(texts(open_corpus(everything))) == len(names) - ("README.md" in names)
+    with pytest.raises(DataError, match=r'of the splits .*but dataset_split = "all"'):
+        open_corpus(CorpusConfig(**path, dataset_split="all"))
+
+
+def test_names_that_only_look_like_splits_are_read(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "trainer.jsonl", "contest.jsonl", "latest.jsonl", "value.jsonl"):
+        (tmp_path / name).write_text(ROW % name)
+    assert len(texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path))))) == 5
+
+
+def test_configurations_of_a_data_card_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "en.jsonl").write_text(ROW % "x")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\nconfigs:\n- config_name: en\n---\n")
+    open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    assert "README.md defines configurations, which are not read" in caplog.text
+    caplog.clear()
+    (tmp_path / "README.md").write_text("# Data\nNo configs: here\n")
+    open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    assert caplog.text == ""
 
 
 def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = CorpusConfig(dataset_path=str(tmp_path / "*.txt"))
-    before = open_corpus(config, tmp_path / "c").fingerprint
-    assert open_corpus(config, tmp_path / "c").fingerprint == before
+    before = open_corpus(config).fingerprint
+    assert open_corpus(config).fingerprint == before
     (tmp_path / "1.txt").write_text("changed")
-    assert open_corpus(config, tmp_path / "c").fingerprint != before
+    assert open_corpus(config).fingerprint != before
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_missing_column_lists_existing_ones(tmp_path: Path, streaming: bool) -> None:
+def test_a_missing_column_lists_existing_ones(tmp_path: Path) -> None:
     write_jsonl(tmp_path)
     config = CorpusConfig(dataset_path=str(tmp_path / "data.jsonl"), text_column="body")
-    corpus = open_corpus(config, tmp_path / "cache")
-    with pytest.raises(DataError, match="no column 'body'; its columns are 'text'"):
-        list(corpus.stream() if streaming else corpus.documents())
+    corpus = open_corpus(config)
+    with pytest.raises(DataError, match="has no 'body'; its columns are 'text'.* set text_column"):
+        texts(corpus)
 
 
 @pytest.mark.parametrize(
@@ -105,25 +202,25 @@ def test_a_missing_column_lists_existing_ones(tmp_path: Path, streaming: bool) -
 )
 def test_missing_files(tmp_path: Path, settings: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        open_corpus(CorpusConfig(**settings), tmp_path)
+        open_corpus(CorpusConfig(**settings))
 
 
 def test_ambiguous_and_damaged_files(tmp_path: Path) -> None:
     write_jsonl(tmp_path)
     write_text(tmp_path)
     with pytest.raises(DataError, match=r"extensions '.jsonl', '.txt'.*Set dataset to one of"):
-        open_corpus(CorpusConfig(dataset_path=str(tmp_path)), tmp_path)
+        open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
     with pytest.raises(DataError, match=r"matches no file with the extensions .parquet"):
-        open_corpus(CorpusConfig(dataset="parquet", dataset_path=str(tmp_path)), tmp_path)
+        open_corpus(CorpusConfig(dataset="parquet", dataset_path=str(tmp_path)))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "x"\n{{{')
-    corpus = open_corpus(CorpusConfig(dataset_path=str(bad)), tmp_path / "cache")
+    corpus = open_corpus(CorpusConfig(dataset_path=str(bad)))
     with pytest.raises(DataError, match=r"bad.jsonl:1: not JSON"):
-        list(corpus.documents())
+        texts(corpus)
 
 
 def test_the_standard_library_is_source_text(tmp_path: Path) -> None:
-    corpus = open_corpus(CorpusConfig(), tmp_path)
+    corpus = open_corpus(CorpusConfig())
     names = {file.name for file in corpus.files}
     assert {"argparse.py", "dataclasses.py"} <= names
     assert not any(part in ("site-packages", "test") for f in corpus.files for part in f.parts)
@@ -133,10 +230,12 @@ def test_the_standard_library_is_source_text(tmp_path: Path) -> None:
 def test_a_registered_data_set_gives_the_same_texts_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = ["one", "two", ""]
-    monkeypatch.setitem(REGISTRY.datasets, "mine", Dataset(documents=lambda: texts, version="1"))
-    corpus = open_corpus(CorpusConfig(dataset="mine"), tmp_path)
-    assert list(corpus.documents()) == ["one", "two"]
-    assert [example["text"] for example in corpus.stream()] == texts
-    monkeypatch.setitem(REGISTRY.datasets, "mine", Dataset(documents=lambda: texts, version="2"))
-    assert open_corpus(CorpusConfig(dataset="mine"), tmp_path).fingerprint != corpus.fingerprint
+    values = ["one", "two", ""]
+    monkeypatch.setitem(REGISTRY.datasets, "mine", Dataset(documents=lambda: values, version="1"))
+    corpus = open_corpus(CorpusConfig(dataset="mine"))
+    assert texts(corpus) == ["one", "two"]
+    rows, state = corpus.rows(["text"])
+    assert next(rows).values == {"text": "one"}
+    assert [row.values["text"] for row in corpus.rows(["text"], state()).rows] == ["two", ""]
+    monkeypatch.setitem(REGISTRY.datasets, "mine", Dataset(documents=lambda: values, version="2"))
+    assert open_corpus(CorpusConfig(dataset="mine")).fingerprint != corpus.fingerprint

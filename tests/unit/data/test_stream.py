@@ -40,7 +40,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path, documents: list[str]) -
 
 
 def stream_of(path: Path, tokenizer_folder: Path, cache: Path, fraction: float = 0.0):
-    corpus = open_corpus(CorpusConfig(dataset_path=str(path), streaming=True), cache)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(path), streaming=True))
     tokenizer = DocumentTokenizer(load_tokenizer(tokenizer_folder))
     reader = StreamReader(corpus, tokenizer, held_out_fraction=fraction)
     return StreamedBlocks(reader, SEQ_LEN)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.forks import FORK_SERVER
-from torchtitan_lite.data import open_data
+from torchtitan_lite.data import open_data, token_cache
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.token_cache import TokenizedCorpus, open_token_cache
@@ -61,7 +61,7 @@ def finish(started: tuple[Any, Connection]) -> tuple[str, set[str]]:
 
 
 def tokenized(folder: Path, cache: Path, fraction: float, path: Path = FIXTURE) -> TokenizedCorpus:
-    corpus = open_corpus(CorpusConfig(dataset_path=str(path)), cache)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(path)))
     tokenizer = open_tokenizer(str(folder), [corpus], 300, cache)
     return open_token_cache(
         corpus, tokenizer, held_out_fraction=fraction, vocab_size=300, cache_folder=cache
@@ -81,6 +81,19 @@ def test_documents_are_complete_and_in_order(
     assert (part.tokens[part.document_starts] == tokenizer.bos_id).all()
     assert (part.tokens[part.document_starts[1:] - 1] == tokenizer.eos_id).all()
     assert part.tokens.dtype == np.uint16
+
+
+def test_a_cache_with_truncated_documents_is_not_used(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokenized(tokenizer_folder, tmp_path / "expected", 0.0).train.digest
+    # What releases with format 1 made of a tokenizer that stores a truncation.
+    monkeypatch.setattr(token_cache, "_FORMAT", 1)
+    truncated = tokenized(tokenizer_folder, tmp_path, 0.0).train
+    [meta] = tmp_path.glob("tokens/*/meta.json")
+    meta.write_text(meta.read_text().replace(truncated.digest, "truncated"))
+    monkeypatch.undo()
+    assert tokenized(tokenizer_folder, tmp_path, 0.0).train.digest == expected
 
 
 def test_held_out_documents_are_in_only_one_part(
@@ -159,16 +172,40 @@ def test_a_damaged_or_unwritable_cache_is_named(tmp_path: Path, tokenizer_folder
 
 def test_a_corpus_without_text_is_rejected(tmp_path: Path, tokenizer_folder: Path) -> None:
     empty = tmp_path / "empty.jsonl"
-    empty.write_text('{"text": ""}\n{"text": null}\n')
+    empty.write_text('{"text": ""}\n{"text": ""}\n')
     with pytest.raises(DataError, match="no text in column 'text'"):
         tokenized(tokenizer_folder, tmp_path, 0.0, empty)
+
+
+def test_rows_without_text_are_reported_at_every_start(
+    tmp_path: Path, tokenizer_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"text": "x"}\n{"text": ""}\n{"text": null}\n{}\n')
+
+    def open_with(fraction: float) -> None:
+        corpus = open_corpus(CorpusConfig(dataset_path=str(path), max_unusable_fraction=fraction))
+        files = open_tokenizer(str(tokenizer_folder), [corpus], 300, tmp_path)
+        open_token_cache(
+            corpus, files, held_out_fraction=0.0, vocab_size=300, cache_folder=tmp_path
+        )
+
+    for _ in range(2):
+        caplog.clear()
+        open_with(0.5)
+        assert f"2 of 4 rows cannot be used and are left out; the first is {path}:3" in caplog.text
+        assert "1 of 4 rows are empty" in caplog.text
+    # A cache that was made with a higher limit does not hide them.
+    with pytest.raises(DataError, match="2 of 4 rows .* have no usable text"):
+        open_with(0.4)
 
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_tokenizer_larger_than_the_model(
     tmp_path: Path, tokenizer_folder: Path, warm: bool
 ) -> None:
-    corpus = open_corpus(CorpusConfig(dataset_path=str(FIXTURE)), tmp_path)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(FIXTURE)))
     tokenizer = open_tokenizer(str(tokenizer_folder), [corpus], 300, tmp_path)
     settings = {"held_out_fraction": 0.0, "cache_folder": tmp_path}
     if warm:

@@ -2,12 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer as HuggingFaceTokenizer
 from transformers import AutoTokenizer
 
-from torchtitan_lite.data.tokenizer import load_tokenizer, train_tokenizer
+from torchtitan_lite.data.tokenizer import (
+    load_tokenizer,
+    open_tokenizer,
+    special_ids,
+    train_tokenizer,
+)
 from torchtitan_lite.errors import DataError
 
 
@@ -30,6 +37,56 @@ def test_text_cannot_contain_special_tokens(tokenizer_folder: Path) -> None:
     [ids] = tokenizer.encode_batch(["a<|end_of_text|>b"])
     assert tokenizer.eos_id not in ids
     assert tokenizer.decode(ids) == "a<|end_of_text|>b"
+
+
+def with_settings(folder: Path, target: Path, **settings: Any) -> Path:
+    """Write a tokenizer folder whose tokenizer.json stores `settings`, like one that was saved
+    after use."""
+    target.mkdir()
+    values = json.loads((folder / "tokenizer.json").read_text())
+    values["model"]["dropout"] = settings.pop("dropout", None)
+    inner = HuggingFaceTokenizer.from_str(json.dumps(values))
+    if "truncation" in settings:
+        inner.enable_truncation(**settings["truncation"])
+    if "padding" in settings:
+        inner.enable_padding(**settings["padding"])
+    inner.save(str(target / "tokenizer.json"))
+    return target
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"truncation": {"max_length": 5}},
+        {"truncation": {"max_length": 8, "stride": 2, "direction": "left"}},
+        {"padding": {"length": 512}},
+        {"padding": {"pad_to_multiple_of": 64, "direction": "left"}},
+        {"truncation": {"max_length": 5}, "padding": {"length": 512}},
+        {"dropout": 0.5},
+    ],
+)
+@pytest.mark.parametrize("rendered_first", [False, True])
+def test_stored_settings_change_neither_texts_nor_conversations(
+    settings: dict[str, Any],
+    rendered_first: bool,
+    tokenizer_folder: Path,
+    documents: list[str],
+    tmp_path: Path,
+) -> None:
+    plain = load_tokenizer(tokenizer_folder)
+    stored = load_tokenizer(with_settings(tokenizer_folder, tmp_path / "stored", **settings))
+    for rendered in (rendered_first, not rendered_first):
+        if rendered:
+            expected, actual = (
+                [ids.tolist() for ids, _, _ in t.encode_rendered(documents)]
+                for t in (plain, stored)
+            )
+        else:
+            expected, actual = plain.encode_batch(documents), stored.encode_batch(documents)
+        assert actual == expected
+    stored.save(tmp_path)
+    saved = HuggingFaceTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert saved.truncation is saved.padding is saved.model.dropout is None
 
 
 @pytest.mark.parametrize("config", [None, {"eos_token": {"content": "<|begin_of_text|>"}}, {}])
@@ -76,6 +133,75 @@ def test_tokens_defined_only_in_the_config_get_the_ids_of_transformers(
     assert (again.vocab_size, again.bos_id, again.eos_id) == (304, 301, 302)
 
 
+@pytest.mark.parametrize("with_decoder", [False, True])
+def test_folders_of_early_releases_are_read_as_transformers_does(
+    with_decoder: bool, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """special_tokens_map.json and added_tokens.json count unless tokenizer_config.json lists the
+    added tokens."""
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    config: dict[str, Any] = {
+        "bos_token": "<|begin_of_text|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    if with_decoder:
+        config["added_tokens_decoder"] = {"300": {"content": "<a>", "special": True}}
+    # As editors on Windows write it.
+    mark = b"" if with_decoder else b"\xef\xbb\xbf"
+    files = {
+        "special_tokens_map.json": {"eos_token": {"content": "<e>"}, "pad_token": "<p>"},
+        "added_tokens.json": {"<p>": 302, "<e>": 301, "code": 303},
+    }
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(mark + json.dumps(config).encode())
+    ours = load_tokenizer(tmp_path)
+    assert ours.vocab_size == len(theirs)
+    if not with_decoder:
+        assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+        assert ours.eos_id == theirs.convert_tokens_to_ids("<e>") == 300
+    text = "some code <e> of <p> <a>"
+    [(ids, _, _)] = ours.encode_rendered([text])
+    assert ids.tolist() == theirs(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize(
+    ("config", "bos_id", "eos_id"),
+    [
+        ({"bos_token": None}, None, 1),
+        ({"eos_token": None, "bos_token": None}, None, None),
+        ({"add_bos_token": False}, None, 1),
+        ({"add_bos_token": True, "add_eos_token": False}, 0, 1),
+    ],
+)
+def test_a_tokenizer_may_have_no_token_at_a_begin_or_an_end(
+    config: dict[str, Any], bos_id: int | None, eos_id: int | None, tokenizer_folder, tmp_path: Path
+) -> None:
+    """As those of Qwen, whose vocabulary has <|endoftext|> all the same."""
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (bos_id, eos_id)
+    (tmp_path / "saved").mkdir()
+    tokenizer.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert (again.bos_id, again.eos_id) == (bos_id, eos_id)
+    if "add_bos_token" in config:
+        assert special_ids(tmp_path)["bos_token_id"] == 0
+
+
+def test_every_file_that_decides_about_tokens_is_in_the_fingerprint(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    seen = set()
+    for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
+        (tmp_path / name).write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+        seen.add(open_tokenizer(str(tmp_path), (), 300, tmp_path).fingerprint)
+    assert len(seen) == 3
+
+
 def test_errors_name_the_folder_and_the_remedy(tokenizer_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         load_tokenizer(tmp_path / "none")
@@ -88,7 +214,10 @@ def test_errors_name_the_folder_and_the_remedy(tokenizer_folder: Path, tmp_path:
     with pytest.raises(DataError, match="not a tokenizer that can be read"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
-    for wrong in ("[]", '{"bos_token": 3}', '{"added_tokens_decoder": {"x": "<a>"}}'):
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match=r"tokenizer_config.json is not a JSON object"):
+        load_tokenizer(tmp_path)
+    for wrong in ('{"bos_token": 3}', '{"added_tokens_decoder": {"x": "<a>"}}'):
         (tmp_path / "tokenizer_config.json").write_text(wrong)
         with pytest.raises(DataError, match=r"tokenizer_config.json defines its tokens in a way"):
             load_tokenizer(tmp_path)

@@ -147,7 +147,7 @@ def test_the_tokenizer_of_the_run_is_used_or_requested(
     with pytest.raises(CheckpointError, match=r"step-12 was trained .* Give --tokenizer DIR"):
         tokenizer_of(weights, None)
     training, cache = weights.config.training, tmp_path / "cache"
-    corpora = [open_corpus(one, cache) for one in training.resolved_corpora()]
+    corpora = [open_corpus(one) for one in training.resolved_corpora()]
     trained = open_tokenizer(None, corpora, weights.spec.vocab_size, cache)
     assert tokenizer_of(weights, None) == trained
     shutil.copytree(trained.folder, tmp_path / "elsewhere")

@@ -31,6 +31,8 @@ def test_dump_folder(config: str, tmp_path: Path) -> None:
     assert dump_folder(["--config", config]) == Path("from_file")
     assert dump_folder([f"--config={config}", "--job.dump_folder=x"]) == Path("x")
     assert dump_folder(["--job.dump-folder", "x y", "--job.config_file", config]) == Path("x y")
+    Path(config).write_bytes(b"\xef\xbb\xbf" + Path(config).read_bytes())
+    assert dump_folder(["--config", config]) == Path("from_file")
     (tmp_path / "empty.toml").touch()
     assert dump_folder(["--config", str(tmp_path / "empty.toml")]) == Path("outputs")
 

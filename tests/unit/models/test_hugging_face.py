@@ -11,8 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from tests.hugging_face import FAMILIES, make_folder, make_model, our_model, save_config, tokens
+from tests.hugging_face import (
+    FAMILIES,
+    VOCAB_SIZE,
+    make_folder,
+    make_model,
+    our_model,
+    save_config,
+    tokens,
+    update_config,
+)
 from tests.tolerances import PRETRAINED_DELTA, PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError
@@ -259,3 +269,31 @@ def test_sizes_of_an_unknown_flavor_are_checked() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             model_spec(ModelConfig(flavor="mine", dims=dims))
+
+
+@pytest.mark.parametrize("pad_token_id", [3, -2, 10**6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_embedding_of_padding_gets_the_gradient_of_transformers(
+    family: str, pad_token_id: int, tmp_path: Path
+) -> None:
+    """None as an input; if tied, that of the output."""
+    folder = make_folder(tmp_path / "hf", family)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    update_config(folder, pad_token_id=pad_token_id)
+    if pad_token_id < VOCAB_SIZE:
+        # Ids without an embedding are an error in transformers.
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours: Any = our_model(folder)
+    tokens_BS = tokens()
+    tokens_BS[:, ::5] = pad_token_id % VOCAB_SIZE
+    theirs(tokens_BS).logits.square().sum().backward()
+    positions_BS = torch.arange(tokens_BS.shape[1]).expand(2, -1)
+    keys_B = torch.zeros(2, dtype=torch.int64)
+    ours(tokens_BS, positions_BS=positions_BS, rng_keys_B=keys_B).square().sum().backward()
+    expected, actual = theirs.get_input_embeddings().weight.grad, ours.tok_embeddings.weight.grad
+    scale = expected.abs().max()
+    is_recurrent = family.startswith("qwen3_next")
+    tolerance = PRETRAINED_DELTA if is_recurrent else PRETRAINED_GRADIENTS
+    torch.testing.assert_close(actual / scale, expected / scale, atol=tolerance, rtol=0)
+    row = actual[pad_token_id % VOCAB_SIZE]
+    assert row.any() == (pad_token_id == 10**6 or "tied" in family)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.faulty_writer import CrashingFiles
 from tests.forks import exit_status
-from tests.hugging_face import FAMILIES, make_folder, make_model, tensors_of, tokens
-from torchtitan_lite.checkpoint.hugging_face import to_hf
+from tests.hugging_face import FAMILIES, add_tokenizer, make_folder, make_model, tensors_of, tokens
+from torchtitan_lite.checkpoint.hugging_face import save_assets, to_hf
 from torchtitan_lite.checkpoint.hugging_face.from_hf import HuggingFaceImport
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.hugging_face.to_hf import HuggingFaceExport
@@ -58,7 +58,8 @@ def test_a_round_trip_is_byte_identical(family: str, tmp_path: Path) -> None:
         assert tensor.dtype == after[name].dtype == wanted
         assert torch.equal(tensor, after[name]), name
     config = json.loads((folder / "config.json").read_bytes())
-    assert json.loads((exported / "config.json").read_bytes()) == config
+    exported_config = json.loads((exported / "config.json").read_bytes())
+    assert {key: exported_config[key] for key in config} == config
     assert len(list(exported.glob("*.safetensors"))) > 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
 
@@ -83,6 +84,39 @@ def test_an_export_generates_the_same_text_with_transformers(family: str, tmp_pa
     for one in (exported, bare):
         loaded: Any = AutoModelForCausalLM.from_pretrained(one)
         assert torch.equal(loaded.generate(prompt, **settings), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_has_the_keys_that_transformers_4_reads(family: str, tmp_path: Path) -> None:
+    """Checked once with release 4.57: it computes the logits of release 5 from such folders, and
+    others from those that release 5 writes."""
+    folder = add_tokenizer(make_folder(tmp_path / "hf", family))
+    written = folder / "tokenizer_config.json"
+    values = json.loads(written.read_bytes())
+    assert values["tokenizer_class"] == "TokenizersBackend"
+    written.write_text(json.dumps({**values, "extra_special_tokens": ["<x>"]}))
+    exported = export_checkpoint(import_folder(folder, tmp_path / "ours"), tmp_path / "back")
+    before, after = (json.loads((one / "config.json").read_bytes()) for one in (folder, exported))
+    rope = before["rope_parameters"]
+    assert after["rope_theta"] == rope["rope_theta"]
+    if rope["rope_type"] == "default":
+        assert after["rope_scaling"] is None
+    else:
+        given = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        assert {key: after["rope_scaling"][key] for key in given} == given
+    assert after.get("partial_rotary_factor", 1.0) == rope.get("partial_rotary_factor", 1.0)
+    assert after["torch_dtype"] == after["dtype"] == before["dtype"]
+    if family.startswith("qwen3_moe"):
+        assert after["num_experts"] == before["num_local_experts"]
+    # Release 5 reads the same as before.
+    read = [AutoConfig.from_pretrained(one) for one in (folder, exported)]
+    ropes = [dict(one.rope_parameters) for one in read]
+    assert {key: ropes[1][key] for key in ropes[0]} == ropes[0]
+    tokenizer = json.loads((exported / "tokenizer_config.json").read_bytes())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert tokenizer["additional_special_tokens"] == ["<x>"]
+    assert "extra_special_tokens" not in tokenizer
+    assert AutoTokenizer.from_pretrained(exported).extra_special_tokens == ["<x>"]
 
 
 def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path) -> None:
@@ -331,3 +365,20 @@ def test_urls_are_rejected_where_folders_are_required(
         arguments = [str(tmp_path), str(tmp_path / "out"), "--assets", "s3://bucket/assets"]
     assert main(["convert", "to-hf", *arguments]) == 2
     assert "is a URL; a folder on this machine is needed" in capsys.readouterr().err
+
+
+def test_further_templates_are_kept_and_exported(tmp_path: Path) -> None:
+    folder = add_tokenizer(make_folder(tmp_path / "hf", "llama"))
+    template = folder / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    exported = export_checkpoint(import_folder(folder, tmp_path / "ours"), tmp_path / "back")
+    for copy in (tmp_path / "ours" / "assets", exported):
+        assert (copy / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    saved = tmp_path / "run"
+    saved.mkdir()
+    save_assets(folder, str(saved))
+    template.write_text("{{ documents }}")
+    save_assets(folder, str(saved))
+    kept = saved / "assets" / "additional_chat_templates" / "tool_use.jinja"
+    assert kept.read_text() == "{{ documents }}"

@@ -1,0 +1,149 @@
+"""The data files that a `dataset_path` names.
+
+Layer: above errors, log and section. Invariant: files are sorted; what a folder holds beside its
+data, and files of other splits, are not read.
+"""
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.log import logger
+from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
+
+FORMATS = {
+    "json": (".json", ".jsonl", ".ndjson"),
+    "jsonl": (".jsonl", ".json", ".ndjson"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "text": (".txt", ".text", ".md"),
+}
+"""File extensions searched in a folder. A file given by name may have any."""
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+_METADATA = {
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+    *("README.md", "LICENSE.md", "LICENSE.txt"),
+}
+"""Files that `save_to_disk` and repositories of data sets hold beside the data."""
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Names of splits in names of files and folders, as `datasets` reads them."""
+
+
+def local_files(config: CorpusConfig, known: Sequence[str]) -> tuple[str, tuple[Path, ...]]:
+    """Return the format and the sorted files of `config.dataset_path`. `known` are the data sets
+    whose name may be given beside it. Raises DataError."""
+    dataset, dataset_path = config.dataset, str(config.dataset_path)
+    format_name = dataset if dataset in FORMATS else None
+    if format_name is None and dataset not in (DEFAULT_DATASET, *known):
+        raise DataError(
+            f'dataset = "{dataset}" names a data set on the hub and dataset_path = '
+            f'"{dataset_path}" names local files. Leave dataset out, or set it to the format of '
+            f"the files: {', '.join(FORMATS)}."
+        )
+    path = Path(dataset_path).expanduser().absolute()
+    if path.is_dir():
+        extensions = FORMATS[format_name] if format_name else tuple(sum(FORMATS.values(), ()))
+        files = _of_split(path, _in_folder(path, extensions), config.dataset_split)
+    else:
+        matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+        files = _without_metadata(sorted(file for file in matches if file.is_file()))
+    if not files:
+        kind = f" with the extensions {', '.join(FORMATS[format_name])}" if format_name else ""
+        raise DataError(
+            f'dataset_path = "{dataset_path}" (that is, {path}) matches no file{kind}. Name a '
+            f"file, a folder or a glob; a relative path is taken from the working directory."
+        )
+    return format_name or _format_of(dataset_path, files), tuple(files)
+
+
+def _in_folder(folder: Path, extensions: Sequence[str]) -> list[Path]:
+    """Return the data files below a folder: neither hidden ones, nor metadata, nor the results that
+    `datasets` caches there."""
+    files = []
+    for file in sorted(folder.rglob("*")):
+        parts = file.relative_to(folder).parts
+        is_hidden = any(part.startswith((".", "__")) for part in parts)
+        is_cache = file.name.startswith("cache-") and file.suffix == ".arrow"
+        if _extension(file) not in extensions or is_hidden or is_cache:
+            continue
+        if file.is_symlink() and not file.exists():
+            raise DataError(
+                f"{file}: a link to {file.readlink()}, which does not exist. Restore the file, or "
+                "remove the link."
+            )
+        if file.is_file():
+            files.append(file)
+    return _without_metadata(files)
+
+
+def _without_metadata(files: list[Path]) -> list[Path]:
+    data = [file for file in files if file.name not in _METADATA]
+    # Documents may have such names.
+    are_documents = all(_extension(file) in FORMATS["text"] for file in data)
+    return files if are_documents else data
+
+
+def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+    """Return the files of one split if the names are those of several."""
+    names = {file: _split_of(str(file.relative_to(folder))) for file in files}
+    found = {name for name in names.values() if name is not None}
+    readme = folder / "README.md"
+    if readme.is_file() and re.match(rb"---\s(.*\s)?configs:\s", readme.read_bytes(), re.DOTALL):
+        logger.warning(
+            "%s defines configurations, which are not read: all files of %s are one corpus, of one "
+            "split if their names are those of several. Set dataset_path to the files to read.",
+            readme,
+            folder,
+        )
+    if len(found) < 2:
+        return files
+    wanted = _split_of(split) or split
+    if wanted not in found:
+        raise DataError(
+            f'dataset_path = "{folder}" has files of the splits {", ".join(sorted(found))}, but '
+            f'dataset_split = "{split}". Set dataset_split to one of them, or dataset_path to a '
+            "glob."
+        )
+    chosen = [file for file, name in names.items() if name == wanted]
+    logger.info(
+        "%s: %d files of the split %s are read, and %d others are not (dataset_split)",
+        folder,
+        len(chosen),
+        wanted,
+        len(files) - len(chosen),
+    )
+    return chosen
+
+
+def _split_of(name: str) -> str | None:
+    words = re.split(r"[-._ /0-9]+", name)
+    return next((split for split, known in _SPLITS.items() if {*known} & {*words}), None)
+
+
+def _format_of(dataset_path: str, files: Sequence[Path]) -> str:
+    formats: dict[str, str] = {}
+    for file in files:
+        extension = _extension(file)
+        formats[extension] = next(
+            (f for f, extensions in FORMATS.items() if extension in extensions), ""
+        )
+    if len(set(formats.values())) != 1 or "" in formats.values():
+        raise DataError(
+            f'the files of dataset_path = "{dataset_path}" have the extensions '
+            f"{', '.join(repr(extension) for extension in sorted(formats))}, from which the format "
+            f"does not follow. Set dataset to one of {', '.join(FORMATS)}."
+        )
+    return next(iter(formats.values()))
+
+
+def _extension(file: Path) -> str:
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
