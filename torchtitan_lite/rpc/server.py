@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from torchtitan_lite.errors import RpcError
+from torchtitan_lite.log import logger
 from torchtitan_lite.rpc.authentication import (
     AuthenticationError,
     RequestProof,
@@ -178,6 +179,9 @@ def authenticated_service(
             except CallError as error:
                 # In a signed response, because anybody on the way could forge a gRPC status.
                 outcome = {ERROR: error.code.name, MESSAGE: error.message}
+            except Exception as error:
+                logger.exception("%s of %s failed", call, service)
+                outcome = {ERROR: grpc.StatusCode.INTERNAL.name, MESSAGE: f"{error!r:.200}"}
             response = encode(outcome)
             context.set_trailing_metadata(((PROOF, session.sign(response).hex()),))
             return response
@@ -195,10 +199,10 @@ async def _authenticate(
 ) -> tuple[ServerSession, dict[str, Any]]:
     metadata = dict(context.invocation_metadata())
     try:
-        proof = RequestProof.parse(metadata.get(AUTHORIZATION, ""))
+        proof = RequestProof.parse(metadata.get(AUTHORIZATION))
         method = method_of(service, call).encode()
         return sessions.authenticate(proof, method, request), decode(request)
-    except AuthenticationError as error:
+    except RpcError as error:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
     except ValueError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

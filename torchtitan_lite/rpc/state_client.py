@@ -3,7 +3,6 @@ and checked. Layer: above authentication; imports neither gRPC nor torch."""
 
 import hmac
 import http.client
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,9 @@ from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from torchtitan_lite.errors import RpcError
-from torchtitan_lite.rpc.authentication import AuthenticationError, ClientSession
+from torchtitan_lite.rpc import fields
+from torchtitan_lite.rpc.authentication import ClientSession
+from torchtitan_lite.rpc.fields import NUMBER, parse_field
 from torchtitan_lite.rpc.state_server import (
     MAC,
     MAX_WAIT_S,
@@ -34,7 +35,6 @@ _TICK_MS = 50
 _POLL_S = 0.01
 _MAX_HEADER_BYTES = 256 << 20
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
-_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,6 @@ class StateConnection:
         and MAX_WAIT_S. Raises RpcError, also if the peer cannot wait."""
         wait = f"{self.serial} {round(max(0.0, min(timeout_s, MAX_WAIT_S)) * 1000)}"
         self.fetch([ByteRows(0, 1)], [memoryview(bytearray(1))], {WAIT: wait})
-        if not self.serial:
-            raise RpcError(
-                f"{self._endpoint.url} is of another release: it does not number states."
-            )
 
     def fetch_range(self, start: int, targets: Sequence[memoryview]) -> None:
         """Fill `targets` with the bytes from `start` on. Raises RpcError."""
@@ -259,6 +255,10 @@ class StateConnection:
                             raise RpcError(f"{self._endpoint.url} closed the connection early.")
                         filled += count
                     digest.update(piece)
+            (mac,) = parse_field(f"{MAC} of {self.url}", answer.headers.get(MAC), fields.MAC)
+            if not hmac.compare_digest(digest.digest(), bytes.fromhex(mac)):
+                raise RpcError(f"The data from {self.url} do not match their MAC.")
+            (serial,) = parse_field(f"{SERIAL} of {self.url}", answer.headers.get(SERIAL), NUMBER)
         except (OSError, http.client.HTTPException) as error:
             self._http.close()
             message = f"{self._endpoint.url} cannot be read: {error!r}"
@@ -268,17 +268,14 @@ class StateConnection:
             # What is left of the response would be read as the next one.
             self._http.close()
             raise
-        if not hmac.compare_digest(digest.hexdigest(), answer.headers.get(MAC) or ""):
-            self._http.close()
-            raise RpcError(f"The data from {self._endpoint.url} do not match their MAC.")
-        self.serial = max(0, _number(answer.headers.get(SERIAL)))
+        self.serial = int(serial)
 
     def _rejection(self, answer: http.client.HTTPResponse) -> RpcError:
         message = _rejection_message(answer.status, self._endpoint.url)
         if answer.status == HTTPStatus.UNAUTHORIZED:
             return _SessionRejected(message)
         if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            return _NotReady(message, _number(answer.headers.get(PREPARED)))
+            return _NotReady(message, _progress(answer.headers.get(PREPARED)))
         if answer.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             return _OutOfRange(message)
         return RpcError(message)
@@ -291,9 +288,10 @@ class StateConnection:
             raise RpcError(_rejection_message(answer.status, self._endpoint.url))
         answer.read()
         try:
-            ticket, proof = (bytes.fromhex(answer.headers.get(n) or "") for n in (TICKET, PROOF))
-            self._session.open(ticket, proof)
-        except (AuthenticationError, ValueError):
+            (ticket,) = parse_field(TICKET, answer.headers.get(TICKET), fields.TICKET)
+            (proof,) = parse_field(PROOF, answer.headers.get(PROOF), fields.MAC)
+            self._session.open(bytes.fromhex(ticket), bytes.fromhex(proof))
+        except RpcError:
             raise RpcError(
                 _rejection_message(HTTPStatus.UNAUTHORIZED, self._endpoint.url)
             ) from None
@@ -302,9 +300,9 @@ class StateConnection:
         self._http.close()
 
 
-def _number(text: str | None) -> int:
-    """Parse the value of a header; -1 if it is missing or not a number of a valid length."""
-    return int(text) if text and _NUMBER.fullmatch(text) else -1
+def _progress(text: str | None) -> int:
+    """Return how far a peer has prepared a state; -1 if it does not report it."""
+    return -1 if text is None else int(parse_field(PREPARED, text, NUMBER)[0])
 
 
 def _rejection_message(status: int, url: str) -> str:

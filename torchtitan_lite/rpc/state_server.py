@@ -23,12 +23,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from torchtitan_lite.rpc.authentication import (
-    AuthenticationError,
-    RequestProof,
-    ServerSession,
-    ServerSessions,
-)
+from torchtitan_lite.errors import RpcError
+from torchtitan_lite.rpc import fields
+from torchtitan_lite.rpc.authentication import RequestProof, ServerSession, ServerSessions
+from torchtitan_lite.rpc.fields import parse_field
 
 SESSION_PATH = "/session"
 NONCE, TICKET, PROOF = "X-Nonce", "X-Ticket", "X-Proof"
@@ -283,9 +281,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         span_text = self.headers.get("Range") or ""
         try:
-            proof = RequestProof.parse(self.headers.get("Authorization") or "")
+            proof = RequestProof.parse(self.headers.get("Authorization"))
             session = server.sessions.authenticate(proof, self.path.encode(), span_text.encode())
-        except AuthenticationError:
+        except RpcError:
             self._send_error(HTTPStatus.UNAUTHORIZED)
             return
         server.trust(self.connection)
@@ -315,9 +313,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _open_session(self, server: _Server) -> None:
         try:
-            nonce = bytes.fromhex(self.headers.get(NONCE) or "")
-            ticket, proof = server.sessions.challenge(nonce)
-        except (AuthenticationError, ValueError):
+            (nonce,) = parse_field(NONCE, self.headers.get(NONCE), fields.NONCE)
+            ticket, proof = server.sessions.challenge(bytes.fromhex(nonce))
+        except RpcError:
             self._send_error(HTTPStatus.BAD_REQUEST)
             return
         self.send_response(HTTPStatus.OK)

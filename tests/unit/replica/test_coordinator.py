@@ -11,12 +11,14 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchft.coordination import ManagerClient, ManagerServer
 
+from tests.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from tests.launch import wait_until
 from tests.unit.lighthouse.clients import AuthenticatedClient
 from torchtitan_lite.errors import ReplicaError, RpcError
@@ -41,6 +43,8 @@ from torchtitan_lite.rpc.client import RpcClient
 
 SECRET = "a secret of the tests"
 _HOST = "127.0.0.1"
+_SIGNED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
+"""Failures that the coordinator has signed."""
 _TIMEOUT = timedelta(seconds=30)
 
 
@@ -390,3 +394,21 @@ def test_the_coordinator_listens_at_one_address_only() -> None:
             pytest.raises(RpcError, match="cannot be trusted"),
         ):
             stranger.call("Vote", {"rank": 0, "commit": True}, 10)
+
+
+@FEW_OR_MANY
+def test_arbitrary_requests_of_ranks_are_answered(num_examples: int) -> None:
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service,
+        _replicas(service.address, "a:f:1") as (replica,),
+        RpcClient(replica.coordinator.address, SERVICE, SECRET, "replica a:f:1") as client,
+    ):
+
+        def check(name: str, request: dict[str, Any]) -> None:
+            with pytest.raises(RpcError) as caught:
+                client.call(name, {**request, "rank": None}, 30)
+            assert caught.value.code in _SIGNED
+
+        names = st.sampled_from(["Quorum", "Vote"])
+        fuzz(num_examples, check, name=names, request=json_objects("vote", "commit", "step"))
+        assert replica.quorum(step=6).max_step == 6
