@@ -70,6 +70,7 @@ class ForgedServer:
 
     def __init__(self, listener: socket.socket) -> None:
         self.answer = b""
+        self.received: list[bytes] = []
         self.port = listener.getsockname()[1]
         self._listener = listener
 
@@ -79,7 +80,7 @@ class ForgedServer:
             while True:
                 stream, _ = self._listener.accept()
                 with stream, suppress(OSError):
-                    stream.recv(1 << 16)
+                    self.received.append(stream.recv(1 << 16))
                     stream.sendall(self.answer)
 
 

@@ -32,16 +32,15 @@ SESSION_PATH = "/session"
 NONCE, TICKET, PROOF = "X-Nonce", "X-Ticket", "X-Proof"
 """Headers of a session's opening."""
 PREPARED = "X-Prepared"
-"""Header of a response that the state is not served yet: how far its preparation is."""
+"""Header of a response: how far the preparation of a state is that is not served yet, else 0."""
 MAC = "X-MAC"
-"""Header of a response: the MAC of its body."""
+"""Header of a response to an authenticated request: the MAC of `signed_head` and the content."""
 SERIAL = "X-Serial"
-"""Header of a response: the number of the offer that is served, which increases. It is unique: each
-server begins with a random one."""
+"""Header of a response: the number of the offer that is served, which increases; 0 without content.
+It is unique: each server begins with a random one."""
 WAIT = "X-Wait"
 """Header of a request, "SERIAL MILLISECONDS": it is answered once the state is not from this offer
 any more, or after this time. Serial 0 is that of a state that is not offered."""
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _WAIT = re.compile(r"(\d{1,18}) (\d{1,5})", re.ASCII)
 _PATH = re.compile(r"/state/(\d{1,18})", re.ASCII)
 _PART = r"(\d{1,18})-(\d{1,18})(?:;rows=(\d{1,9}),(\d{1,18}))?"
@@ -59,10 +58,16 @@ _MAX_RESPONSE_BYTES = 64 << 20
 """Of a request of several ranges, which are joined in memory."""
 MAX_RANGES = 512
 """Of a request, whose header line is limited."""
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_WAIT_S = 5.0
 """Maximum time of a request that waits for another state."""
 _MAX_STRANGERS = 32
 """Connections that have not proved themselves. A further one replaces the oldest."""
+
+
+def signed_head(status: int, length: int, serial: int, prepared: int) -> bytes:
+    """Return what the MAC of a response covers before its content of `length` bytes."""
+    return f"{status} {length} {serial} {prepared}\n".encode()
 
 
 class ByteRows(NamedTuple):
@@ -279,34 +284,35 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == SESSION_PATH:
             self._open_session(server)
             return
-        span_text = self.headers.get("Range") or ""
+        span_text, wait_text = self.headers.get("Range") or "", self.headers.get(WAIT) or ""
         try:
             proof = RequestProof.parse(self.headers.get("Authorization"))
-            session = server.sessions.authenticate(proof, self.path.encode(), span_text.encode())
+            content = (self.path.encode(), span_text.encode(), wait_text.encode())
+            session = server.sessions.authenticate(proof, *content)
         except RpcError:
-            self._send_error(HTTPStatus.UNAUTHORIZED)
+            self._send_head(HTTPStatus.UNAUTHORIZED)
             return
         server.trust(self.connection)
         self.connection.settimeout(_IDLE_S)
         path = _PATH.fullmatch(self.path)
         version = -1 if path is None else int(path[1])
-        if wait := _WAIT.fullmatch(self.headers.get(WAIT) or ""):
+        if wait := _WAIT.fullmatch(wait_text):
             server.wait_for_change(version, int(wait[1]), int(wait[2]) / 1000)
         offered = server.offered
         if version < max(offered, default=0) and version not in offered:
-            self._send_error(HTTPStatus.NOT_FOUND)
+            self._reject(session, HTTPStatus.NOT_FOUND)
             return
         if version not in offered:
             # A client may ask before this process has the state.
             preparing = server.preparing
             is_asked = preparing is not None and version == preparing[0]
-            headers = {PREPARED: str(preparing[1])} if preparing and is_asked else {}
-            self._send_error(HTTPStatus.SERVICE_UNAVAILABLE, headers)
+            prepared = preparing[1] if preparing is not None and is_asked else 0
+            self._reject(session, HTTPStatus.SERVICE_UNAVAILABLE, prepared)
             return
         offer = offered[version]
         rows = _rows(span_text, offer.state.length)
         if rows is None:
-            self._send_error(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+            self._reject(session, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
             return
         with server.reading(version):
             self._send_state(server, session, rows, version, offer)
@@ -316,13 +322,9 @@ class _Handler(BaseHTTPRequestHandler):
             (nonce,) = parse_field(NONCE, self.headers.get(NONCE), fields.NONCE)
             ticket, proof = server.sessions.challenge(bytes.fromhex(nonce))
         except RpcError:
-            self._send_error(HTTPStatus.BAD_REQUEST)
+            self._send_head(HTTPStatus.BAD_REQUEST)
             return
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Length", "0")
-        self.send_header(TICKET, ticket.hex())
-        self.send_header(PROOF, proof.hex())
-        self.end_headers()
+        self._send_head(HTTPStatus.OK, headers={TICKET: ticket.hex(), PROOF: proof.hex()})
 
     def _send_state(
         self,
@@ -336,26 +338,37 @@ class _Handler(BaseHTTPRequestHandler):
         if len(rows) > 1:
             # One piece, because rows may be a few bytes each.
             pieces = [memoryview(b"".join(pieces))]
+        length = sum(map(len, rows))
         digest = session.response_digest()
+        digest.update(signed_head(HTTPStatus.PARTIAL_CONTENT, length, offer.serial, 0))
         for piece in pieces:
             digest.update(piece)
         if server.offered.get(version) is not offer:
             # The state may have changed during the read.
-            self._send_error(HTTPStatus.NOT_FOUND)
+            self._reject(session, HTTPStatus.NOT_FOUND)
             return
-        self.send_response(HTTPStatus.PARTIAL_CONTENT)
-        self.send_header("Content-Length", str(sum(map(len, rows))))
-        self.send_header(MAC, digest.hexdigest())
-        self.send_header(SERIAL, str(offer.serial))
-        self.end_headers()
+        self._send_head(
+            HTTPStatus.PARTIAL_CONTENT,
+            length,
+            {MAC: digest.hexdigest(), SERIAL: str(offer.serial), PREPARED: "0"},
+        )
         for piece in pieces:
             self.connection.sendall(piece)
 
-    def _send_error(self, status: HTTPStatus, headers: Mapping[str, str] = _NO_HEADERS) -> None:
+    def _reject(self, session: ServerSession, status: HTTPStatus, prepared: int = 0) -> None:
+        """Send a status with its proof, because anybody on the way could forge one."""
+        digest = session.response_digest()
+        digest.update(signed_head(status, 0, 0, prepared))
+        headers = {MAC: digest.hexdigest(), SERIAL: "0", PREPARED: str(prepared)}
+        self._send_head(status, headers=headers)
+
+    def _send_head(
+        self, status: HTTPStatus, length: int = 0, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> None:
         self.send_response(status)
+        self.send_header("Content-Length", str(length))
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", "0")
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:

@@ -19,6 +19,7 @@ from torchtitan_lite.publish.sources import (
     VersionGone,
     open_publication,
 )
+from torchtitan_lite.rpc import state_client
 from torchtitan_lite.rpc.state_server import MAX_ROWS, FramedState, StateServer
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
@@ -97,7 +98,11 @@ def test_the_reason_of_a_failed_receipt_is_kept(publish: Publish, port: int) -> 
 
 
 @FEW_OR_MANY
-def test_whatever_a_stranger_answers_is_an_error_of_publishing(num_examples: int) -> None:
+def test_whatever_a_stranger_answers_is_an_error_of_publishing(
+    num_examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_client, "_UNPROVEN_S", 0.0)
+
     def check(answer: bytes) -> None:
         server.answer = answer
         with pytest.raises(PublishError):

@@ -17,6 +17,7 @@ from torchtitan_lite.rendezvous.messages import PURPOSE, SERVICE, Answer, Report
 from torchtitan_lite.rendezvous.server import rendezvous_server
 from torchtitan_lite.rendezvous.timing import LEASE_S
 from torchtitan_lite.rpc.client import RpcClient
+from torchtitan_lite.rpc.server import RpcServer
 
 _SECRET = "a secret of the tests"
 _ANSWER = tuple(field.name for field in fields(Answer))
@@ -150,3 +151,20 @@ def test_arbitrary_requests_are_answered(num_examples: int) -> None:
 
         names = st.sampled_from(["Report", "Leave"])
         fuzz(num_examples, check, name=names, request=json_objects("report", "reason", "machine"))
+
+
+def test_a_status_without_a_proof_does_not_end_a_machine(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level("WARNING", "torchtitan_lite"),
+        RpcServer("127.0.0.1:0", lambda: (), name="stranger") as stranger,
+    ):
+        address = stranger.address
+        link = _link(address)
+        link.start()
+        launch.wait_until(lambda: (link.beat(), "Method not found" in link.problem)[1], 10)
+        assert "Method not found" in caplog.text
+        stranger.stop()
+        with rendezvous_server(address, _SECRET):
+            launch.wait_until(lambda: (link.beat(), link.answer)[1], 20)
+            assert not link.rejection
+            link.leave()

@@ -1,6 +1,8 @@
 """Forged bytes raise RpcError at clients, are rejected by servers, and change nothing."""
 
+import itertools
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
@@ -20,7 +22,7 @@ from tests.fuzzing import (
     send_raw,
 )
 from torchtitan_lite.errors import RpcError
-from torchtitan_lite.rpc import fields, state_server
+from torchtitan_lite.rpc import fields, state_client, state_server
 from torchtitan_lite.rpc.authentication import ClientSession, RequestProof, ServerSessions
 from torchtitan_lite.rpc.client import RpcClient, _Protocol
 from torchtitan_lite.rpc.fields import parse_field, printable
@@ -30,7 +32,13 @@ from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.rpc.state_server import FramedState, StateServer
 
 SECRET = "a secret of the run"
-_HEADERS = (state_server.MAC, state_server.SERIAL, state_server.TICKET, state_server.PROOF)
+_HEADERS = (
+    state_server.MAC,
+    state_server.SERIAL,
+    state_server.PREPARED,
+    state_server.TICKET,
+    state_server.PROOF,
+)
 _PROOFS = st.builds(
     RequestProof,
     nonce=st.binary(min_size=16, max_size=16),
@@ -54,6 +62,12 @@ def _connection(port: int) -> StateConnection:
 
 def _port(server: StateServer) -> int:
     return int(server._server.server_address[1])
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not retry answers without a proof."""
+    monkeypatch.setattr(state_client, "_UNPROVEN_S", 0.0)
 
 
 @FEW_OR_MANY
@@ -82,16 +96,16 @@ def test_a_right_field_is_parsed() -> None:
 
 
 def test_bytes_above_ascii_in_a_mac_are_rejected(
-    server: StateServer, monkeypatch: pytest.MonkeyPatch
+    server: StateServer, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _forge(monkeypatch, {state_server.MAC: "\xff" * 64})
-    with pytest.raises(RpcError, match="X-MAC"):
+    with pytest.raises(RpcError, match="without a proof"):
         _connection(_port(server)).fetch_header()
 
 
 @FEW_OR_MANY
 def test_forged_headers_raise_rpc_errors(
-    num_examples: int, server: StateServer, monkeypatch: pytest.MonkeyPatch
+    num_examples: int, server: StateServer, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forged: dict[str, str] = {}
     _forge(monkeypatch, forged)
@@ -107,6 +121,74 @@ def test_forged_headers_raise_rpc_errors(
     fuzz(num_examples, check, name=st.sampled_from(_HEADERS), value=header_values)
     forged.clear()
     assert connection.fetch_header() == b"header"
+    connection.close()
+
+
+@pytest.mark.parametrize("name", [state_server.SERIAL, state_server.PREPARED])
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_forged_number_is_not_believed(
+    name: str, version: int, server: StateServer, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _forge(monkeypatch, {name: "99"})
+    connection = _connection(_port(server))
+    connection.select(version)
+    with pytest.raises(RpcError, match="proof|MAC"):
+        connection.fetch_range(0, [memoryview(bytearray(1))])
+    connection.close()
+
+
+@pytest.mark.parametrize("status", [200, 206, 401, 404, 416, 500, 503])
+def test_a_forged_status_delays_a_client_only(
+    status: int, server: StateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of somebody who answers in place of the peer, for a while."""
+    honest = state_server._Handler.do_GET
+    num_forged = 3
+
+    def answer(handler: state_server._Handler) -> None:
+        nonlocal num_forged
+        if num_forged == 0:
+            honest(handler)
+            return
+        num_forged -= 1
+        handler.send_response(status)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    monkeypatch.setattr(state_server._Handler, "do_GET", answer)
+    connection = _connection(_port(server))
+    assert connection.fetch_header() == b"header" and num_forged == 0
+    connection.close()
+
+
+def test_a_wait_that_was_altered_is_rejected(server: StateServer, at_once: None) -> None:
+    connection = _connection(_port(server))
+    connection.fetch_header()
+    request = connection._http.request
+
+    def altered(method: str, path: str, headers: dict[str, str]) -> None:
+        request(method, path, headers={**headers, state_server.WAIT: "1 5000"})
+
+    connection._http.request = altered  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(RpcError, match="HTTP 401"):
+        connection.fetch_range(0, [memoryview(bytearray(1))])
+    connection.close()
+
+
+def test_progress_does_not_extend_a_wait_without_end(
+    server: StateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_client, "_MAX_PREPARING", 3)
+    endpoint = PeerEndpoint(f"http://127.0.0.1:{_port(server)}", SECRET, "test", 0.2)
+    connection = StateConnection(endpoint, 4)
+    began_s, progress = time.monotonic(), itertools.count(1)
+
+    def tick() -> None:
+        server.prepare(4, next(progress))
+
+    with pytest.raises(RpcError, match="HTTP 503"):
+        connection.fetch_header(tick)
+    assert 0.6 <= time.monotonic() - began_s < 5.0
     connection.close()
 
 
@@ -127,7 +209,9 @@ def stranger() -> Iterator[ForgedServer]:
 
 
 @FEW_OR_MANY
-def test_answers_of_a_stranger_raise_rpc_errors(num_examples: int, stranger: ForgedServer) -> None:
+def test_answers_of_a_stranger_raise_rpc_errors(
+    num_examples: int, at_once: None, stranger: ForgedServer
+) -> None:
     def check(answer: bytes) -> None:
         stranger.answer = answer
         connection = _connection(stranger.port)
