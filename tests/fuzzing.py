@@ -3,6 +3,7 @@ of examples."""
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -68,11 +69,11 @@ def send_raw(address: tuple[str, int], content: bytes) -> None:
 class ForgedServer:
     """Answers each connection with `answer`, and closes it."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, interval_s: float) -> None:
         self.answer = b""
         self.received: list[bytes] = []
         self.port = listener.getsockname()[1]
-        self._listener = listener
+        self._listener, self._interval_s = listener, interval_s
 
     def serve(self) -> None:
         """Serve until the listener is closed."""
@@ -81,14 +82,19 @@ class ForgedServer:
                 stream, _ = self._listener.accept()
                 with stream, suppress(OSError):
                     self.received.append(stream.recv(1 << 16))
-                    stream.sendall(self.answer)
+                    if not self._interval_s:
+                        stream.sendall(self.answer)
+                        continue
+                    for index in range(len(self.answer)):
+                        stream.sendall(self.answer[index : index + 1])
+                        time.sleep(self._interval_s)
 
 
 @contextmanager
-def forged_server() -> Iterator[ForgedServer]:
-    """Run a `ForgedServer` in a thread."""
+def forged_server(interval_s: float = 0.0) -> Iterator[ForgedServer]:
+    """Run a `ForgedServer` in a thread. With an interval, it sends one byte at a time."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = ForgedServer(listener)
+        server = ForgedServer(listener, interval_s)
         thread = threading.Thread(target=server.serve)
         thread.start()
         try:

@@ -3,17 +3,21 @@ and checked. Layer: above authentication; imports neither gRPC nor torch."""
 
 import hmac
 import http.client
+import io
 import re
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc import fields
 from torchtitan_lite.rpc.authentication import AuthenticationError, ClientSession
+from torchtitan_lite.rpc.deadline_reader import DeadlineReader
 from torchtitan_lite.rpc.fields import NUMBER, parse_field
 from torchtitan_lite.rpc.state_server import (
     MAC,
@@ -34,6 +38,8 @@ _PIECE_BYTES = 1 << 20
 _TICK_MS = 50
 """Time that a peer waits for a state that it does not serve, before it says so."""
 _POLL_S = 0.01
+_MIN_BYTES_PER_S = 64 << 10
+"""Rate below which a connection counts as lost."""
 _MAX_HEADER_BYTES = 256 << 20
 _UNPROVEN_S = 2.0
 """Time for which answers without a proof are retried: they may be of somebody else."""
@@ -119,6 +125,16 @@ def fetch_all(endpoint: PeerEndpoint, version: int, chunks: Sequence[Chunk]) -> 
             future.result()
 
 
+class _Answer(http.client.HTTPResponse):
+    """Answer whose header must arrive within the socket's timeout in all."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp.close()
+        self.reader = DeadlineReader(sock, sock.gettimeout() or 0.0)
+        self.fp = io.BufferedReader(self.reader)
+
+
 class StateConnection:
     """Connection to one peer, for one state at a time."""
 
@@ -130,6 +146,7 @@ class StateConnection:
         self._http = http.client.HTTPConnection(
             parts.hostname, parts.port, timeout=endpoint.timeout_s
         )
+        self._http.response_class = _Answer
         self._session = ClientSession(endpoint.secret, endpoint.purpose)
         self.serial = 0
         """Number of the offer that the last response was from; 0 without one."""
@@ -250,16 +267,16 @@ class StateConnection:
                 self._open_session()
             proof = self._session.sign(self._path.encode(), span.encode(), wait.encode())
             headers = {"Authorization": str(proof), "Range": span}
-            self._http.request("GET", self._path, headers=headers | ({WAIT: wait} if wait else {}))
-            answer = self._http.getresponse()
+            answer = self._answer(self._path, headers | ({WAIT: wait} if wait else {}))
             is_content = answer.status == HTTPStatus.PARTIAL_CONTENT
-            if answer.length != (length if is_content else 0):
+            expected = length if is_content else 0
+            if answer.length != expected:
                 # What proves nothing is not read.
                 raise self._unproven(answer.status)
             mac = bytes.fromhex(self._field(answer, MAC, fields.MAC))
             serial, prepared = (int(self._field(answer, n, NUMBER)) for n in (SERIAL, PREPARED))
             digest = self._session.response_digest(proof)
-            digest.update(signed_head(answer.status, answer.length, serial, prepared))
+            digest.update(signed_head(answer.status, expected, serial, prepared))
             if not is_content:
                 if not hmac.compare_digest(digest.digest(), mac):
                     raise self._unproven(answer.status)
@@ -279,12 +296,24 @@ class StateConnection:
             raise
         self.serial = serial
 
+    def _answer(self, path: str, headers: Mapping[str, str]) -> "_Answer":
+        """Send a request, and return its answer once its header has arrived."""
+        if self._http.sock is not None:
+            # Reading the last answer has set it to what was left.
+            self._http.sock.settimeout(self._endpoint.timeout_s)
+        self._http.request("GET", path, headers=headers)
+        answer = self._http.getresponse()
+        assert isinstance(answer, _Answer)
+        return answer
+
     def _read_content(
         self,
-        answer: http.client.HTTPResponse,
+        answer: "_Answer",
         targets: Sequence[memoryview],
         digest: "hmac.HMAC",
     ) -> None:
+        assert answer.length is not None
+        answer.reader.allow(self._endpoint.timeout_s + answer.length / _MIN_BYTES_PER_S)
         for target in targets:
             for first in range(0, len(target), _PIECE_BYTES):
                 piece = target[first : first + _PIECE_BYTES]
@@ -320,8 +349,7 @@ class StateConnection:
 
     def _open_session(self) -> None:
         """Prove to the peer, and let it prove, that it has the secret. Raises RpcError."""
-        self._http.request("GET", SESSION_PATH, headers={NONCE: self._session.nonce.hex()})
-        answer = self._http.getresponse()
+        answer = self._answer(SESSION_PATH, {NONCE: self._session.nonce.hex()})
         if answer.length != 0:
             raise self._unproven(answer.status)
         answer.read()

@@ -17,16 +17,16 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc import fields
 from torchtitan_lite.rpc.authentication import RequestProof, ServerSession, ServerSessions
 from torchtitan_lite.rpc.fields import parse_field
+from torchtitan_lite.rpc.http_server import BoundedHandler, BoundedHTTPServer
 
 SESSION_PATH = "/session"
 NONCE, TICKET, PROOF = "X-Nonce", "X-Ticket", "X-Proof"
@@ -46,12 +46,6 @@ _PATH = re.compile(r"/state/(\d{1,18})", re.ASCII)
 _PART = r"(\d{1,18})-(\d{1,18})(?:;rows=(\d{1,9}),(\d{1,18}))?"
 _RANGE = re.compile(rf"bytes={_PART}(?:,{_PART})*", re.ASCII)
 _PARTS = re.compile(_PART, re.ASCII)
-_IDLE_S = 30
-"""Time after which an idle connection is closed."""
-_STOP_S = 0.05
-"""Time in which the server notices that it must stop, because a recovery waits for it."""
-_STRANGER_S = 5
-"""The same, for a connection that has not proved itself."""
 MAX_ROWS = 1 << 20
 """Maximum number of rows of a request, over all its ranges."""
 _MAX_RESPONSE_BYTES = 64 << 20
@@ -61,8 +55,6 @@ MAX_RANGES = 512
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_WAIT_S = 5.0
 """Maximum time of a request that waits for another state."""
-_MAX_STRANGERS = 32
-"""Connections that have not proved themselves. A further one replaces the oldest."""
 
 
 def signed_head(status: int, length: int, serial: int, prepared: int) -> bytes:
@@ -140,10 +132,7 @@ class StateServer:
         self._server = _Server(address, secret, purpose, listener)
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_STOP_S,), name="state-server", daemon=True
-        )
-        self._thread.start()
+        self._server.serve_in_thread("state-server")
 
     def prepare(self, version: int, progress: int) -> None:
         """Report to clients that wait for a state that it is being prepared. They wait as long as
@@ -188,10 +177,7 @@ class StateServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-
+class _Server(BoundedHTTPServer):
     def __init__(
         self, address: str, secret: str, purpose: str, listener: socket.socket | None
     ) -> None:
@@ -205,27 +191,10 @@ class _Server(ThreadingHTTPServer):
         """Version -> end of its last request."""
         self.num_readers: dict[int, int] = defaultdict(int)
         """Version -> requests in progress."""
+        self._readers_lock = threading.Lock()
         self.preparing: tuple[int, int] | None = None
         """Version and progress of the state being prepared."""
-        self._strangers: list[socket.socket] = []
-        self._lock = threading.Lock()
-        if ":" in address:
-            self.address_family = socket.AF_INET6
-        super().__init__((address, 0), _Handler, bind_and_activate=listener is None)
-        if listener is not None:
-            self.socket.close()
-            self.socket = listener
-            self.server_address = listener.getsockname()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._strangers.append(request)
-            oldest = self._strangers.pop(0) if len(self._strangers) > _MAX_STRANGERS else None
-        if oldest is not None:
-            # Its thread reads the end of the connection and ends.
-            with suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
+        super().__init__((address, 0), _Handler, listener=listener)
 
     def wait_for_change(self, version: int, serial: int, timeout_s: float) -> None:
         """Block while `version` is served from this offer, or, for serial 0, is not served."""
@@ -238,18 +207,18 @@ class _Server(ThreadingHTTPServer):
             self.changed.wait_for(has_changed, min(timeout_s, MAX_WAIT_S))
 
     def touch(self, version: int) -> None:
-        with self._lock:
+        with self._readers_lock:
             self.last_read_s[version] = time.monotonic()
 
     @contextmanager
     def reading(self, version: int) -> Iterator[None]:
         """Count a request of `version` as being in progress."""
-        with self._lock:
+        with self._readers_lock:
             self.num_readers[version] += 1
         try:
             yield
         finally:
-            with self._lock:
+            with self._readers_lock:
                 self.num_readers[version] -= 1
                 self.last_read_s[version] = time.monotonic()
                 if not self.num_readers[version]:
@@ -257,26 +226,9 @@ class _Server(ThreadingHTTPServer):
                 for old in [one for one in self.last_read_s if one not in self.offered]:
                     del self.last_read_s[old]
 
-    def trust(self, connection: Any) -> None:
-        """Count a connection as that of a client with the secret."""
-        with self._lock:
-            if connection in self._strangers:
-                self._strangers.remove(connection)
 
-    def shutdown_request(self, request: Any) -> None:
-        self.trust(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing when a peer disconnects."""
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     protocol_version = "HTTP/1.1"
-    timeout = _STRANGER_S
-    disable_nagle_algorithm = True
-    """Headers and content are sent one after the other: small content would wait for the client's
-    delayed acknowledgement, 40 ms per request."""
 
     def do_GET(self) -> None:
         server = self.server
@@ -292,8 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         except RpcError:
             self._send_head(HTTPStatus.UNAUTHORIZED)
             return
-        server.trust(self.connection)
-        self.connection.settimeout(_IDLE_S)
+        self.trust()
         path = _PATH.fullmatch(self.path)
         version = -1 if path is None else int(path[1])
         if wait := _WAIT.fullmatch(wait_text):
@@ -370,9 +321,6 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing: there is one request per chunk."""
 
 
 def _rows(text: str, length: int) -> list[range] | None:
