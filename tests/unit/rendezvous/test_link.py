@@ -156,7 +156,7 @@ def test_arbitrary_requests_are_answered(num_examples: int) -> None:
 def test_a_status_without_a_proof_does_not_end_a_machine(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level("WARNING", "torchtitan_lite"),
-        RpcServer("127.0.0.1:0", lambda: (), name="stranger") as stranger,
+        RpcServer("127.0.0.1:0", lambda _: (), name="stranger") as stranger,
     ):
         address = stranger.address
         link = _link(address)

@@ -27,7 +27,7 @@ from torchtitan_lite.rpc.authentication import ClientSession, RequestProof, Serv
 from torchtitan_lite.rpc.client import RpcClient, _Protocol
 from torchtitan_lite.rpc.fields import parse_field, printable
 from torchtitan_lite.rpc.messages import AUTHORIZATION, PROOF, method_of
-from torchtitan_lite.rpc.server import RpcServer, authenticated_service
+from torchtitan_lite.rpc.server import RpcServer, Trust, authenticated_service
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.rpc.state_server import FramedState, StateServer
 
@@ -251,9 +251,9 @@ class _Echo:
         self.calls += 1
         return {"echo": request["text"]}
 
-    def handlers(self) -> list[grpc.GenericRpcHandler]:
+    def handlers(self, trust: Trust) -> list[grpc.GenericRpcHandler]:
         sessions = ServerSessions(SECRET, "echo")
-        return [authenticated_service("Echo", sessions, {"Echo": self.echo})]
+        return [authenticated_service("Echo", sessions, {"Echo": self.echo}, trust)]
 
 
 @FEW_OR_MANY
