@@ -10,7 +10,7 @@ import grpc
 from torchtitan_lite.errors import LighthouseError, RpcError
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.servicer import LighthouseServicer
-from torchtitan_lite.rpc.server import RpcServer
+from torchtitan_lite.rpc.server import RpcServer, Trust
 
 
 class LighthouseService:
@@ -26,7 +26,13 @@ class LighthouseService:
         """Quorum ids are greater than `first_id`."""
         self._settings, self._secret, self._first_id = settings, secret, first_id
         self._servicer: LighthouseServicer | None = None
-        self._server = RpcServer(bind, self._handlers, name="lighthouse", on_stop=self._fail_calls)
+        self._server = RpcServer(
+            bind,
+            self._handlers,
+            name="lighthouse",
+            on_stop=self._fail_calls,
+            must_prove=bool(secret),
+        )
 
     @property
     def address(self) -> str:
@@ -71,10 +77,10 @@ class LighthouseService:
         except RpcError as error:
             raise LighthouseError(str(error)) from None
 
-    def _handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+    def _handlers(self, trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
         loop = asyncio.get_running_loop()
         self._servicer = LighthouseServicer(loop, self._settings, self._secret, self._first_id)
-        return self._servicer.handlers()
+        return self._servicer.handlers(trust)
 
     async def _fail_calls(self) -> None:
         assert self._servicer is not None

@@ -20,7 +20,7 @@ from torchtitan_lite.lighthouse.rules import LEFT, Quorum, QuorumRules, QuorumSe
 from torchtitan_lite.lighthouse.status import describe
 from torchtitan_lite.log import logger
 from torchtitan_lite.rpc.authentication import AuthenticationError, ServerSessions
-from torchtitan_lite.rpc.server import CallError, authenticated_service
+from torchtitan_lite.rpc.server import CallError, Trust, authenticated_service
 
 
 class LighthouseServicer:
@@ -45,7 +45,7 @@ class LighthouseServicer:
         self._sealed: tuple[Quorum, list[str]] | None = None
         """The last quorum that was sent, with the sealed statements of its members."""
 
-    def handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+    def handlers(self, trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
         """Return the handlers for a grpc.aio server: this project's if there is a secret, else
         torchft's."""
         if not self._secret:
@@ -67,7 +67,7 @@ class LighthouseServicer:
             "Status": self._status,
         }
         sessions = ServerSessions(self._secret, messages.PURPOSE)
-        return [authenticated_service(messages.SERVICE, sessions, calls)]
+        return [authenticated_service(messages.SERVICE, sessions, calls, trust)]
 
     def mark_left(self, replica_id: str) -> list[str]:
         """Count a replica as left, see `QuorumRules.mark_left`, and fail its pending calls."""

@@ -1,8 +1,8 @@
 """Prometheus: the newest values of a rank, scraped over HTTP. Layer: above record and extras.
 
-The server listens on one interface, without a password and without encryption. A thread of
-prometheus_client answers scrapes; it reads values that are already on the host, so training never
-waits for it.
+The server listens on one interface, without a password and without encryption, and keeps few
+connections for a short time. Its threads read values that are already on the host, so training
+never waits for them.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.metrics.record import Event, StepRecord
 from torchtitan_lite.optional_dependencies import require
+from torchtitan_lite.rpc.http_server import BoundedHandler, BoundedHTTPServer
 from torchtitan_lite.schema.metrics import MetricsConfig
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Prometheus:
         self, config: MetricsConfig, *, rank: int, world_size: int, replica: int | None
     ) -> None:
         require("prometheus_client", f"metrics.prometheus_port = {config.prometheus_port}")
-        from prometheus_client import CollectorRegistry, Counter, start_http_server
+        from prometheus_client import CollectorRegistry, Counter, MetricsHandler
 
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
@@ -67,16 +68,17 @@ class Prometheus:
         info = self._gauge("info", "Which rank of which replica this is.", ("replica", "rank"))
         info.labels("" if replica is None else str(replica), str(rank)).set(1)
         port = port_of(config, rank=rank, world_size=world_size, replica=replica)
+        handler = type("Handler", (BoundedHandler, MetricsHandler), {"registry": self._registry})
         try:
-            self._server, self._thread = start_http_server(
-                port, config.prometheus_host, self._registry
-            )
+            self._server = BoundedHTTPServer((config.prometheus_host, port), handler)
         except OSError as error:
             raise UserError(
                 f"metrics.prometheus_port: {config.prometheus_host}:{port} cannot be opened "
                 f"({error.strerror or error}){_explained(config, port)}. Set another "
                 "prometheus_port or prometheus_host, or prometheus_port = 0 to switch it off."
             ) from error
+
+        self._thread = self._server.serve_in_thread("prometheus")
 
     def step(self, record: StepRecord) -> None:
         for name, (text, value_of) in _GAUGES.items():

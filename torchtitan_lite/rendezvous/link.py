@@ -21,8 +21,6 @@ from torchtitan_lite.rendezvous.timing import BLOCKED_S, CALL_S, LEASE_S, REPORT
 from torchtitan_lite.rpc.client import RpcClient
 
 _LEAVE_S = 1.0
-_PERMANENT = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
-"""Another secret, or another server."""
 
 
 class RendezvousLink:
@@ -61,6 +59,9 @@ class RendezvousLink:
         """Why this machine must end: the rendezvous has never accepted it, or it is at fault."""
         self.problem = "it has not answered yet"
         """Why the last report had no answer; empty if it had one."""
+        self._reported: object = grpc.StatusCode.UNAVAILABLE
+        """Status of the last failure that was logged; before the first answer, not that of a
+        rendezvous that starts later; None after an answer."""
         self._leased_s = self._beat_s = 0.0
         self._wake = threading.Event()
         self._ended = False
@@ -119,17 +120,18 @@ class RendezvousLink:
             answer = Answer.parse(self._client.call("Report", report.to_json(), CALL_S))
         except RpcError as error:
             # Once it has answered, an error may be due to its restart, after which a machine of
-            # another run may have reached it first.
-            is_final = error.is_final or error.code in _PERMANENT
+            # another run may have reached it first. A status without a proof decides nothing,
+            # because anybody on the way can forge it.
             is_at_fault = self.report.failure_status == MACHINE_FAULT
-            if is_final and (self.answer is None or is_at_fault):
+            if error.is_final and (self.answer is None or is_at_fault):
                 self.rejection = str(error)
-            elif not self.problem:
+            elif error.code is not self._reported:
+                self._reported = error.code
                 logger.warning("The rendezvous does not renew the lease: %s", error)
             self.problem = str(error)
             return
         except ValueError as error:
             self.rejection = f"The rendezvous answers with a malformed message: {error}."
             return
-        self.problem = ""
+        self.problem, self._reported = "", None
         self.answer, self._leased_s = answer, now_s

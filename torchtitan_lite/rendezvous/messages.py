@@ -17,7 +17,6 @@ PURPOSE = "rendezvous"
 MAX_CHARS = 2000
 """Maximum length of a text in a message."""
 _MAX_NUMBER = 1 << 40
-_NUMBERS = ("int", "float")
 
 
 class Phase(StrEnum):
@@ -66,8 +65,7 @@ class _Message:
 def _checked(name: str, value: Any, kind: Any) -> Any:
     if kind is bool or kind is int or kind is float or kind is str:
         is_right = type(value) is kind or (kind is float and type(value) is int)
-        is_small = len(value) <= MAX_CHARS if isinstance(value, str) else abs(value) < _MAX_NUMBER
-        if is_right and is_small:
+        if is_right and (len(value) <= MAX_CHARS if kind is str else abs(value) < _MAX_NUMBER):
             return value
     elif isinstance(value, str):
         return kind(value)

@@ -10,19 +10,21 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.rendezvous.coordinator import Busy, Coordinator, Rejected
 from torchtitan_lite.rendezvous.messages import PURPOSE, SERVICE, Report, RunState
 from torchtitan_lite.rpc.authentication import ServerSessions
-from torchtitan_lite.rpc.server import CallError, RpcServer, authenticated_service
+from torchtitan_lite.rpc.server import CallError, RpcServer, Trust, authenticated_service
 
 
 def rendezvous_server(bind: str, secret: str) -> RpcServer:
     """Return the rendezvous at `bind`, "HOST:PORT"; port 0 selects a free one. `start` listens."""
-    return RpcServer(bind, lambda: _handlers(secret), name="rendezvous")
+    return RpcServer(bind, lambda trust: _handlers(secret, trust), name="rendezvous")
 
 
-def _handlers(secret: str) -> Sequence[grpc.GenericRpcHandler]:
+def _handlers(secret: str, trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
     calls = _Calls()
     sessions = ServerSessions(secret, PURPOSE)
     return [
-        authenticated_service(SERVICE, sessions, {"Report": calls.report, "Leave": calls.leave})
+        authenticated_service(
+            SERVICE, sessions, {"Report": calls.report, "Leave": calls.leave}, trust
+        )
     ]
 
 

@@ -32,7 +32,7 @@ from torchtitan_lite.replica.lighthouse_link import (
 )
 from torchtitan_lite.rpc.authentication import ServerSessions
 from torchtitan_lite.rpc.client import AsyncRpcClient, RpcClient
-from torchtitan_lite.rpc.server import CallError, RpcServer, authenticated_service
+from torchtitan_lite.rpc.server import CallError, RpcServer, Trust, authenticated_service
 
 SERVICE = "torchtitan_lite.Replica"
 """Service with the calls Quorum, Vote and Watch of the ranks, and Ping of other replicas."""
@@ -121,7 +121,7 @@ class Coordinator:
         """Stop; pending calls fail. Idempotent."""
         self._server.stop()
 
-    def _handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+    def _handlers(self, trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
         self._link = self._make_link()
         self._answered = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -134,7 +134,10 @@ class Coordinator:
         }
         return [
             authenticated_service(
-                SERVICE, ServerSessions(self._secret, _purpose(self._identity.replica_id)), calls
+                SERVICE,
+                ServerSessions(self._secret, _purpose(self._identity.replica_id)),
+                calls,
+                trust,
             )
         ]
 

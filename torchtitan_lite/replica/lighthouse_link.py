@@ -14,6 +14,7 @@ import grpc.aio
 from torchtitan_lite.errors import ReplicaError, RpcError
 from torchtitan_lite.lighthouse import messages
 from torchtitan_lite.lighthouse.member import Member
+from torchtitan_lite.log import logger
 from torchtitan_lite.rpc.authentication import AuthenticationError
 from torchtitan_lite.rpc.client import OPTIONS, AsyncRpcClient, host_and_port
 
@@ -169,27 +170,36 @@ def _id_of(member: Member) -> str:
 
 async def wait_until_it_answers(link: LighthouseLink, replica_id: str, timeout_s: float) -> None:
     """Block until the lighthouse answers, which may start after its replicas. Raises ReplicaError
-    if it rejects this replica or does not answer in time."""
+    if it rejects this replica with a proof, or does not answer with one in time."""
     deadline_s = time.monotonic() + timeout_s
+    reported: object = grpc.StatusCode.UNAVAILABLE
     while True:
         try:
             await link.heartbeat(replica_id, ())
             return
         except RpcError as error:
-            if error.code is grpc.StatusCode.UNIMPLEMENTED:
-                raise ReplicaError(
-                    "The lighthouse does not authenticate its replicas: it is torchft's, or was "
-                    "started without TORCHTITAN_LITE_TOKEN. Start `python -m "
-                    "torchtitan_lite.lighthouse` with the token, or set "
-                    'fault_tolerance.lighthouse = "torchft" on a private network.'
-                ) from None
-            rejected = error.is_final or error.code is grpc.StatusCode.UNAUTHENTICATED
-            if rejected or time.monotonic() >= deadline_s:
-                raise ReplicaError(
-                    f"No lighthouse answers at TORCHFT_LIGHTHOUSE: {error} Start one "
-                    "(`torchtitan-lite launch` does) or correct the address."
-                ) from None
+            # Anybody on the way can forge a status without a proof: it is reported only.
+            reason = _why_no_answer(error)
+            if error.is_final or time.monotonic() >= deadline_s:
+                raise ReplicaError(reason) from None
+            if error.code is not reported:
+                reported = error.code
+                logger.warning("%s It is asked again for %g s.", reason, timeout_s)
         await asyncio.sleep(_RETRY_S)
+
+
+def _why_no_answer(error: RpcError) -> str:
+    if error.code is grpc.StatusCode.UNIMPLEMENTED:
+        return (
+            "The lighthouse does not authenticate its replicas: it is torchft's, or was "
+            "started without TORCHTITAN_LITE_TOKEN. Start `python -m "
+            "torchtitan_lite.lighthouse` with the token, or set "
+            'fault_tolerance.lighthouse = "torchft" on a private network.'
+        )
+    return (
+        f"No lighthouse answers at TORCHFT_LIGHTHOUSE: {error} Start one "
+        "(`torchtitan-lite launch` does) or correct the address."
+    )
 
 
 async def wait_until_settled(answered: asyncio.Event) -> None:

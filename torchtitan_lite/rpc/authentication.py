@@ -1,5 +1,5 @@
 """Sessions between processes that share a secret: challenge and response, then a MAC for each
-message. Layer: imports the standard library only.
+message. Layer: above fields.
 
 A client sends a nonce. The server answers with a ticket, which is a time and a nonce of its own,
 and with a proof that it has the secret. Both derive the key of the session from secret, purpose,
@@ -17,18 +17,19 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from torchtitan_lite.errors import RpcError
+from torchtitan_lite.rpc.fields import NONCE_BYTES, PROOF, parse_field
+
 SESSION_S = 3600.0
 """Lifetime of a session. Clients open another one afterwards."""
 TOKEN = "TORCHTITAN_LITE_TOKEN"
 """Environment variable: the secret of a run."""
 _MIN_SECRET_CHARS = 16
-_NONCE_BYTES = 16
 _WINDOW = 1024
 """Counters of a session that are remembered: requests of threads may arrive out of order."""
-_MAX_COUNTER = 1 << 62
 
 
-class AuthenticationError(Exception):
+class AuthenticationError(RpcError):
     """Message without a valid proof, or a repeated one."""
 
 
@@ -66,18 +67,12 @@ class RequestProof:
         return f"{self.nonce.hex()}.{self.ticket.hex()}.{self.counter}.{self.mac.hex()}"
 
     @staticmethod
-    def parse(text: str) -> "RequestProof":
-        """Parse a header value. Raises AuthenticationError."""
-        try:
-            nonce, ticket, counter, mac = text.split(".")
-            proof = RequestProof(
-                bytes.fromhex(nonce), bytes.fromhex(ticket), int(counter), bytes.fromhex(mac)
-            )
-        except ValueError:
-            raise AuthenticationError("The request carries no proof.") from None
-        if not (len(proof.nonce) == _NONCE_BYTES and 0 <= proof.counter < _MAX_COUNTER):
-            raise AuthenticationError("The request carries a malformed proof.")
-        return proof
+    def parse(text: object) -> "RequestProof":
+        """Parse a header value. Raises RpcError."""
+        nonce, ticket, counter, mac = parse_field("The proof of the request", text, PROOF)
+        return RequestProof(
+            bytes.fromhex(nonce), bytes.fromhex(ticket), int(counter), bytes.fromhex(mac)
+        )
 
 
 class ClientSession:
@@ -86,7 +81,7 @@ class ClientSession:
     def __init__(self, secret: str, purpose: str) -> None:
         """`purpose` separates servers of different kinds and runs that share the secret."""
         self._secret, self._purpose = _key(secret), purpose.encode()
-        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._ticket = b""
         self._key = b""
         self._counter = 0
@@ -175,8 +170,8 @@ class ServerSessions:
 
     def challenge(self, nonce: bytes) -> tuple[bytes, bytes]:
         """Return (ticket, proof) for a nonce. Keeps nothing. Raises AuthenticationError."""
-        if len(nonce) != _NONCE_BYTES:
-            raise AuthenticationError(f"The nonce must have {_NONCE_BYTES} bytes.")
+        if len(nonce) != NONCE_BYTES:
+            raise AuthenticationError(f"The nonce must have {NONCE_BYTES} bytes.")
         issued = int(time.monotonic() * 1000).to_bytes(8, "little")
         ticket = issued + self._ticket_mac(nonce, issued)
         proof = message_authentication_code(self._secret, b"server", self._purpose, nonce, ticket)

@@ -9,6 +9,7 @@ import grpc.aio
 
 from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc.authentication import AuthenticationError, ClientSession, RequestProof
+from torchtitan_lite.rpc.fields import MAC, TICKET_BYTES, parse_field, printable
 from torchtitan_lite.rpc.messages import (
     AUTHORIZATION,
     ERROR,
@@ -37,7 +38,8 @@ OPTIONS = (
 )
 """Options of a channel, for both kinds of clients."""
 _HELLO_S = 5.0
-_TICKET_BYTES = 40
+_TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+"""Signed failures after which the call may be repeated."""
 
 
 class RpcClient:
@@ -139,7 +141,7 @@ class _Protocol:
         return ClientSession(self._secret, self._purpose)
 
     def opened(self, session: ClientSession, answer: bytes) -> ClientSession:
-        session.open(answer[:_TICKET_BYTES], answer[_TICKET_BYTES:])
+        session.open(answer[:TICKET_BYTES], answer[TICKET_BYTES:])
         self.session = session
         return session
 
@@ -152,18 +154,16 @@ class _Protocol:
     def response(
         self, session: ClientSession, proof: RequestProof, response: bytes, metadata: Any
     ) -> dict[str, Any]:
-        given = dict(metadata or ()).get(PROOF, "")
+        (mac,) = parse_field(f"The proof of {self.address}", dict(metadata or ()).get(PROOF), MAC)
+        session.check_response(proof, bytes.fromhex(mac), response)
         try:
-            mac = bytes.fromhex(given if isinstance(given, str) else "")
-        except ValueError:
-            mac = b""
-        session.check_response(proof, mac, response)
-        outcome = decode(response)
-        if ERROR in outcome:
-            code = grpc.StatusCode[outcome[ERROR]]
-            is_final = code is not grpc.StatusCode.UNAVAILABLE
-            raise RpcError(outcome[MESSAGE], code, is_final=is_final)
-        return outcome[RESULT]
+            outcome = decode(response)
+            if ERROR not in outcome:
+                return outcome[RESULT]
+            message, code = str(outcome[MESSAGE]), grpc.StatusCode[outcome[ERROR]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RpcError(f"{self.address} answers in another format: {error!r:.100}") from None
+        raise RpcError(message, code, is_final=code not in _TRANSIENT)
 
     def can_retry(self, error: Any, session: ClientSession | None) -> bool:
         """Forget the session of a call if the server does not accept it any more, and return
@@ -180,7 +180,7 @@ class _Protocol:
         return RpcError(message, grpc.StatusCode.UNAUTHENTICATED)
 
     def failure(self, error: Any, timeout_s: float) -> RpcError:
-        code, details = error.code(), error.details()
+        code, details = error.code(), printable(error.details())
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return RpcError(f"{self.address} rejects the call: {details} {_SAME_SECRET}", code)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -17,12 +17,15 @@ import grpc
 import grpc.aio
 
 from torchtitan_lite.errors import RpcError
+from torchtitan_lite.log import logger
 from torchtitan_lite.rpc.authentication import (
     AuthenticationError,
     RequestProof,
     ServerSession,
     ServerSessions,
 )
+from torchtitan_lite.rpc.descriptors import raise_descriptor_limit
+from torchtitan_lite.rpc.gate import Gate
 from torchtitan_lite.rpc.messages import (
     AUTHORIZATION,
     ERROR,
@@ -38,18 +41,19 @@ from torchtitan_lite.rpc.messages import (
 _T = TypeVar("_T")
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Handler of a call. It may raise CallError."""
+Trust = Callable[[str], None]
+"""Counts the connection of a peer as one that has proved itself, see `Gate.trust`."""
 _ANSWER_S = 10.0
 _GRACE_S = 1.0
 """Time for pending responses when the server stops."""
 _LAST_PORT = 65535
+_BACKLOG = 512
 _MAX_MESSAGE_BYTES = 1 << 20
 _OPTIONS = (
-    # Without this, a second server on the same port would receive part of the calls.
-    ("grpc.so_reuseport", 0),
     # Clients may ping without pending calls, as torchft's do every minute.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
-    # Notice within seconds that a client's machine is gone; also sets TCP_USER_TIMEOUT.
+    # Notice within seconds that a client's machine is gone.
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 3000),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -74,15 +78,17 @@ class RpcServer:
     def __init__(
         self,
         bind: str,
-        handlers: Callable[[], Sequence[grpc.GenericRpcHandler]],
+        handlers: Callable[[Trust], Sequence[grpc.GenericRpcHandler]],
         *,
         name: str,
         on_stop: Callable[[], Awaitable[None]] | None = None,
+        must_prove: bool = True,
     ) -> None:
-        """`handlers` is called on the event loop, and so is `on_stop` before the server stops;
-        `name` is what errors call the server."""
+        """`handlers` is called on the event loop, with what `authenticated_service` takes, and so
+        is `on_stop` before the server stops; `name` is what errors call the server; `must_prove`:
+        whether all its services are authenticated."""
         self._bind, self._handlers, self._name, self._on_stop = bind, handlers, name, on_stop
-        self._host = bind.rpartition(":")[0]
+        self._host, self._must_prove = bind.rpartition(":")[0], must_prove
         self._port = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,17 +101,21 @@ class RpcServer:
 
     def start(self) -> Self:
         """Start to listen. Raises RpcError if that fails."""
-        _check(self._bind, self._name)
-        listening: Future[int] = Future()
+        raise_descriptor_limit()
+        listeners = _listeners(self._bind, self._name)
+        is_open: Future[None] = Future()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(listening)), name=self._name, daemon=True
+            target=lambda: asyncio.run(self._serve(listeners, is_open)),
+            name=self._name,
+            daemon=True,
         )
         self._thread.start()
         try:
-            self._port = listening.result()
+            is_open.result()
         except RpcError:
             self._thread = None
             raise
+        self._port = listeners[0].getsockname()[1]
         return self
 
     def stop(self) -> None:
@@ -138,29 +148,33 @@ class RpcServer:
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _serve(self, listening: "Future[int]") -> None:
+    async def _serve(self, listeners: Sequence[socket.socket], is_open: "Future[None]") -> None:
         server = grpc.aio.server(options=_OPTIONS)
+        gate = Gate(listeners, must_prove=self._must_prove)
         try:
             self._loop = asyncio.get_running_loop()
             self._stopping = asyncio.Event()
-            server.add_generic_rpc_handlers(tuple(self._handlers()))
-            port = server.add_insecure_port(self._bind)
-            await server.start()
+            server.add_generic_rpc_handlers(tuple(self._handlers(gate.trust)))
+            await gate.open(server)
         except Exception as error:
+            gate.stop_accepting()
             failure = RpcError(f"A {self._name} cannot listen at {self._bind}: {error}")
-            listening.set_exception(failure)
+            is_open.set_exception(failure)
             return
-        listening.set_result(port)
+        is_open.set_result(None)
         await self._stopping.wait()
+        gate.stop_accepting()
         if self._on_stop is not None:
             await self._on_stop()
         await server.stop(_GRACE_S)
+        gate.close()
 
 
 def authenticated_service(
-    service: str, sessions: ServerSessions, calls: Mapping[str, Handler]
+    service: str, sessions: ServerSessions, calls: Mapping[str, Handler], trust: Trust
 ) -> grpc.GenericRpcHandler:
-    """Return the gRPC handler of a service with authenticated calls."""
+    """Return the gRPC handler of a service with authenticated calls. `trust` is called with the
+    peer of each."""
 
     async def hello(request: bytes, context: Any) -> bytes:
         try:
@@ -173,11 +187,15 @@ def authenticated_service(
     def handler(call: str, answer: Handler) -> Any:
         async def handle(request: bytes, context: Any) -> bytes:
             session, content = await _authenticate(sessions, service, call, request, context)
+            trust(context.peer())
             try:
                 outcome = {RESULT: await answer(content)}
             except CallError as error:
                 # In a signed response, because anybody on the way could forge a gRPC status.
                 outcome = {ERROR: error.code.name, MESSAGE: error.message}
+            except Exception as error:
+                logger.exception("%s of %s failed", call, service)
+                outcome = {ERROR: grpc.StatusCode.INTERNAL.name, MESSAGE: f"{error!r:.200}"}
             response = encode(outcome)
             context.set_trailing_metadata(((PROOF, session.sign(response).hex()),))
             return response
@@ -195,19 +213,18 @@ async def _authenticate(
 ) -> tuple[ServerSession, dict[str, Any]]:
     metadata = dict(context.invocation_metadata())
     try:
-        proof = RequestProof.parse(metadata.get(AUTHORIZATION, ""))
+        proof = RequestProof.parse(metadata.get(AUTHORIZATION))
         method = method_of(service, call).encode()
         return sessions.authenticate(proof, method, request), decode(request)
-    except AuthenticationError as error:
+    except RpcError as error:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
     except ValueError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     raise AssertionError("context.abort raises")
 
 
-def _check(bind: str, name: str) -> None:
-    """Raise RpcError if `bind` is not available. gRPC would not report why, maps ports above 65535
-    to others, and accepts a name of which it can bind only one address."""
+def _listeners(bind: str, name: str) -> list[socket.socket]:
+    """Listen at all addresses of `bind`, at one port. Raises RpcError."""
     host, _, port = bind.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _LAST_PORT:
         raise RpcError(f"{bind!r} is not HOST:PORT, such as 127.0.0.1:29510.")
@@ -215,17 +232,28 @@ def _check(bind: str, name: str) -> None:
         places = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise RpcError(f"{host} has no address: {error.strerror}.") from None
+    found: list[socket.socket] = []
     failures: list[OSError] = []
-    for family, kind, _, _, place in places:
+    for family, _, _, _, place in places:
+        chosen = found[0].getsockname()[1] if found else int(port)
+        is_any = place[0] == "::"
         try:
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
+            found.append(
+                socket.create_server(
+                    (str(place[0]), chosen),
+                    family=family,
+                    backlog=_BACKLOG,
+                    dualstack_ipv6=is_any and socket.has_dualstack_ipv6(),
+                )
+            )
         except OSError as error:
             failures.append(error)
     in_use = any(failure.errno == errno.EADDRINUSE for failure in failures)
-    if in_use or len(failures) == len(places):
+    if in_use or not found:
+        for one in found:
+            one.close()
         problem = "another process listens there" if in_use else failures[0].strerror
         raise RpcError(
             f"A {name} cannot listen at {bind}: {problem}. Choose another address or port."
         )
+    return found

@@ -3,17 +3,22 @@ and checked. Layer: above authentication; imports neither gRPC nor torch."""
 
 import hmac
 import http.client
+import io
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from types import MappingProxyType
+from typing import Any
 from urllib.parse import urlsplit
 
 from torchtitan_lite.errors import RpcError
+from torchtitan_lite.rpc import fields
 from torchtitan_lite.rpc.authentication import AuthenticationError, ClientSession
+from torchtitan_lite.rpc.deadline_reader import DeadlineReader
+from torchtitan_lite.rpc.fields import NUMBER, parse_field
 from torchtitan_lite.rpc.state_server import (
     MAC,
     MAX_WAIT_S,
@@ -25,6 +30,7 @@ from torchtitan_lite.rpc.state_server import (
     TICKET,
     WAIT,
     ByteRows,
+    signed_head,
 )
 
 _CHUNK_BYTES = 8 << 20
@@ -32,9 +38,14 @@ _PIECE_BYTES = 1 << 20
 _TICK_MS = 50
 """Time that a peer waits for a state that it does not serve, before it says so."""
 _POLL_S = 0.01
+_MIN_BYTES_PER_S = 64 << 10
+"""Rate below which a connection counts as lost."""
 _MAX_HEADER_BYTES = 256 << 20
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
-_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+_UNPROVEN_S = 2.0
+"""Time for which answers without a proof are retried: they may be of somebody else."""
+_UNPROVEN_POLL_S = 0.1
+_MAX_PREPARING = 20
+"""Maximum time for which a state is prepared, in timeouts of the connection."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +65,12 @@ class _NotReady(RpcError):
     def __init__(self, message: str, prepared: int) -> None:
         super().__init__(message)
         self.prepared = prepared
-        """How far its preparation is; -1 if the peer does not report it."""
+        """How far its preparation is; 0 if the peer does not report it."""
 
 
-class _SessionRejected(RpcError):
-    """Session that the peer does not accept, or no longer."""
+class _Unproven(RpcError):
+    """Answer without the peer's proof, which decides nothing: the peer does not accept the session
+    any more, it has another secret, or somebody else has answered."""
 
 
 class _OutOfRange(RpcError):
@@ -113,6 +125,16 @@ def fetch_all(endpoint: PeerEndpoint, version: int, chunks: Sequence[Chunk]) -> 
             future.result()
 
 
+class _Answer(http.client.HTTPResponse):
+    """Answer whose header must arrive within the socket's timeout in all."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp.close()
+        self.reader = DeadlineReader(sock, sock.gettimeout() or 0.0)
+        self.fp = io.BufferedReader(self.reader)
+
+
 class StateConnection:
     """Connection to one peer, for one state at a time."""
 
@@ -124,6 +146,7 @@ class StateConnection:
         self._http = http.client.HTTPConnection(
             parts.hostname, parts.port, timeout=endpoint.timeout_s
         )
+        self._http.response_class = _Answer
         self._session = ClientSession(endpoint.secret, endpoint.purpose)
         self.serial = 0
         """Number of the offer that the last response was from; 0 without one."""
@@ -146,8 +169,8 @@ class StateConnection:
     ) -> bytes:
         """Return the header, with which a state begins after 8 bytes of its length, as soon as the
         peer serves it. `tick` is called while waiting, and may raise; `on_progress`, when the peer
-        has made progress in preparing the state, without which the wait ends after the timeout.
-        Raises RpcError."""
+        has made progress in preparing the state, without which the wait ends after the timeout. It
+        ends after `_MAX_PREPARING` timeouts in any case. Raises RpcError."""
         while True:
             content = bytearray(8 + self._header_bytes)
             try:
@@ -173,17 +196,19 @@ class StateConnection:
     ) -> None:
         """Fill `target` with the first bytes as soon as the peer serves the state, for which it is
         asked to wait."""
-        deadline = time.monotonic() + self._endpoint.timeout_s
-        prepared = -1
+        started_s = time.monotonic()
+        deadline = started_s + self._endpoint.timeout_s
+        last_deadline = started_s + _MAX_PREPARING * self._endpoint.timeout_s
+        prepared = 0
         while True:
             try:
-                self.fetch([ByteRows(0, len(target))], [target], {WAIT: f"0 {_TICK_MS}"})
+                self.fetch([ByteRows(0, len(target))], [target], f"0 {_TICK_MS}")
                 return
             except _NotReady as error:
                 tick()
                 if error.prepared > prepared:
                     prepared = error.prepared
-                    deadline = time.monotonic() + self._endpoint.timeout_s
+                    deadline = min(time.monotonic() + self._endpoint.timeout_s, last_deadline)
                     on_progress()
                 if time.monotonic() >= deadline:
                     raise
@@ -193,11 +218,7 @@ class StateConnection:
         """Block while the peer serves the same state as in its last response, at most `timeout_s`
         and MAX_WAIT_S. Raises RpcError, also if the peer cannot wait."""
         wait = f"{self.serial} {round(max(0.0, min(timeout_s, MAX_WAIT_S)) * 1000)}"
-        self.fetch([ByteRows(0, 1)], [memoryview(bytearray(1))], {WAIT: wait})
-        if not self.serial:
-            raise RpcError(
-                f"{self._endpoint.url} is of another release: it does not number states."
-            )
+        self.fetch([ByteRows(0, 1)], [memoryview(bytearray(1))], wait)
 
     def fetch_range(self, start: int, targets: Sequence[memoryview]) -> None:
         """Fill `targets` with the bytes from `start` on. Raises RpcError."""
@@ -207,23 +228,26 @@ class StateConnection:
         self,
         rows: Sequence[ByteRows],
         targets: Sequence[memoryview],
-        headers: Mapping[str, str] = _NO_HEADERS,
+        wait: str = "",
     ) -> None:
-        """Fill `targets` with the bytes of `rows`, at most MAX_RANGES, in one request. A connection
-        that the peer has closed since the last request, and a session that it rejects, are replaced
-        once. Raises RpcError."""
+        """Fill `targets` with the bytes of `rows`, at most MAX_RANGES, in one request; `wait` is
+        its WAIT. A connection that the peer has closed since the last request is replaced once; an
+        answer without a proof is retried for `_UNPROVEN_S`. Raises RpcError."""
         span = f"bytes={','.join(map(str, rows))}"
         length = sum(one.num_bytes for one in rows)
-        may_reconnect, may_renew = self._http.sock is not None, True
+        may_reconnect, num_unproven = self._http.sock is not None, 0
+        deadline_s = time.monotonic() + min(_UNPROVEN_S, self._endpoint.timeout_s)
         while True:
             try:
-                self._fetch(span, length, targets, headers)
+                self._fetch(span, length, targets, wait)
                 return
-            except _SessionRejected:
-                if not may_renew:
-                    raise
+            except _Unproven:
+                num_unproven += 1
+                if num_unproven > 1:
+                    if time.monotonic() >= deadline_s:
+                        raise
+                    time.sleep(_UNPROVEN_POLL_S)
                 # A session ends after an hour, or with the server that it was opened with.
-                may_renew = False
                 self.serial = 0
                 self._session = ClientSession(self._endpoint.secret, self._endpoint.purpose)
             except _ConnectionLost:
@@ -236,78 +260,107 @@ class StateConnection:
         span: str,
         length: int,
         targets: Sequence[memoryview],
-        headers: Mapping[str, str] = _NO_HEADERS,
+        wait: str = "",
     ) -> None:
         try:
             if not self._session.is_open:
                 self._open_session()
-            proof = self._session.sign(self._path.encode(), span.encode())
-            own = {"Authorization": str(proof), "Range": span}
-            self._http.request("GET", self._path, headers={**headers, **own})
-            answer = self._http.getresponse()
-            if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
-                # Its content, if any, is of a server that has proved nothing: it is not read.
-                raise self._rejection(answer)
+            proof = self._session.sign(self._path.encode(), span.encode(), wait.encode())
+            headers = {"Authorization": str(proof), "Range": span}
+            answer = self._answer(self._path, headers | ({WAIT: wait} if wait else {}))
+            is_content = answer.status == HTTPStatus.PARTIAL_CONTENT
+            expected = length if is_content else 0
+            if answer.length != expected:
+                # What proves nothing is not read.
+                raise self._unproven(answer.status)
+            mac = bytes.fromhex(self._field(answer, MAC, fields.MAC))
+            serial, prepared = (int(self._field(answer, n, NUMBER)) for n in (SERIAL, PREPARED))
             digest = self._session.response_digest(proof)
-            for target in targets:
-                for first in range(0, len(target), _PIECE_BYTES):
-                    piece = target[first : first + _PIECE_BYTES]
-                    filled = 0
-                    while filled < len(piece):
-                        count = answer.readinto(piece[filled:])
-                        if count == 0:
-                            raise RpcError(f"{self._endpoint.url} closed the connection early.")
-                        filled += count
-                    digest.update(piece)
+            digest.update(signed_head(answer.status, expected, serial, prepared))
+            if not is_content:
+                if not hmac.compare_digest(digest.digest(), mac):
+                    raise self._unproven(answer.status)
+                raise self._rejection(answer.status, prepared)
+            self._read_content(answer, targets, digest)
+            if not hmac.compare_digest(digest.digest(), mac):
+                raise _Unproven(f"The data from {self.url} do not match their MAC.")
         except (OSError, http.client.HTTPException) as error:
             self._http.close()
-            message = f"{self._endpoint.url} cannot be read: {error!r}"
-            lost = isinstance(error, ConnectionError)
-            raise (_ConnectionLost if lost else RpcError)(message) from error
+            message = f"{self._endpoint.url} cannot be read: {error!r:.200}"
+            if isinstance(error, ConnectionError):
+                raise _ConnectionLost(message) from error
+            raise (RpcError if isinstance(error, OSError) else _Unproven)(message) from error
         except RpcError:
             # What is left of the response would be read as the next one.
             self._http.close()
             raise
-        if not hmac.compare_digest(digest.hexdigest(), answer.headers.get(MAC) or ""):
-            self._http.close()
-            raise RpcError(f"The data from {self._endpoint.url} do not match their MAC.")
-        self.serial = max(0, _number(answer.headers.get(SERIAL)))
+        self.serial = serial
 
-    def _rejection(self, answer: http.client.HTTPResponse) -> RpcError:
-        message = _rejection_message(answer.status, self._endpoint.url)
-        if answer.status == HTTPStatus.UNAUTHORIZED:
-            return _SessionRejected(message)
-        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            return _NotReady(message, _number(answer.headers.get(PREPARED)))
-        if answer.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+    def _answer(self, path: str, headers: Mapping[str, str]) -> "_Answer":
+        """Send a request, and return its answer once its header has arrived."""
+        if self._http.sock is not None:
+            # Reading the last answer has set it to what was left.
+            self._http.sock.settimeout(self._endpoint.timeout_s)
+        self._http.request("GET", path, headers=headers)
+        answer = self._http.getresponse()
+        assert isinstance(answer, _Answer)
+        return answer
+
+    def _read_content(
+        self,
+        answer: "_Answer",
+        targets: Sequence[memoryview],
+        digest: "hmac.HMAC",
+    ) -> None:
+        assert answer.length is not None
+        answer.reader.allow(self._endpoint.timeout_s + answer.length / _MIN_BYTES_PER_S)
+        for target in targets:
+            for first in range(0, len(target), _PIECE_BYTES):
+                piece = target[first : first + _PIECE_BYTES]
+                filled = 0
+                while filled < len(piece):
+                    count = answer.readinto(piece[filled:])
+                    if count == 0:
+                        raise RpcError(f"{self.url} closed the connection early.")
+                    filled += count
+                digest.update(piece)
+
+    def _rejection(self, status: int, prepared: int) -> RpcError:
+        """Return the error of a status that the peer has proved."""
+        message = f"{self.url} does not serve this state: HTTP {status}."
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return _NotReady(message, prepared)
+        if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             return _OutOfRange(message)
         return RpcError(message)
 
+    def _unproven(self, status: int) -> _Unproven:
+        return _Unproven(
+            f"{self.url} answers without a proof (HTTP {status}): it has another "
+            "TORCHTITAN_LITE_TOKEN, which must be the same for all, or it is another server."
+        )
+
+    def _field(self, answer: http.client.HTTPResponse, name: str, pattern: re.Pattern[str]) -> str:
+        """Return a field of an answer. Raises _Unproven."""
+        try:
+            return parse_field(f"{name} of {self.url}", answer.headers.get(name), pattern)[0]
+        except RpcError:
+            raise self._unproven(answer.status) from None
+
     def _open_session(self) -> None:
         """Prove to the peer, and let it prove, that it has the secret. Raises RpcError."""
-        self._http.request("GET", SESSION_PATH, headers={NONCE: self._session.nonce.hex()})
-        answer = self._http.getresponse()
+        answer = self._answer(SESSION_PATH, {NONCE: self._session.nonce.hex()})
         if answer.length != 0:
-            raise RpcError(_rejection_message(answer.status, self._endpoint.url))
+            raise self._unproven(answer.status)
         answer.read()
+        ticket, proof = (
+            self._field(answer, TICKET, fields.TICKET),
+            self._field(answer, PROOF, fields.MAC),
+        )
         try:
-            ticket, proof = (bytes.fromhex(answer.headers.get(n) or "") for n in (TICKET, PROOF))
-            self._session.open(ticket, proof)
-        except (AuthenticationError, ValueError):
-            raise RpcError(
-                _rejection_message(HTTPStatus.UNAUTHORIZED, self._endpoint.url)
-            ) from None
+            self._session.open(bytes.fromhex(ticket), bytes.fromhex(proof))
+        except AuthenticationError:
+            raise self._unproven(answer.status) from None
 
     def close(self) -> None:
         self._http.close()
-
-
-def _number(text: str | None) -> int:
-    """Parse the value of a header; -1 if it is missing or not a number of a valid length."""
-    return int(text) if text and _NUMBER.fullmatch(text) else -1
-
-
-def _rejection_message(status: int, url: str) -> str:
-    if status == HTTPStatus.UNAUTHORIZED:
-        return f"{url} has another TORCHTITAN_LITE_TOKEN: it must be the same for all."
-    return f"{url} does not serve this state: HTTP {status}."

@@ -17,54 +17,49 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from torchtitan_lite.rpc.authentication import (
-    AuthenticationError,
-    RequestProof,
-    ServerSession,
-    ServerSessions,
-)
+from torchtitan_lite.errors import RpcError
+from torchtitan_lite.rpc import fields
+from torchtitan_lite.rpc.authentication import RequestProof, ServerSession, ServerSessions
+from torchtitan_lite.rpc.fields import parse_field
+from torchtitan_lite.rpc.http_server import BoundedHandler, BoundedHTTPServer
 
 SESSION_PATH = "/session"
 NONCE, TICKET, PROOF = "X-Nonce", "X-Ticket", "X-Proof"
 """Headers of a session's opening."""
 PREPARED = "X-Prepared"
-"""Header of a response that the state is not served yet: how far its preparation is."""
+"""Header of a response: how far the preparation of a state is that is not served yet, else 0."""
 MAC = "X-MAC"
-"""Header of a response: the MAC of its body."""
+"""Header of a response to an authenticated request: the MAC of `signed_head` and the content."""
 SERIAL = "X-Serial"
-"""Header of a response: the number of the offer that is served, which increases. It is unique: each
-server begins with a random one."""
+"""Header of a response: the number of the offer that is served, which increases; 0 without content.
+It is unique: each server begins with a random one."""
 WAIT = "X-Wait"
 """Header of a request, "SERIAL MILLISECONDS": it is answered once the state is not from this offer
 any more, or after this time. Serial 0 is that of a state that is not offered."""
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _WAIT = re.compile(r"(\d{1,18}) (\d{1,5})", re.ASCII)
 _PATH = re.compile(r"/state/(\d{1,18})", re.ASCII)
 _PART = r"(\d{1,18})-(\d{1,18})(?:;rows=(\d{1,9}),(\d{1,18}))?"
 _RANGE = re.compile(rf"bytes={_PART}(?:,{_PART})*", re.ASCII)
 _PARTS = re.compile(_PART, re.ASCII)
-_IDLE_S = 30
-"""Time after which an idle connection is closed."""
-_STOP_S = 0.05
-"""Time in which the server notices that it must stop, because a recovery waits for it."""
-_STRANGER_S = 5
-"""The same, for a connection that has not proved itself."""
 MAX_ROWS = 1 << 20
 """Maximum number of rows of a request, over all its ranges."""
 _MAX_RESPONSE_BYTES = 64 << 20
 """Of a request of several ranges, which are joined in memory."""
 MAX_RANGES = 512
 """Of a request, whose header line is limited."""
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_WAIT_S = 5.0
 """Maximum time of a request that waits for another state."""
-_MAX_STRANGERS = 32
-"""Connections that have not proved themselves. A further one replaces the oldest."""
+
+
+def signed_head(status: int, length: int, serial: int, prepared: int) -> bytes:
+    """Return what the MAC of a response covers before its content of `length` bytes."""
+    return f"{status} {length} {serial} {prepared}\n".encode()
 
 
 class ByteRows(NamedTuple):
@@ -137,10 +132,7 @@ class StateServer:
         self._server = _Server(address, secret, purpose, listener)
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_STOP_S,), name="state-server", daemon=True
-        )
-        self._thread.start()
+        self._server.serve_in_thread("state-server")
 
     def prepare(self, version: int, progress: int) -> None:
         """Report to clients that wait for a state that it is being prepared. They wait as long as
@@ -185,10 +177,7 @@ class StateServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-
+class _Server(BoundedHTTPServer):
     def __init__(
         self, address: str, secret: str, purpose: str, listener: socket.socket | None
     ) -> None:
@@ -202,27 +191,10 @@ class _Server(ThreadingHTTPServer):
         """Version -> end of its last request."""
         self.num_readers: dict[int, int] = defaultdict(int)
         """Version -> requests in progress."""
+        self._readers_lock = threading.Lock()
         self.preparing: tuple[int, int] | None = None
         """Version and progress of the state being prepared."""
-        self._strangers: list[socket.socket] = []
-        self._lock = threading.Lock()
-        if ":" in address:
-            self.address_family = socket.AF_INET6
-        super().__init__((address, 0), _Handler, bind_and_activate=listener is None)
-        if listener is not None:
-            self.socket.close()
-            self.socket = listener
-            self.server_address = listener.getsockname()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._strangers.append(request)
-            oldest = self._strangers.pop(0) if len(self._strangers) > _MAX_STRANGERS else None
-        if oldest is not None:
-            # Its thread reads the end of the connection and ends.
-            with suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
+        super().__init__((address, 0), _Handler, listener=listener)
 
     def wait_for_change(self, version: int, serial: int, timeout_s: float) -> None:
         """Block while `version` is served from this offer, or, for serial 0, is not served."""
@@ -235,18 +207,18 @@ class _Server(ThreadingHTTPServer):
             self.changed.wait_for(has_changed, min(timeout_s, MAX_WAIT_S))
 
     def touch(self, version: int) -> None:
-        with self._lock:
+        with self._readers_lock:
             self.last_read_s[version] = time.monotonic()
 
     @contextmanager
     def reading(self, version: int) -> Iterator[None]:
         """Count a request of `version` as being in progress."""
-        with self._lock:
+        with self._readers_lock:
             self.num_readers[version] += 1
         try:
             yield
         finally:
-            with self._lock:
+            with self._readers_lock:
                 self.num_readers[version] -= 1
                 self.last_read_s[version] = time.monotonic()
                 if not self.num_readers[version]:
@@ -254,26 +226,9 @@ class _Server(ThreadingHTTPServer):
                 for old in [one for one in self.last_read_s if one not in self.offered]:
                     del self.last_read_s[old]
 
-    def trust(self, connection: Any) -> None:
-        """Count a connection as that of a client with the secret."""
-        with self._lock:
-            if connection in self._strangers:
-                self._strangers.remove(connection)
 
-    def shutdown_request(self, request: Any) -> None:
-        self.trust(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing when a peer disconnects."""
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     protocol_version = "HTTP/1.1"
-    timeout = _STRANGER_S
-    disable_nagle_algorithm = True
-    """Headers and content are sent one after the other: small content would wait for the client's
-    delayed acknowledgement, 40 ms per request."""
 
     def do_GET(self) -> None:
         server = self.server
@@ -281,50 +236,46 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == SESSION_PATH:
             self._open_session(server)
             return
-        span_text = self.headers.get("Range") or ""
+        span_text, wait_text = self.headers.get("Range") or "", self.headers.get(WAIT) or ""
         try:
-            proof = RequestProof.parse(self.headers.get("Authorization") or "")
-            session = server.sessions.authenticate(proof, self.path.encode(), span_text.encode())
-        except AuthenticationError:
-            self._send_error(HTTPStatus.UNAUTHORIZED)
+            proof = RequestProof.parse(self.headers.get("Authorization"))
+            content = (self.path.encode(), span_text.encode(), wait_text.encode())
+            session = server.sessions.authenticate(proof, *content)
+        except RpcError:
+            self._send_head(HTTPStatus.UNAUTHORIZED)
             return
-        server.trust(self.connection)
-        self.connection.settimeout(_IDLE_S)
+        self.trust()
         path = _PATH.fullmatch(self.path)
         version = -1 if path is None else int(path[1])
-        if wait := _WAIT.fullmatch(self.headers.get(WAIT) or ""):
+        if wait := _WAIT.fullmatch(wait_text):
             server.wait_for_change(version, int(wait[1]), int(wait[2]) / 1000)
         offered = server.offered
         if version < max(offered, default=0) and version not in offered:
-            self._send_error(HTTPStatus.NOT_FOUND)
+            self._reject(session, HTTPStatus.NOT_FOUND)
             return
         if version not in offered:
             # A client may ask before this process has the state.
             preparing = server.preparing
             is_asked = preparing is not None and version == preparing[0]
-            headers = {PREPARED: str(preparing[1])} if preparing and is_asked else {}
-            self._send_error(HTTPStatus.SERVICE_UNAVAILABLE, headers)
+            prepared = preparing[1] if preparing is not None and is_asked else 0
+            self._reject(session, HTTPStatus.SERVICE_UNAVAILABLE, prepared)
             return
         offer = offered[version]
         rows = _rows(span_text, offer.state.length)
         if rows is None:
-            self._send_error(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+            self._reject(session, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
             return
         with server.reading(version):
             self._send_state(server, session, rows, version, offer)
 
     def _open_session(self, server: _Server) -> None:
         try:
-            nonce = bytes.fromhex(self.headers.get(NONCE) or "")
-            ticket, proof = server.sessions.challenge(nonce)
-        except (AuthenticationError, ValueError):
-            self._send_error(HTTPStatus.BAD_REQUEST)
+            (nonce,) = parse_field(NONCE, self.headers.get(NONCE), fields.NONCE)
+            ticket, proof = server.sessions.challenge(bytes.fromhex(nonce))
+        except RpcError:
+            self._send_head(HTTPStatus.BAD_REQUEST)
             return
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Length", "0")
-        self.send_header(TICKET, ticket.hex())
-        self.send_header(PROOF, proof.hex())
-        self.end_headers()
+        self._send_head(HTTPStatus.OK, headers={TICKET: ticket.hex(), PROOF: proof.hex()})
 
     def _send_state(
         self,
@@ -338,30 +289,38 @@ class _Handler(BaseHTTPRequestHandler):
         if len(rows) > 1:
             # One piece, because rows may be a few bytes each.
             pieces = [memoryview(b"".join(pieces))]
+        length = sum(map(len, rows))
         digest = session.response_digest()
+        digest.update(signed_head(HTTPStatus.PARTIAL_CONTENT, length, offer.serial, 0))
         for piece in pieces:
             digest.update(piece)
         if server.offered.get(version) is not offer:
             # The state may have changed during the read.
-            self._send_error(HTTPStatus.NOT_FOUND)
+            self._reject(session, HTTPStatus.NOT_FOUND)
             return
-        self.send_response(HTTPStatus.PARTIAL_CONTENT)
-        self.send_header("Content-Length", str(sum(map(len, rows))))
-        self.send_header(MAC, digest.hexdigest())
-        self.send_header(SERIAL, str(offer.serial))
-        self.end_headers()
+        self._send_head(
+            HTTPStatus.PARTIAL_CONTENT,
+            length,
+            {MAC: digest.hexdigest(), SERIAL: str(offer.serial), PREPARED: "0"},
+        )
         for piece in pieces:
             self.connection.sendall(piece)
 
-    def _send_error(self, status: HTTPStatus, headers: Mapping[str, str] = _NO_HEADERS) -> None:
+    def _reject(self, session: ServerSession, status: HTTPStatus, prepared: int = 0) -> None:
+        """Send a status with its proof, because anybody on the way could forge one."""
+        digest = session.response_digest()
+        digest.update(signed_head(status, 0, 0, prepared))
+        headers = {MAC: digest.hexdigest(), SERIAL: "0", PREPARED: str(prepared)}
+        self._send_head(status, headers=headers)
+
+    def _send_head(
+        self, status: HTTPStatus, length: int = 0, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> None:
         self.send_response(status)
+        self.send_header("Content-Length", str(length))
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", "0")
         self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing: there is one request per chunk."""
 
 
 def _rows(text: str, length: int) -> list[range] | None:

@@ -1,19 +1,27 @@
 """The lighthouse's server: immediate quorums, rejected calls, and shutdown."""
 
+import json
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import fields
+from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
+from tests.fuzzing import FEW_OR_MANY, fuzz, json_objects, json_values
 from tests.launch import wait_until
 from tests.unit.lighthouse.clients import LighthouseClients, ReceivedQuorum, connect_clients
 from torchtitan_lite.errors import LighthouseError, RpcError
-from torchtitan_lite.lighthouse import client
+from torchtitan_lite.lighthouse import client, messages
+from torchtitan_lite.lighthouse.member import Member, _seal
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
 from torchtitan_lite.rpc import server as rpc_server
+from torchtitan_lite.rpc.authentication import AuthenticationError
+from torchtitan_lite.rpc.client import RpcClient
 
 TOKEN = "a secret of the tests"
 # Such a long wait that no immediate response can be mistaken for its end, even on a slow machine.
@@ -251,3 +259,35 @@ def test_an_address_of_another_machine() -> None:
 def test_a_port_in_use(service: LighthouseService) -> None:
     with pytest.raises(LighthouseError, match="another process listens there"):
         LighthouseService(service.address, PATIENT).start()
+
+
+@FEW_OR_MANY
+def test_arbitrary_requests_get_an_answer_and_change_nothing(
+    num_examples: int, service: LighthouseService
+) -> None:
+    names = st.sampled_from(["Quorum", "Heartbeat", "Left", "Status"])
+    requests = json_objects("member", "unreachable", "replica_id", "run_id")
+    with RpcClient(service.address, messages.SERVICE, TOKEN, messages.PURPOSE) as caller:
+
+        def check(name: str, request: dict[str, Any]) -> None:
+            try:
+                caller.call(name, request, _ANSWER_S)
+            except RpcError as error:
+                assert error.is_final
+
+        fuzz(num_examples, check, name=names, request=requests)
+    assert service.status()["waiting"] == []
+
+
+@FEW_OR_MANY
+def test_a_statement_is_valid_or_rejected(num_examples: int) -> None:
+    def check(text: str, content: Any) -> None:
+        sealed = json.dumps(
+            {"member": json.dumps(content), "seal": _seal(json.dumps(content), TOKEN)}
+        )
+        for one in (text, json.dumps(content), sealed):
+            with pytest.raises(AuthenticationError):
+                Member.unseal(one, TOKEN)
+
+    contents = json_values | json_objects(*(field.name for field in fields(Member)))
+    fuzz(num_examples, check, text=st.text(), content=contents)

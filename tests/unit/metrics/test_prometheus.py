@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.metrics import Event, MetricsConfig, open_metrics
-from torchtitan_lite.metrics.prometheus import port_of
+from torchtitan_lite.metrics.prometheus import Prometheus, port_of
+from torchtitan_lite.rpc import http_server
 
 
 @pytest.fixture
@@ -166,3 +167,13 @@ def test_the_package_is_imported_only_when_it_is_used():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(shown.stdout) is False
+
+
+def test_idle_connections_do_not_prevent_a_scrape(tmp_path, port):
+    with opened(tmp_path, port) as metrics:
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+        assert ("torchtitan_lite_info", "0", "") in scrape(port)
+        (prometheus,) = (one for one in metrics._every_step if isinstance(one, Prometheus))
+        assert len(prometheus._server._strangers) <= http_server._LIMITS.per_address
+        for one in idle:
+            one.close()

@@ -1,16 +1,26 @@
 """What is read from a server is of one version of one start of the run."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.publish.conftest import Publish, complete, received, remote_subscriber
+from tests.fuzzing import FEW_OR_MANY, forged_server, fuzz, json_objects, json_values, raw_messages
+from tests.unit.publish.conftest import SECRET, Publish, complete, received, remote_subscriber
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY
+from torchtitan_lite.errors import PublishError
 from torchtitan_lite.publish import Subscriber, Target
 from torchtitan_lite.publish.publisher import Publisher
-from torchtitan_lite.publish.sources import VersionGone
-from torchtitan_lite.rpc.state_server import MAX_ROWS
+from torchtitan_lite.publish.sources import (
+    INDEX_VERSION,
+    PURPOSE,
+    VersionGone,
+    open_publication,
+)
+from torchtitan_lite.rpc import state_client
+from torchtitan_lite.rpc.state_server import MAX_ROWS, FramedState, StateServer
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
 _NUM_ROWS = 2 * MAX_ROWS + 7
@@ -85,3 +95,33 @@ def test_the_reason_of_a_failed_receipt_is_kept(publish: Publish, port: int) -> 
         assert publisher.publish(8, {"a": _NUMBERS})
         assert subscription.update(timeout_s=60) is not None
         assert subscription.problem == ""
+
+
+@FEW_OR_MANY
+def test_whatever_a_stranger_answers_is_an_error_of_publishing(
+    num_examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_client, "_UNPROVEN_S", 0.0)
+
+    def check(answer: bytes) -> None:
+        server.answer = answer
+        with pytest.raises(PublishError):
+            open_publication(f"http://127.0.0.1:{server.port}", SECRET)
+
+    with forged_server() as server:
+        fuzz(num_examples, check, answer=raw_messages)
+
+
+@FEW_OR_MANY
+def test_an_arbitrary_index_is_an_error_of_publishing(num_examples: int) -> None:
+    server = StateServer("127.0.0.1", SECRET, PURPOSE)
+
+    def check(index: Any, rank: Any) -> None:
+        for one in (index, {"ranks": index}, {"ranks": [rank]}):
+            server.offer(INDEX_VERSION, FramedState(json.dumps(one).encode()))
+            with pytest.raises(PublishError):
+                open_publication(server.url, SECRET)
+
+    ranks = json_objects("url", "description", "slot_bytes")
+    fuzz(num_examples, check, index=json_values, rank=ranks)
+    server.close()

@@ -1,19 +1,26 @@
 """An agent that is blocked does not report."""
 
 import time
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from tests import launch
+from tests.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from torchtitan_lite.errors import MACHINE_FAULT, RpcError
 from torchtitan_lite.rendezvous import link as link_module
 from torchtitan_lite.rendezvous.link import RendezvousLink
-from torchtitan_lite.rendezvous.messages import PURPOSE, SERVICE
+from torchtitan_lite.rendezvous.messages import PURPOSE, SERVICE, Answer, Report
 from torchtitan_lite.rendezvous.server import rendezvous_server
 from torchtitan_lite.rendezvous.timing import LEASE_S
 from torchtitan_lite.rpc.client import RpcClient
+from torchtitan_lite.rpc.server import RpcServer
 
 _SECRET = "a secret of the tests"
+_ANSWER = tuple(field.name for field in fields(Answer))
 
 
 def _link(endpoint: str, run_id: str = "run") -> RendezvousLink:
@@ -116,3 +123,48 @@ def test_a_malformed_report_is_answered_with_the_reason() -> None:
     ):
         client.call("Report", {"machine": "a"}, 5)
     assert caught.value.is_final
+
+
+@FEW_OR_MANY
+def test_arbitrary_messages_are_parsed_or_rejected(num_examples: int) -> None:
+    right = _link("127.0.0.1:1").report.to_json()
+
+    def check(changes: dict[str, Any]) -> None:
+        for kind, content in ((Report, {**right, **changes}), (Answer, changes)):
+            with suppress(ValueError):
+                assert kind.parse(content).to_json() == content
+
+    fuzz(num_examples, check, changes=json_objects(*right, *_ANSWER))
+
+
+@FEW_OR_MANY
+def test_arbitrary_requests_are_answered(num_examples: int) -> None:
+    with (
+        rendezvous_server("127.0.0.1:0", _SECRET) as server,
+        RpcClient(server.address, SERVICE, _SECRET, PURPOSE) as client,
+    ):
+
+        def check(name: str, request: dict[str, Any]) -> None:
+            with pytest.raises(RpcError, match="malformed") as caught:
+                client.call(name, request, 30)
+            assert caught.value.is_final
+
+        names = st.sampled_from(["Report", "Leave"])
+        fuzz(num_examples, check, name=names, request=json_objects("report", "reason", "machine"))
+
+
+def test_a_status_without_a_proof_does_not_end_a_machine(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level("WARNING", "torchtitan_lite"),
+        RpcServer("127.0.0.1:0", lambda _: (), name="stranger") as stranger,
+    ):
+        address = stranger.address
+        link = _link(address)
+        link.start()
+        launch.wait_until(lambda: (link.beat(), "Method not found" in link.problem)[1], 10)
+        assert "Method not found" in caplog.text
+        stranger.stop()
+        with rendezvous_server(address, _SECRET):
+            launch.wait_until(lambda: (link.beat(), link.answer)[1], 20)
+            assert not link.rejection
+            link.leave()

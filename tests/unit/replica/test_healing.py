@@ -4,7 +4,6 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from http import HTTPStatus
 from typing import Any
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from tests.fuzzing import forged_server
 from tests.launch import wait_until
 from tests.unit.checkpoint.conftest import SmallState
 from torchtitan_lite import rng
@@ -42,6 +42,12 @@ class Run(SmallState):
         self.model["model.large"] = torch.randn(elements, generator=draws)
         self.model["model.turned"] = torch.randn(40, 30, generator=draws).t()
         self.model["model.none"] = torch.empty(0, 4)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not retry answers without a proof."""
+    monkeypatch.setattr(state_client, "_UNPROVEN_S", 0.0)
 
 
 @pytest.fixture
@@ -185,23 +191,6 @@ def test_bytes_corrupted_in_transfer_are_detected(
         receive_state(endpoint(server), 8, Run())
 
 
-@contextmanager
-def _serving(content: bytes) -> Iterator[str]:
-    """Start a server that sends `content` to its first client, and yield its URL."""
-
-    def answer() -> None:
-        connection, _ = listening.accept()
-        with connection:
-            connection.recv(4096)
-            connection.sendall(content)
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=answer)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        thread.join()
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -214,7 +203,9 @@ def _serving(content: bytes) -> Iterator[str]:
 )
 def test_a_malformed_response_is_an_error_and_changes_nothing(content: bytes) -> None:
     fresh, untouched = Run(), Run()
-    with _serving(content) as url, pytest.raises(ReplicaError) as caught:
+    with forged_server() as stranger, pytest.raises(ReplicaError) as caught:
+        stranger.answer = content
+        url = f"http://127.0.0.1:{stranger.port}"
         receive_state(PeerEndpoint(url, _TOKEN, PURPOSE, 1.0, 2), 8, fresh)
     assert not isinstance(caught.value, TornState)
     assert same(fresh, untouched)
@@ -246,28 +237,13 @@ def test_the_transport_offers_and_records(donor: Run) -> None:
 
 def test_the_secret_is_not_sent_to_a_stranger() -> None:
     """Whoever answered as a donor received the token before."""
-    received: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                received.append(connection.recv(1 << 16))
-                connection.sendall(
-                    b"HTTP/1.1 200 OK\r\nX-Ticket: "
-                    + b"00" * 40
-                    + b"\r\nX-Proof: "
-                    + b"00" * 32
-                    + b"\r\nContent-Length: 0\r\n\r\n"
-                )
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with forged_server() as stranger:
+        fields = f"X-Ticket: {'00' * 40}\r\nX-Proof: {'00' * 32}\r\nContent-Length: 0"
+        stranger.answer = f"HTTP/1.1 200 OK\r\n{fields}\r\n\r\n".encode()
+        url = f"http://127.0.0.1:{stranger.port}"
         with pytest.raises(ReplicaError, match="has another TORCHTITAN_LITE_TOKEN"):
             receive_state(PeerEndpoint(url, _TOKEN, PURPOSE, 5.0, 1), 8, Run())
-        thread.join()
-    assert received and _TOKEN.encode() not in received[0]
+    assert stranger.received and _TOKEN.encode() not in b"".join(stranger.received)
 
 
 def test_strangers_take_no_threads_and_block_nobody(donor: Run, server: StateServer) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc import authentication
 from torchtitan_lite.rpc.authentication import (
     AuthenticationError,
@@ -130,7 +131,7 @@ def test_a_flood_of_strangers_is_not_remembered(server: ServerSessions) -> None:
 
 @pytest.mark.parametrize("text", ["", "Bearer secret", "a.b.c.d", "00.00.1.00", "....", "é.é.1.é"])
 def test_a_malformed_proof_is_rejected(text: str) -> None:
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(RpcError, match="proof of the request"):
         RequestProof.parse(text)
 
 

@@ -18,7 +18,7 @@ from torchtitan_lite.rpc import client as rpc_client
 from torchtitan_lite.rpc.authentication import ServerSessions
 from torchtitan_lite.rpc.client import RpcClient
 from torchtitan_lite.rpc.messages import AUTHORIZATION, method_of
-from torchtitan_lite.rpc.server import CallError, RpcServer, authenticated_service
+from torchtitan_lite.rpc.server import CallError, RpcServer, Trust, authenticated_service
 
 SECRET, SERVICE = "a secret of the tests", "tests.Echo"
 
@@ -35,9 +35,9 @@ class Echo:
             raise CallError(grpc.StatusCode.FAILED_PRECONDITION, "It was asked to fail.")
         return {"echo": request}
 
-    def handlers(self) -> list[grpc.GenericRpcHandler]:
+    def handlers(self, trust: Trust) -> list[grpc.GenericRpcHandler]:
         sessions = ServerSessions(SECRET, "echo")
-        return [authenticated_service(SERVICE, sessions, {"Echo": self.echo})]
+        return [authenticated_service(SERVICE, sessions, {"Echo": self.echo}, trust)]
 
 
 @pytest.fixture

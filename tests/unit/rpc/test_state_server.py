@@ -16,7 +16,6 @@ from torchtitan_lite.rpc import state_client, state_server
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.rpc.state_server import (
     MAX_RANGES,
-    WAIT,
     ByteRows,
     FramedState,
     StateServer,
@@ -140,7 +139,7 @@ def test_a_client_waits_for_another_state(server: StateServer, connection: State
 def test_a_malformed_wait_is_none(text: str, connection: StateConnection) -> None:
     connection.fetch_header()
     began_s = time.monotonic()
-    connection.fetch([ByteRows(0, 1)], [memoryview(bytearray(1))], {WAIT: text})
+    connection.fetch([ByteRows(0, 1)], [memoryview(bytearray(1))], text)
     assert time.monotonic() - began_s < 1.0
 
 
@@ -224,7 +223,9 @@ def test_the_content_of_an_error_is_not_read(
 ) -> None:
     """It would fill the memory."""
 
-    def send_endlessly(handler: BaseHTTPRequestHandler, status: HTTPStatus, *_: object) -> None:
+    def send_endlessly(
+        handler: BaseHTTPRequestHandler, session: object, status: HTTPStatus, *_: object
+    ) -> None:
         handler.send_response(status)
         handler.send_header("Content-Length", str(1 << 50))
         handler.end_headers()
@@ -232,23 +233,29 @@ def test_the_content_of_an_error_is_not_read(
             while True:
                 handler.wfile.write(bytes(1 << 16))
 
-    monkeypatch.setattr(state_server._Handler, "_send_error", send_endlessly)
+    monkeypatch.setattr(state_server._Handler, "_reject", send_endlessly)
+    monkeypatch.setattr(state_client, "_UNPROVEN_S", 0.0)
     connection.select(9)
     with pytest.raises(RpcError, match="HTTP 503"):
         connection.fetch_range(0, [memoryview(bytearray(1))])
 
 
 @pytest.mark.parametrize("status", ["200 OK", "206 Partial Content", "503 Service Unavailable"])
-def test_the_content_of_a_stranger_is_not_read(status: str) -> None:
+def test_the_content_of_a_stranger_is_not_read(
+    status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_client, "_UNPROVEN_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            stream, _ = listener.accept()
-            stream.recv(4096)
-            stream.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {1 << 50}\r\n\r\n".encode())
-            with stream, suppress(OSError):
-                while True:
-                    stream.sendall(bytes(1 << 16))
+            for _ in range(2):
+                stream, _ = listener.accept()
+                stream.recv(4096)
+                head = f"HTTP/1.1 {status}\r\nContent-Length: {1 << 50}\r\n\r\n"
+                with stream, suppress(OSError):
+                    stream.sendall(head.encode())
+                    while True:
+                        stream.sendall(bytes(1 << 16))
 
         thread = threading.Thread(target=answer)
         thread.start()

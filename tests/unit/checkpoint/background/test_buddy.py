@@ -1,5 +1,6 @@
 """Copies of snapshots between two processes, as on two machines: real processes and sockets."""
 
+import json
 import os
 import secrets
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from tests.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from tests.launch import wait_until
 from tests.snapshots import content, description, slot_bytes_of, snapshot
 from torchtitan_lite.checkpoint.background import buddy
@@ -376,3 +378,26 @@ def test_without_its_trainer_the_process_ends(machines: list[Machine]) -> None:
     running.stdin.close()
     assert running.wait(10) == 0
     assert states() == [SlotState.COPYING, SlotState.EMPTY]
+
+
+@FEW_OR_MANY
+def test_an_arbitrary_header_fails_the_copy_only(num_examples: int, tmp_path: Path) -> None:
+    right = description(tmp_path / "checkpoint", 0, 2, run_id="a" * 16, session="b" * 16)
+    content = {
+        "description": right,
+        "slot_bytes": slot_bytes_of(right),
+        "values_bytes": 100,
+        "step": 1,
+        "segment": 0,
+        "values": {},
+        "digests": {},
+    }
+    assert buddy._Content(json.dumps(content).encode()).position == (0, 1)
+
+    def check(changes: dict[str, Any], about: dict[str, Any]) -> None:
+        described = {**content, "description": {**right, **about}}
+        for header in ({**content, **changes}, described, changes, list(changes)):
+            with suppress(*buddy._WRONG):
+                buddy._Content(json.dumps(header).encode())
+
+    fuzz(num_examples, check, changes=json_objects(*content), about=json_objects(*right))

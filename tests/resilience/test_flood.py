@@ -1,0 +1,98 @@
+"""A stranger that opens thousands of connections to the servers of a run costs it no step."""
+
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import launch
+from tests.resilience.test_launch import killed_at_exit, output_of, processes_of_run, start
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+"""Preface of HTTP/2 with empty settings (RFC 9113, 3.4)."""
+_SETTINGS = 4
+_NUM_CONNECTIONS = 2000
+_MAX_FILES = 1024
+_STEPS = 300
+
+
+def _http2_ports(process: psutil.Process) -> list[tuple[str, int]]:
+    found = [
+        (one.laddr.ip, one.laddr.port)
+        for one in process.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    return [address for address in found if _speaks_http2(address)]
+
+
+def _speaks_http2(address: tuple[str, int]) -> bool:
+    with suppress(OSError), socket.create_connection(address, 1.0) as stream:
+        stream.settimeout(1.0)
+        stream.sendall(_PREFACE)
+        answer = stream.recv(9)
+        return len(answer) == 9 and answer[3] == _SETTINGS
+    return False
+
+
+def _num_replicas(metrics: Path) -> int:
+    steps = launch.steps_of(metrics)
+    return steps[-1]["num_replicas"] if steps else 0
+
+
+@contextmanager
+def _flooded(address: tuple[str, int]) -> Iterator[None]:
+    """Hold connections, as far as the server does not close them."""
+    held: list[socket.socket] = []
+    try:
+        for _ in range(_NUM_CONNECTIONS):
+            held.append(socket.create_connection(address, 5.0))
+            # It may be displaced at once.
+            with suppress(OSError):
+                held[-1].sendall(_PREFACE)
+        yield
+    finally:
+        for one in held:
+            one.close()
+
+
+@pytest.mark.matrix
+def test_a_flood_of_connections_costs_no_step(tmp_path: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    process = start(folder, log, f"--training.steps={_STEPS}", "--metrics.prometheus_port=0")
+    # Inherited by all processes of the run.
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (_MAX_FILES, _MAX_FILES))
+    metrics = folder / "replica_000"
+    with killed_at_exit(process, folder):
+        launch.wait_until(lambda: _num_replicas(metrics) == 2, 60)
+        began_s = time.time()
+        before = {one.pid for one in processes_of_run(folder)}
+        lighthouse = [
+            one
+            for one in psutil.Process(process.pid).children(recursive=True)
+            if "torchtitan_lite.lighthouse" in one.cmdline()
+        ]
+        servers = [*lighthouse, *processes_of_run(folder)]
+        addresses = {address for one in servers for address in _http2_ports(one)}
+        # The lighthouse, and the coordinator of each replica.
+        assert len(addresses) == 3
+        for address in sorted(addresses):
+            step = launch.steps_of(metrics)[-1]["step"]
+            with _flooded(address):
+                time.sleep(1.0)
+                most = max(one.num_fds() for one in servers)
+                assert most < _MAX_FILES // 2, most
+                done = step >= _STEPS - 20
+                if not done:
+                    launch.wait_for_step(metrics, step + 10, process, log)
+        assert {one.pid for one in processes_of_run(folder)} >= before
+        text = output_of(process, log, 240)
+    steps = [line["step"] for line in launch.steps_of(metrics)]
+    # It may have joined after the other replica has taken the first step.
+    assert steps == list(range(steps[0], _STEPS + 1)), text[-3000:]
+    events = [one for one in launch.events_of(metrics) if one["time"] >= began_s]
+    assert not {one["event"] for one in events} & {"quorum", "healed", "step_failed"}, events
