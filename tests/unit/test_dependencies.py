@@ -101,7 +101,7 @@ def _named_modules(name: ast.expr, tree: ast.Module, path: Path) -> list[str]:
             inside = any(node is name for node in ast.walk(loop))
             if inside and isinstance(loop.iter, ast.Tuple | ast.List | ast.Set | ast.Dict):
                 entries = loop.iter.keys if isinstance(loop.iter, ast.Dict) else loop.iter.elts
-                return [one.value for one in entries if isinstance(one, ast.Constant)]
+                return [str(one.value) for one in entries if isinstance(one, ast.Constant)]
     where = str(path.relative_to(ROOT))
     assert where in OF_A_USER, f"{where} imports {ast.unparse(name)}, which has no constant name"
     return []

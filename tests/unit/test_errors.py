@@ -5,7 +5,7 @@ import socket
 
 import grpc
 import pytest
-from torch.distributed import DistNetworkError, TCPStore
+import torch.distributed as dist
 
 from torchtitan_lite.errors import (
     DIVERGED,
@@ -75,6 +75,8 @@ def test_a_known_status_is_kept() -> None:
 def test_a_taken_port_of_a_store_may_pass() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(DistNetworkError) as caught:
-            TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=True)
+        with pytest.raises(dist.DistNetworkError) as caught:
+            dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=True
+            )
     assert is_transient(caught.value)

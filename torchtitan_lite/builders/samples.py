@@ -1,8 +1,6 @@
 """What a run lets its model generate: in validations, and at its end. Layer: above data and
 text_generator."""
 
-from pathlib import Path
-
 from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.config import Config
 from torchtitan_lite.data import OpenedData
@@ -19,11 +17,12 @@ def sample_prompt(config: Config, data: OpenedData, text: str) -> str | ChatProm
         return text
 
     def prompt() -> str | ChatPrompt:
-        messages = [{"role": "user", "content": text}]
-        if not text:
-            messages = first_question(corpora, Path(config.training.cache_folder).expanduser())
-        if messages is None:
+        template = find_template(data.tokenizer_files.folder)
+        if text:
+            return chat_prompt(data.tokenizer(), template, [{"role": "user", "content": text}])
+        question = first_question(corpora, template.variables)
+        if question is None:
             return text
-        return chat_prompt(data.tokenizer(), find_template(data.tokenizer_files.folder), messages)
+        return chat_prompt(data.tokenizer(), template, question.messages, question.variables)
 
     return run_on_all_ranks(prompt)

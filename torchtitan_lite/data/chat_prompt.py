@@ -1,14 +1,16 @@
 """Prompts of a chat: messages in the template's form, up to the beginning of the answer. Layer:
-above chat_tokens."""
+above chat_tokens and unusable_rows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from torchtitan_lite.data.chat_template import ChatTemplate, Messages, TemplateRejection
-from torchtitan_lite.data.conversations import ASSISTANT, Unusable, read_conversations
+from torchtitan_lite.data.conversations import ASSISTANT, Conversation, read_conversations
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.data.unusable_rows import UnusableRows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
 
@@ -27,29 +29,41 @@ class ChatPrompt:
     """The token that ends the assistant's turn; empty if the template has none."""
 
 
-def chat_prompt(tokenizer: Tokenizer, template: ChatTemplate, messages: Messages) -> ChatPrompt:
-    """Return the prompt of `messages`. Raises DataError if the template rejects them."""
+def chat_prompt(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Messages,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> ChatPrompt:
+    """Return the prompt of `messages`, rendered with `variables` of the template, such as `tools`.
+    Raises DataError if the template rejects them."""
+    chosen = template.chosen(variables)
+    answer = {"role": ASSISTANT, "content": _ANSWER}
     try:
-        text = template.render(messages, add_generation_prompt=True)
-        through = template.render([*messages, {"role": ASSISTANT, "content": _ANSWER}])
+        text = chosen.render(messages, variables, add_generation_prompt=True)
+        through = chosen.render([*messages, answer], variables)
     except TemplateRejection as rejection:
-        raise DataError(f"{template.name} rejects the messages: {rejection}") from None
+        raise DataError(f"{chosen.name} rejects the messages: {rejection}") from None
     behind = through.rpartition(_ANSWER)[2]
     ends = [one for one in tokenizer.special_texts if behind.startswith(one)]
     ids, *end = (ids.tolist() for ids, _, _ in tokenizer.encode_rendered([text, *ends]))
     return ChatPrompt(messages, ids, frozenset(one[0] for one in end if len(one) == 1))
 
 
-def first_question(corpora: Sequence[CorpusConfig], cache_folder: Path) -> Messages | None:
-    """Return the messages before the first answer in the first chat corpus; None without one.
-    Raises DataError if it cannot be read."""
+def first_question(
+    corpora: Sequence[CorpusConfig], variables: Collection[str] = ()
+) -> Conversation | None:
+    """Return the first conversation with an answer of the first chat corpus, up to its first
+    answer, with the columns `variables` of its row; None without one. Raises DataError if it cannot
+    be read."""
     for config in corpora:
         if config.messages_column is None:
             continue
-        corpus = open_corpus(config, cache_folder)
-        for conversation in read_conversations(corpus, Unusable(corpus)):
-            messages = conversation.messages
-            roles = [message["role"] for message in messages]
+        corpus = open_corpus(config)
+        # Unusable rows are reported where the corpus is tokenized.
+        for conversation in read_conversations(corpus, UnusableRows(corpus), variables):
+            roles = [message["role"] for message in conversation.messages]
             if ASSISTANT in roles[1:]:
-                return messages[: roles.index(ASSISTANT, 1)]
+                question = conversation.messages[: roles.index(ASSISTANT, 1)]
+                return replace(conversation, messages=question)
     return None

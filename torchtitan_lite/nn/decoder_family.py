@@ -26,8 +26,6 @@ class DecoderDims(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def pad_token_id(self) -> int | None: ...
-    @property
     def norm_eps(self) -> float: ...
     @property
     def max_seq_len(self) -> int: ...
@@ -53,7 +51,8 @@ def build_decoder(
     return Decoder(
         dim=dims.dim,
         vocab_size=dims.vocab_size,
-        pad_token_id=dims.pad_token_id,
+        # A family of a user's may have none.
+        pad_token_id=getattr(dims, "pad_token_id", None),
         norm_eps=dims.norm_eps,
         layers=dims.layers,
         attention_backend=dims.attention_backend,

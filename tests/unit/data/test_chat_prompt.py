@@ -67,9 +67,24 @@ def test_the_first_question_ends_before_the_first_answer(tmp_path: Path) -> None
         (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         text = CorpusConfig(dataset_path=CHAT)
         chat = CorpusConfig(dataset_path=str(tmp_path / "chat.jsonl"), messages_column="messages")
-        found = first_question([text, chat], tmp_path)
-        return None if found is None else [message["role"] for message in found]
+        found = first_question([text, chat])
+        return None if found is None else [message["role"] for message in found.messages]
 
     assert question(["system", "user", "assistant", "user", "assistant"]) == ["system", "user"]
     assert question(["user"]) is None
-    assert first_question([CorpusConfig(dataset_path=CHAT)], tmp_path) is None
+    assert first_question([CorpusConfig(dataset_path=CHAT)]) is None
+
+
+def test_the_tools_of_the_first_question_reach_the_template(folder: Path, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    row = {"messages": messages, "tools": tools}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    source = "{{ tools[0].function.name if tools else 'none' }}{{ messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(source)
+    tokenizer, template = load_tokenizer(folder), find_template(folder)
+    corpus = CorpusConfig(dataset_path=str(tmp_path / "chat.jsonl"), messages_column="messages")
+    question = first_question([corpus], template.variables)
+    assert question is not None and question.messages == messages[:1]
+    prompt = chat_prompt(tokenizer, template, question.messages, question.variables)
+    assert tokenizer.decode(prompt.ids) == "add1 + 1?"

@@ -81,8 +81,8 @@ def test_failures_that_may_pass_do_not_count_as_equal(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("OSError: [Errno 24] Too many open files")
     policy = RestartPolicy(3)
+    failure = failure_of("rank 0", ExitStatus(TRANSIENT), log)
     for _ in range(3):
-        failure = failure_of("rank 0", ExitStatus(TRANSIENT), log)
         assert isinstance(policy.attempt_failed(failure, 0), RestartAfter)
     decision = policy.attempt_failed(failure, 0)
     assert isinstance(decision, GiveUp) and decision.exit_status == GIVEN_UP
