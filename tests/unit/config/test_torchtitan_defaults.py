@@ -275,7 +275,8 @@ def test_a_start_has_one_line_about_torchtitan(
     file, own = tmp_path / "theirs.toml", tmp_path / "own.toml"
     own.write_text("[training]\nsteps = 10\n")
     file.write_text("[quantize.linear.float8]\nprecompute_float8_dynamic_scale_for_fsdp = false\n")
-    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
     with caplog.at_level("INFO", logger.name):
         for path in (own, file):
             _log_about_keys(load_config(path, ["--job.device=cpu"]), path)
