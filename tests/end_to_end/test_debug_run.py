@@ -51,8 +51,10 @@ def test_debug_config_trains_prints_a_sample_and_resumes(tmp_path: Path) -> None
     (resume,) = re.findall(r"^Resume +(.+)$", text, re.MULTILINE)
     words = shlex.split(resume)
     assert words[0].endswith("torchrun")
-    assert words[1:4] == ["--nproc-per-node", "2", "train.py"]
-    again = launch.run(2, words[4:], tmp_path / "again.log")
+    # All options with which torchrun was started.
+    place = words.index("train.py")
+    assert words[1:3] == ["--nproc-per-node", "2"] and "--rdzv-backend=c10d" in words[:place]
+    again = launch.run(2, words[place + 1 :], tmp_path / "again.log")
     assert f"Resumed from {folder}/checkpoint/step-6" in again
     assert launch.steps_of(folder)[-1]["step"] == 12
     went_on = launch.time_accounting_of(folder)
