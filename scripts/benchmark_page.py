@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+COMPARISON = ROOT / "benchmarks" / "comparison.md"
+"""Text about other systems, which the page repeats."""
 ENVIRONMENT = ".environment.json"
 LONG = 60
 """Number of rows above which a file is summarized."""
@@ -177,6 +179,8 @@ def page(results: dict[str, Result]) -> str:
         title, peers = _title("gpu")
         lines.append(f"| {title}: not yet run on a GPU, see [gpu.md](gpu.md) | {peers} | - | - |")
     lines += ["", "Run all of them with `make bench`, on an otherwise idle machine."]
+    comparison = with_figures(COMPARISON.read_text(encoding="utf-8"), results)
+    lines += ["", "## Compared with other systems", "", comparison.strip()]
     for result in results.values():
         lines += ["", *_section(result)]
     return "\n".join(lines) + "\n"
@@ -190,7 +194,7 @@ def wrong_figures(results: dict[str, Result]) -> Iterator[str]:
 
 
 def _pages() -> list[Path]:
-    return [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    return [*sorted(ROOT.glob("README*.md")), COMPARISON, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def with_figures(text: str, results: dict[str, Result]) -> str:

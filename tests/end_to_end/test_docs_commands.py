@@ -20,8 +20,6 @@ NOT_RUN = {
     r"(?s)until torchrun ": "needs several machines",
     r"torchtitan-lite train .*--rdzv-endpoint NODE0": "needs several machines",
     r"head=|srun ": "needs Slurm",
-    r"(?s)(torchrun|torchtitan-lite) .*outputs/pretrained": "needs pretrained weights; "
-    "tests/end_to_end/test_pretrained_guide.py runs the guide",
     r"torchtitan-lite train --nproc 8 ": "needs a file of torchtitan and 8 processes",
     r"torchrun \.\.\.": "stands for the options of a cluster",
     r"export TORCHTITAN_LITE_TOKEN=\.\.\.": "stands for a secret",
@@ -103,10 +101,27 @@ def test_every_page_is_run_or_covered() -> None:
     assert unused == []
 
 
-def test_both_readmes_have_the_same_commands() -> None:
-    assert [b.commands for b in blocks("README.md")] == [
-        b.commands for b in blocks("README.zh-CN.md")
+def test_both_readmes_have_the_same_commands_tables_and_links() -> None:
+    english, chinese = "README.md", "README.zh-CN.md"
+    assert blocks(english) == blocks(chinese)
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in (english, chinese)]
+    # What no translation changes: code, versions, figures with their origins.
+    fixed = re.compile(r"`[^`]+`|\d[\d.,]*|<!-- figure: .*?-->")
+    tables = [
+        [sorted(fixed.findall(re.sub(r"\(\S+\)", "", row))) for row in rows]
+        for rows in (re.findall(r"^\|.*\|$", text, re.MULTILINE) for text in texts)
     ]
+    assert tables[0] == tables[1]
+    headings = [re.findall(r"^#+ ", text, re.MULTILINE) for text in texts]
+    assert headings[0] == headings[1]
+    links = [re.findall(r"\]\(([^)\s]+)\)", text) for text in texts]
+    # Each links to the other, and the Chinese one to Chinese pages where there are.
+    assert links[0][0] == chinese and links[1][0] == english
+    assert links[0][1:] == [link.replace(".zh-CN", "") for link in links[1][1:]]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8")) < 9000
 
 
 def test_commands_are_split_at_lines() -> None:
