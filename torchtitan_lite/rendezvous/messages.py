@@ -65,7 +65,9 @@ class _Message:
 def _checked(name: str, value: Any, kind: Any) -> Any:
     if kind is bool or kind is int or kind is float or kind is str:
         is_right = type(value) is kind or (kind is float and type(value) is int)
-        if is_right and (len(value) <= MAX_CHARS if kind is str else abs(value) < _MAX_NUMBER):
+        if is_right and (
+            len(value) <= MAX_CHARS if isinstance(value, str) else abs(value) < _MAX_NUMBER
+        ):
             return value
     elif isinstance(value, str):
         return kind(value)
