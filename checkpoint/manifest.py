@@ -8,6 +8,7 @@ in its length. Layer: above storage and redistribute.
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -30,6 +31,8 @@ from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, LayoutErr
 from torchtitan_lite.redistribute import Layout, layout_from_json
 
 _MAX_AXES = 64
+_LENGTH_BYTES = 8
+"""Length field at the start of a safetensors file."""
 """Maximum number of mesh axes and tensor dims."""
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Sizes = Annotated[list[_Size], Field(max_length=_MAX_AXES)]
@@ -116,6 +119,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
     """Read the manifest without checking the files."""
     where = f"{storage.root}/{folder}"
+    _check_inside(storage, f"{folder}/{MANIFEST}")
     try:
         text = bytes(storage.read(f"{folder}/{MANIFEST}"))
         raw = json.loads(text)
@@ -248,9 +252,10 @@ def boxes_by_file(manifest: Manifest) -> dict[str, list[tuple[str, BoxEntry]]]:
 
 
 def check_file(storage: Storage, path: str, boxes: list[tuple[str, BoxEntry]]) -> None:
-    """Check that every box lies within its file and that no two overlap. Raises
-    DamagedCheckpoint."""
+    """Check that the file lies in the step's folder, every box within its file, and that no two
+    overlap. Raises DamagedCheckpoint."""
     where = f"{storage.root}/{path}"
+    _check_inside(storage, path)
     try:
         length = storage.size(path)
     except OSError as error:
@@ -265,3 +270,55 @@ def check_file(storage: Storage, path: str, boxes: list[tuple[str, BoxEntry]]) -
                 f"has {length} bytes and those before {position} are taken."
             )
         position = end
+
+
+def _check_inside(storage: Storage, path: str) -> None:
+    """Check that a file is not elsewhere, where it may be of another run, or no file at all. Raises
+    DamagedCheckpoint."""
+    if storage.leaves_folder(path):
+        raise DamagedCheckpoint(
+            f"{storage.root}/{path} is a symbolic link out of the folder of its step. Replace it "
+            "by a copy of the file."
+        )
+
+
+def check_header(
+    storage: Storage,
+    path: str,
+    boxes: Sequence[tuple[str, BoxEntry]],
+    tensors: Mapping[str, TensorEntry],
+) -> str:
+    """Return why other safetensors readers do not find the same tensors in the same bytes; empty if
+    they do. Raises OSError."""
+    length = storage.size(path)
+    start = _LENGTH_BYTES + int.from_bytes(storage.read(path, 0, _LENGTH_BYTES), "little")
+    first, end = boxes[0][1].bytes[0], boxes[-1][1].bytes[1]
+    if start != first or end != length:
+        return f"the data should be in bytes {first} to {end}, and is in {start} to {length}"
+    text = bytes(storage.read(path, _LENGTH_BYTES, start))
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+        header.pop("__metadata__", None)
+    except (ValueError, AttributeError, RecursionError) as error:
+        return f"its header cannot be read: {error}"
+    entries = {
+        name: {
+            "dtype": tensors[name].dtype,
+            "shape": box.size,
+            "data_offsets": [box.bytes[0] - first, box.bytes[1] - first],
+        }
+        for name, box in boxes
+    }
+    # As texts: 1, 1.0 and true are equal numbers.
+    if json.dumps(header, sort_keys=True) != json.dumps(entries, sort_keys=True):
+        return "its header does not match the manifest"
+    return ""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. Raises ValueError for a repeated name, of which each reader takes another
+    value."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found

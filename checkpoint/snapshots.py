@@ -15,10 +15,17 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from torchtitan_lite.checkpoint.manifest import BoxEntry, layouts_of, read_manifest
+from torchtitan_lite.checkpoint.manifest import (
+    BoxEntry,
+    boxes_by_file,
+    check_header,
+    layouts_of,
+    read_manifest,
+)
 from torchtitan_lite.checkpoint.storage.base import Storage, read_error
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, DTYPES, tensor_bytes, tensor_from_bytes
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.log import logger
 from torchtitan_lite.redistribute import Layout, TensorSpec
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.read_plan import held_blocks
@@ -98,6 +105,9 @@ class StoredSnapshot:
         self._storage, self._folder, self.ema = storage, folder, ema
         self.where = f"{storage.root}/{folder}"
         self.manifest = manifest = read_manifest(storage, folder)
+        self._files = boxes_by_file(manifest)
+        self._opened: set[str] = set()
+        """Files whose header was checked."""
         self._boxes: dict[tuple[str, Holder], BoxEntry] = {}
         self.tensors: dict[str, TensorSpec] = {}
         layouts = layouts_of(manifest)
@@ -166,6 +176,7 @@ class StoredSnapshot:
             raise self._read_error(entry, error) from None
         if len(raw) != end - first or xxhash.xxh3_64_hexdigest(raw) != entry.xxh3:
             raise self._damaged(name, entry)
+        self._warn_of_header(entry.file)
         return tensor_from_bytes(raw, placed.dtype, shape)
 
     def read_part(self, name: str, holder: Holder, into: torch.Tensor) -> None:
@@ -181,6 +192,28 @@ class StoredSnapshot:
             raise self._read_error(entry, error) from None
         if digest.hexdigest() != entry.xxh3:
             raise self._damaged(name, entry)
+        self._warn_of_header(entry.file)
+
+    def _warn_of_header(self, file: str) -> None:
+        """Warn once if other readers would not find the tensors of a file, one of which has been
+        read by the manifest and is intact."""
+        if file in self._opened:
+            return
+        self._opened.add(file)
+        path = self.manifest.path(self._folder, file)
+        try:
+            problem = check_header(self._storage, path, self._files[file], self.manifest.tensors)
+        except OSError:
+            # Reading its tensors reports it.
+            return
+        if problem:
+            logger.warning(
+                "%s/%s is damaged beside its tensors, whose checksums are compared as they are "
+                "read: %s. Other programs may not read it.",
+                self._storage.root,
+                path,
+                problem,
+            )
 
     def _path(self, entry: BoxEntry) -> str:
         return self.manifest.path(self._folder, entry.file)

@@ -3,9 +3,8 @@
 Invariant: one pass reports all damage, not only the first.
 """
 
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,14 +15,12 @@ from torchtitan_lite.checkpoint.manifest import (
     Manifest,
     boxes_by_file,
     check_file,
+    check_header,
     read_manifest_alone,
 )
 from torchtitan_lite.checkpoint.storage.base import Storage, exists
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.errors import DamagedCheckpoint
-
-_LENGTH_BYTES = 8
-"""Length field at the start of a safetensors file."""
 
 
 @dataclass(frozen=True)
@@ -82,41 +79,17 @@ def _check_header(
     path = manifest.path(folder, file)
     try:
         check_file(storage, path, list(boxes))
-        length = storage.size(path)
-        start = _LENGTH_BYTES + int.from_bytes(storage.read(path, 0, _LENGTH_BYTES), "little")
-        first, end = boxes[0][1].bytes[0], boxes[-1][1].bytes[1]
-        if start != first or end != length:
-            problem = f"the data should be in bytes {first} to {end}, and is in {start} to {length}"
-            return Damage(file, None, problem)
-        header = json.loads(bytes(storage.read(path, _LENGTH_BYTES, start)))
-        header.pop("__metadata__", None)
-        if header != dict(_entries(boxes, manifest)):
-            return Damage(file, None, "its header does not match the manifest")
-    except DamagedCheckpoint as error:
-        return Damage(file, None, str(error))
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        return Damage(file, None, f"its header cannot be read: {error}")
-    return None
-
-
-def _entries(
-    boxes: Sequence[tuple[str, BoxEntry]], manifest: Manifest
-) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the header entries that the manifest implies."""
-    start = boxes[0][1].bytes[0]
-    for name, box in boxes:
-        yield (
-            name,
-            {
-                "dtype": manifest.tensors[name].dtype,
-                "shape": box.size,
-                "data_offsets": [box.bytes[0] - start, box.bytes[1] - start],
-            },
-        )
+        problem = check_header(storage, path, boxes, manifest.tensors)
+    except (DamagedCheckpoint, OSError, ValueError) as error:
+        problem = str(error)
+    return Damage(file, None, problem) if problem else None
 
 
 def _check_box(storage: Storage, path: str, name: str, box: BoxEntry) -> Damage | None:
     first, end = box.bytes
+    if storage.leaves_folder(path):
+        # It is reported for the file, and may be no file.
+        return None
     try:
         # Accessing mapped bytes past the end of the file would kill the process (SIGBUS).
         if end > storage.size(path):

@@ -193,6 +193,11 @@ def _peak_resident_kib() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak // 1024
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        # As when no descriptor is free: a measurement must not end training.
+        return peak
     # Some sandboxes do not report it.
-    match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    match = re.search(r"VmHWM:\s*(\d+) kB", status)
     return int(match[1]) if match else peak

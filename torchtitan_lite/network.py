@@ -139,7 +139,14 @@ def _open_connections(
             is_meant = which is None or status.st_ino in which
             if not is_meant or not stat.S_ISSOCK(status.st_mode):
                 continue
-            with socket.socket(fileno=os.dup(descriptor)) as one:
+            duplicate = os.dup(descriptor)
+            try:
+                one = socket.socket(fileno=duplicate)
+            except OSError:
+                # A socket's name that was opened with O_PATH.
+                os.close(duplicate)
+                continue
+            with one:
                 is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     yield status.st_ino, one

@@ -127,6 +127,11 @@ class Storage(Protocol):
         """Return the size of a file such as "step-5/manifest.json"."""
         ...
 
+    def leaves_folder(self, path: str) -> bool:
+        """Return whether a file such as "step-5/manifest.json" lies outside of the step's folder,
+        because it is a symbolic link or in one. The step's folder itself may be one."""
+        ...
+
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
         """Return bytes of a file such as "step-5/manifest.json"."""
         ...

@@ -241,6 +241,11 @@ class ObjectStore:
             if path != MANIFEST and not is_kept:
                 self._remove(f"{step_name(step)}/{path}")
 
+    def leaves_folder(self, path: str) -> bool:
+        """Return False: objects are no links."""
+        del path
+        return False
+
     def size(self, path: str) -> int:
         full = self._full(path)
         return int(self._retry(f"looking at {path}", lambda: self._fs.size(full)) or 0)

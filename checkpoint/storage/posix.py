@@ -185,6 +185,11 @@ class LocalStorage:
                 if step is not None and step < before:
                     self._files.rmtree(self._folder / name)
 
+    def leaves_folder(self, path: str) -> bool:
+        step = os.path.realpath(self._folder / path.partition("/")[0])
+        actual = os.path.realpath(self._folder / path)
+        return os.path.commonpath([step, actual]) != step
+
     def size(self, path: str) -> int:
         return os.stat(self._folder / path).st_size
 

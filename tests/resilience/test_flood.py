@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.processes import free_port
 from tests import launch
 from tests.resilience.test_launch import killed_at_exit, output_of, processes_of_run, start
 
@@ -96,3 +97,33 @@ def test_a_flood_of_connections_costs_no_step(tmp_path: Path) -> None:
     assert steps == list(range(steps[0], _STEPS + 1)), text[-3000:]
     events = [one for one in launch.events_of(metrics) if one["time"] >= began_s]
     assert not {one["event"] for one in events} & {"quorum", "healed", "step_failed"}, events
+
+
+@pytest.mark.matrix
+def test_without_free_descriptors_training_continues(tmp_path: Path) -> None:
+    """What works beside training fails, and works again afterwards."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    arguments = [
+        *(one for one in launch.SMALL if "tensorboard" not in one),
+        f"--job.dump_folder={folder}",
+        "--training.steps=200",
+        "--metrics.log_freq=1",
+        f"--metrics.prometheus_port={free_port()}",
+        "--checkpoint.interval=10",
+        "--publish.enable=true",
+        "--publish.address=127.0.0.1",
+        "--publish.every_steps=3",
+    ]
+    process = launch.start(1, arguments, log, TORCHTITAN_LITE_TOKEN="0" * 32)
+    try:
+        launch.wait_for_step(folder, 20, process, log)
+        limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        for _ in range(3):
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (1, limits[1]))
+            time.sleep(1.5)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+            time.sleep(1.0)
+        assert process.wait(120) == 0, log.read_text()[-4000:]
+    finally:
+        launch.end(process)
+    assert [line["step"] for line in launch.steps_of(folder)] == list(range(1, 201))

@@ -1,8 +1,10 @@
 """Consequences of the device type."""
 
+import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -71,3 +73,11 @@ def test_a_node_with_fewer_gpus_than_processes_is_rejected(monkeypatch: pytest.M
     _show_gpus(monkeypatch, None, 1)
     with pytest.raises(UserError, match="Process 1 of this node needs a GPU of its own"):
         detect_device("cuda")
+
+
+def test_the_peak_of_memory_needs_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(path: Path) -> str:
+        raise OSError(errno.EMFILE, str(path))
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    assert 0.01 < detect_device("cpu").peak_memory_gib() < 1000

@@ -398,7 +398,9 @@ def _lock(stack: ExitStack, folder: Path, rank: int) -> None:
         )
 
     def remove() -> None:
-        unpublish(folder, rank)
+        # What cannot be removed now, the next start of the run removes.
+        with suppress(OSError):
+            unpublish(folder, rank)
         lock.release()
         # Other ranks and snapshots may still use it.
         with suppress(OSError):

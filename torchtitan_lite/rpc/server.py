@@ -240,7 +240,7 @@ def _listeners(bind: str, name: str) -> list[socket.socket]:
         try:
             found.append(
                 socket.create_server(
-                    (str(place[0]), chosen),
+                    (place[0], chosen, *place[2:]),
                     family=family,
                     backlog=_BACKLOG,
                     dualstack_ipv6=is_any and socket.has_dualstack_ipv6(),

@@ -313,7 +313,8 @@ class StateConnection:
         digest: "hmac.HMAC",
     ) -> None:
         assert answer.length is not None
-        answer.reader.allow(self._endpoint.timeout_s + answer.length / _MIN_BYTES_PER_S)
+        timeout_s = self._endpoint.timeout_s
+        answer.reader.allow(timeout_s + answer.length / _MIN_BYTES_PER_S, idle_s=timeout_s)
         for target in targets:
             for first in range(0, len(target), _PIECE_BYTES):
                 piece = target[first : first + _PIECE_BYTES]

@@ -3,6 +3,7 @@
 import errno
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,28 @@ def _pickled_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(pickle.dumps(_Bomb(folder.parent / "exploded")))
 
 
+def _linked(name: str) -> Callable[[Path], None]:
+    """Return a damage that moves a file elsewhere, and leaves a link to it."""
+
+    def act(folder: Path) -> None:
+        elsewhere = folder.parent / "elsewhere"
+        (folder / name).rename(elsewhere)
+        (folder / name).symlink_to(elsewhere)
+
+    return act
+
+
 _DAMAGES = {
     "truncated": (_truncate, rf"step-3/{_DATA} is damaged: .* should be in bytes"),
     "flipped": (_flip, rf"step-3/{_DATA} is damaged: the checksum of model.weight \(bytes"),
     "missing": (_remove, rf"step-3/{_DATA} is missing or cannot be read; it should hold"),
     "pickled": (_pickled, rf"step-3/{_DATA} is damaged: the checksum of"),
     "pickled manifest": (_pickled_manifest, r"step-3/manifest.json is damaged"),
+    "link": (_linked(_DATA), rf"step-3/{_DATA} is a symbolic link out of the folder"),
+    "linked manifest": (
+        _linked("manifest.json"),
+        r"step-3/manifest.json is a symbolic link out",
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Damage to a small checkpoint of two files: loads and checks detect all of it."""
 
+import os
 import random
 import secrets
 import shutil
@@ -32,7 +33,9 @@ def _loaded(root: Path | str, like: dict[str, torch.Tensor], mesh: Mesh) -> dict
 @pytest.mark.parametrize(
     "number", [pytest.param(200, id="200"), pytest.param(1000, id="1000", marks=pytest.mark.matrix)]
 )
-def test_all_damage_is_detected_and_the_file_named(tmp_path: Path, mesh: Mesh, number: int) -> None:
+def test_all_damage_is_detected_and_the_file_named(
+    tmp_path: Path, mesh: Mesh, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
     full, root = tmp_path / "whole", tmp_path / "damaged"
     tensors = write_checkpoint(full, step=3)
     assert same(_loaded(full, tensors, mesh), tensors)
@@ -44,6 +47,7 @@ def test_all_damage_is_detected_and_the_file_named(tmp_path: Path, mesh: Mesh, n
         shutil.copytree(full, root)
         file, what = damage_file(root / "step-3", rng)
         case = f"damage {count}: {file} {what}"
+        caplog.clear()
         try:
             actual = _loaded(root, tensors, mesh)
         except CheckpointError as error:
@@ -51,7 +55,7 @@ def test_all_damage_is_detected_and_the_file_named(tmp_path: Path, mesh: Mesh, n
             assert (file if not missing else "holds no manifest.json") in str(error), case
             rejected = True
         else:
-            # A load does not read the headers of safetensors files: the manifest has everything.
+            # A load does not need the headers of safetensors files: the manifest has everything.
             assert same(actual, tensors), case
             rejected = False
         try:
@@ -61,6 +65,7 @@ def test_all_damage_is_detected_and_the_file_named(tmp_path: Path, mesh: Mesh, n
             continue
         assert {one.file for one in seen} in ({file}, set()), case
         assert seen or not rejected, case
+        assert rejected or bool(seen) == (f"{file} is damaged beside its tensors" in caplog.text)
         unseen += not seen
     # For example, 1e-05 instead of 1E-05 in a manifest: the same value in another spelling.
     assert unseen <= number // 100
@@ -98,6 +103,9 @@ def test_a_header_that_contradicts_the_manifest_is_detected(tmp_path: Path) -> N
         content.replace(b'"F32"', b'"I32"', 1),
         content.replace(b"model.odd", b"model.add", 1),
         content + b"\0",
+        # Values that are equal in Python, and two of a name.
+        content.replace(b"[0,", b"[0.0,", 1).replace(b"  ", b"", 1),
+        content.replace(b'"dtype"', b'"dtype":"I32","dtype"', 1).replace(b" " * 14, b"", 1),
     ):
         path.write_bytes(other)
         (actual,) = verify(open_storage(str(tmp_path)), "step-3")
@@ -120,3 +128,37 @@ def test_files_below_the_name_of_their_attempt(mesh: Mesh) -> None:
     assert {one.file for one in verify(storage, "step-3")} == {TWO_FILES[1]}
     with pytest.raises(DamagedCheckpoint, match=f"step-3/{below}/{TWO_FILES[1]} cannot be read"):
         snapshot.part("model.weight", TWO_FILES[1])
+
+
+@pytest.mark.parametrize("name", [*TWO_FILES, "manifest.json"])
+@pytest.mark.parametrize("is_fifo", [False, True])
+def test_a_link_out_of_the_step_is_refused(
+    tmp_path: Path, mesh: Mesh, name: str, is_fifo: bool
+) -> None:
+    tensors = write_checkpoint(tmp_path, step=3)
+    path, elsewhere = tmp_path / "step-3" / name, tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    if is_fifo:
+        # Opening it would block.
+        elsewhere.unlink()
+        os.mkfifo(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is a symbolic link out of the folder"):
+        _loaded(tmp_path, tensors, mesh)
+    (actual,) = verify(open_storage(str(tmp_path)), "step-3")
+    assert (actual.file, actual.tensor) == (name, None)
+    assert "symbolic link" in actual.problem
+
+
+def test_folders_may_be_links(tmp_path: Path, mesh: Mesh) -> None:
+    """A dump folder, a step's folder, and a link inside of it."""
+    tensors = write_checkpoint(tmp_path / "archive", step=3)
+    inner = tmp_path / "archive" / "step-3" / TWO_FILES[0]
+    inner.rename(inner.with_suffix(".moved"))
+    inner.symlink_to(inner.with_suffix(".moved").name)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-3").symlink_to(tmp_path / "archive" / "step-3")
+    (tmp_path / "link").symlink_to("run")
+    for root in ("archive", "run", "link"):
+        assert same(_loaded(tmp_path / root, tensors, mesh), tensors)
+        assert verify(open_storage(str(tmp_path / root)), "step-3") == []

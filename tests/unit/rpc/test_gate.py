@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.launch import wait_until
+from torchtitan_lite import network
 from torchtitan_lite.rpc import gate
 from torchtitan_lite.rpc.authentication import ServerSessions
 from torchtitan_lite.rpc.client import RpcClient
@@ -188,3 +189,13 @@ def test_a_name_listens_at_all_its_addresses_and_one_port() -> None:
         port = int(server.address.rpartition(":")[2])
         with RpcClient(f"127.0.0.1:{port}", "Echo", SECRET, "e") as client:
             assert client.call("Echo", {}, 30) == {}
+
+
+def test_the_connections_of_a_process_with_a_server_are_listed(server: RpcServer) -> None:
+    """Among its descriptors is that of the gate's socket, which is no socket itself."""
+    with _client(server) as client:
+        client.call("Echo", {}, 30)
+        before = psutil.Process().num_fds()
+        for _ in range(3):
+            assert network.connections()
+        assert psutil.Process().num_fds() == before

@@ -15,6 +15,7 @@ from tests.fuzzing import forged_server
 from tests.launch import wait_until
 from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc import descriptors, http_server
+from torchtitan_lite.rpc.deadline_reader import DeadlineReader
 from torchtitan_lite.rpc.http_server import BoundedHandler, BoundedHTTPServer
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.rpc.state_server import FramedState, StateServer
@@ -153,3 +154,15 @@ def test_an_answer_byte_by_byte_is_given_up_in_time() -> None:
 def test_an_address_that_is_no_address_is_an_error() -> None:
     with pytest.raises(OSError):
         BoundedHTTPServer(("192.0.2.1", 0), BoundedHandler)
+
+
+def test_a_silent_peer_is_noticed_before_the_deadline() -> None:
+    near, far = socket.socketpair()
+    with near, far, closing(DeadlineReader(near, 60.0)) as reader:
+        far.sendall(b"a")
+        assert reader.read(1) == b"a"
+        reader.allow(60.0, idle_s=0.1)
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            reader.read(1)
+        assert time.monotonic() < began_s + 5

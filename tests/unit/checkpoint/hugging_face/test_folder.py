@@ -53,6 +53,17 @@ def test_a_complete_folder_loads(folder: Path) -> None:
     our_model(folder)
 
 
+def test_a_snapshot_of_a_cache_loads(folder: Path, tmp_path: Path) -> None:
+    """It consists of links to files named by their hashes."""
+    blobs, links = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    folder.rename(blobs)
+    links.mkdir(parents=True)
+    for number, blob in enumerate(sorted(blobs.iterdir())):
+        (links / blob.name).symlink_to(Path("../../blobs") / f"{number:064x}")
+        blob.rename(blobs / f"{number:064x}")
+    our_model(links)
+
+
 def test_a_truncated_shard_is_named(folder: Path) -> None:
     path = first_file(folder)
     path.write_bytes(path.read_bytes()[:-100])
