@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtitan_lite.errors import TRANSIENT, UserError
+from torchtitan_lite.errors import TRANSIENT, ConfigError, UserError
 from torchtitan_lite.launcher.processes import start_ticks
 from torchtitan_lite.lease_file import LeaseFile, Sight, open_lease_file, wait_for_change
 from torchtitan_lite.log import logger
@@ -77,6 +77,8 @@ class LeasePlaces:
     """The leases that it takes."""
     other: Callable[[], Sequence[LeaseFile]]
     """Those that must be free: of a run without replicas for a replica, and the reverse."""
+    missing: str = ""
+    """Where there is no lease, because fsspec does not know the storage."""
 
 
 def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -> LeasePlaces:
@@ -84,15 +86,19 @@ def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -
     `dump_folder` have a lease of their own. `checkpoint_root` is empty without checkpoints."""
     own = dump_folder if replica is None else replica_folder(dump_folder, replica)
     held = [open_lease_file(str(own), _NAME)]
-    if checkpoint_root and not _contains(dump_folder, checkpoint_root):
+    root, missing = checkpoint_root.removeprefix("file://"), ""
+    if root and not _contains(dump_folder, root):
         name = _NAME if replica is None else f"replica_{replica:03d}.{_NAME}"
-        held.append(open_lease_file(checkpoint_root, name))
+        try:
+            held.append(open_lease_file(root, name))
+        except ConfigError:
+            missing = root
 
     def other() -> Sequence[LeaseFile]:
         folders = dump_folder.glob("replica_*") if replica is None else [dump_folder]
         return [open_lease_file(str(folder), _NAME) for folder in folders]
 
-    return LeasePlaces(held=tuple(held), other=other)
+    return LeasePlaces(held=tuple(held), other=other, missing=missing)
 
 
 def _contains(folder: Path, root: str) -> bool:
@@ -151,6 +157,8 @@ class RunLease:
         held then. `tick` is called while it blocks, and may raise to end that. If a storage cannot
         be written, the run continues without the lease there, because a run must not end for lack
         of it."""
+        if self._places.missing:
+            _warn(self._places.missing, "is of a storage without leases")
         while True:
             wait_until_free(self._places, waits=waits, tick=tick)
             try:
@@ -184,11 +192,7 @@ class RunLease:
                         continue
                     self._held.append(file)
                 except OSError as error:
-                    logger.warning(
-                        "%s cannot be written, so that a second run there is not noticed: %s",
-                        file.where,
-                        error,
-                    )
+                    _warn(file.where, f"cannot be written: {error}")
             # After the own lease exists: of two that start at once, at least one sees the other.
             for file in self._places.other():
                 self._require_free(file)
@@ -300,6 +304,10 @@ def _first_occupant(places: LeasePlaces, instance: str) -> tuple[LeaseFile, Leas
             if holder is not None:
                 return file, holder
     return None
+
+
+def _warn(where: str, why: str) -> None:
+    logger.warning("A second run in the same place is not noticed: %s %s", where, why)
 
 
 def _parse(sight: Sight) -> LeaseHolder | None:

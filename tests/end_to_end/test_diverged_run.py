@@ -32,6 +32,6 @@ def test_a_diverged_run_writes_its_time_accounting(tmp_path: Path) -> None:
     assert events["books"]["lost_s"] == accounting["lost_s"] > 0
     drawn = EventAccumulator(str(folder / "tb"))
     drawn.Reload()
-    assert "error/reason/text_summary" in drawn.Tags()["tensors"]
-    (lost,) = drawn.Scalars("books/lost_s")
+    assert "train_events/error/reason/text_summary" in drawn.Tags()["tensors"]
+    (lost,) = drawn.Scalars("train_events/books/lost_s")
     assert math.isclose(lost.value, accounting["lost_s"], rel_tol=1e-5)

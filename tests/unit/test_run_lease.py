@@ -277,7 +277,16 @@ def test_a_full_disk_is_a_warning(
 
     monkeypatch.setattr(os, "fsync", fail)
     acquire(lease_in(str(tmp_path))).release()
-    assert "a second run there is not noticed: [Errno 28]" in caplog.text
+    assert "A second run in the same place is not noticed" in caplog.text
+    assert "lease.json cannot be written: [Errno 28]" in caplog.text
+
+
+def test_a_storage_that_fsspec_does_not_know_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    places = lease_places(tmp_path, "counted://bucket/run", None)
+    acquire(RunLease(places, on_loss=lambda reason: None)).release()
+    assert "counted://bucket/run is of a storage without leases" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"pid": 1}', b"\xff"])
