@@ -69,7 +69,7 @@ def test_a_flood_of_connections_costs_no_step(tmp_path: Path) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (_MAX_FILES, _MAX_FILES))
     metrics = folder / "replica_000"
     with killed_at_exit(process, folder):
-        launch.wait_until(lambda: _num_replicas(metrics) == 2, 60)
+        launch.wait_until(lambda: _num_replicas(metrics) == 2, 120)
         began_s = time.time()
         before = {one.pid for one in processes_of_run(folder)}
         lighthouse = [

@@ -178,8 +178,8 @@ def test_a_wait_that_was_altered_is_rejected(server: StateServer, at_once: None)
 def test_progress_does_not_extend_a_wait_without_end(
     server: StateServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_client, "_MAX_PREPARING", 3)
-    endpoint = PeerEndpoint(f"http://127.0.0.1:{_port(server)}", SECRET, "test", 0.2)
+    monkeypatch.setattr(state_client, "_MAX_PREPARING", 1.5)
+    endpoint = PeerEndpoint(f"http://127.0.0.1:{_port(server)}", SECRET, "test", 1.0)
     connection = StateConnection(endpoint, 4)
     began_s, progress = time.monotonic(), itertools.count(1)
 
@@ -188,7 +188,7 @@ def test_progress_does_not_extend_a_wait_without_end(
 
     with pytest.raises(RpcError, match="HTTP 503"):
         connection.fetch_header(tick)
-    assert 0.6 <= time.monotonic() - began_s < 5.0
+    assert 1.5 <= time.monotonic() - began_s < 20.0
     connection.close()
 
 

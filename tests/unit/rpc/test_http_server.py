@@ -25,8 +25,8 @@ SECRET = "a secret of the run"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StateServer]:
-    monkeypatch.setattr(http_server, "STRANGER_S", 0.4)
-    monkeypatch.setattr(BoundedHandler, "timeout", 0.4)
+    monkeypatch.setattr(http_server, "STRANGER_S", 1.0)
+    monkeypatch.setattr(BoundedHandler, "timeout", 1.0)
     made = StateServer("127.0.0.1", SECRET, "test")
     made.offer(3, FramedState(b"header", b"data"))
     yield made
@@ -57,30 +57,30 @@ def _drip(stream: socket.socket, content: bytes, interval_s: float) -> float:
 
 def test_a_header_byte_by_byte_is_cut_in_time(server: StateServer) -> None:
     with socket.create_connection(("127.0.0.1", _port(server))) as stream:
-        assert 0.3 < _drip(stream, b"GET /session HTTP/1.1\r\n" * 100, 0.05) < 2.0
+        assert 0.9 < _drip(stream, b"GET /session HTTP/1.1\r\n" * 100, 0.05) < 10.0
 
 
 def test_complete_requests_without_a_proof_do_not_extend_it(server: StateServer) -> None:
     with socket.create_connection(("127.0.0.1", _port(server))) as stream:
         began_s = time.monotonic()
         with suppress(ConnectionError):
-            while time.monotonic() < began_s + 2:
+            while time.monotonic() < began_s + 10:
                 stream.sendall(b"GET /session HTTP/1.1\r\nX-Nonce: " + b"0" * 32 + b"\r\n\r\n")
                 if not stream.recv(1 << 16):
                     break
                 time.sleep(0.05)
-        assert time.monotonic() < began_s + 1.5
+        assert time.monotonic() < began_s + 9
 
 
 def test_a_later_request_byte_by_byte_is_cut_in_time(server: StateServer) -> None:
     with closing(_connection(server)) as connection:
         assert connection.fetch_header() == b"header"
-        time.sleep(0.6)
+        time.sleep(1.2)
         # It has proved itself: it may be idle for longer.
         assert connection.fetch_header() == b"header"
         stream = connection._http.sock
         assert stream is not None
-        assert _drip(stream, b"GET /state/3 HTTP/1.1\r\n" * 100, 0.05) < 2.0
+        assert _drip(stream, b"GET /state/3 HTTP/1.1\r\n" * 100, 0.05) < 10.0
 
 
 def test_strangers_displace_each_other_only(server: StateServer) -> None:
@@ -144,11 +144,11 @@ def test_an_answer_byte_by_byte_is_given_up_in_time() -> None:
     with forged_server(interval_s=0.05) as stranger:
         stranger.answer = b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 90
         url = f"http://127.0.0.1:{stranger.port}"
-        with closing(StateConnection(PeerEndpoint(url, SECRET, "test", 0.4), 3)) as connection:
+        with closing(StateConnection(PeerEndpoint(url, SECRET, "test", 1.0), 3)) as connection:
             began_s = time.monotonic()
             with pytest.raises(RpcError, match="cannot be read"):
                 connection.fetch_header()
-            assert time.monotonic() < began_s + 2
+            assert time.monotonic() < began_s + 10
 
 
 def test_an_address_that_is_no_address_is_an_error() -> None:
