@@ -66,14 +66,15 @@ def test_a_copy_of_its_folder_is_refused(live: Path, tmp_path: Path) -> None:
 @pytest.mark.matrix
 def test_a_launch_and_a_spared_run_are_refused(live: Path, tmp_path: Path) -> None:
     words = [*launch.SMALL, f"--job.dump_folder={live}"]
-    for options, status in (
-        (["train", "--spares=1", *words], TRANSIENT),
-        (["train", "--nproc=2", *words], TRANSIENT),
-        (["launch", "--replicas=1", "--nproc-per-replica=1", "--", *words], 2),
+    for number, options in enumerate(
+        (
+            ["train", "--spares=1", *words],
+            ["train", "--nproc=2", *words],
+            ["launch", "--replicas=1", "--nproc-per-replica=1", "--", *words],
+        )
     ):
-        log = tmp_path / options[0]
         program = ("-m", "torchtitan_lite", *options)
-        output = launch.run(1, [], log, status=status, program=program)
+        output = launch.run(1, [], tmp_path / str(number), status=TRANSIENT, program=program)
         assert "is in use by process" in output and not list(live.glob("replica_*"))
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan_lite.commands import torchtitan_lite, with_steps
-from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.errors import TRANSIENT, ConfigError, UserError, is_transient
 from torchtitan_lite.launcher import goodput
 from torchtitan_lite.launcher.launcher import Launcher
 from torchtitan_lite.launcher.plan import LaunchPlan, training_plan
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
             wait_until_free(places, waits=plan.waits_for_folder)
     except UserError as error:
         print(f"launch: {error}", file=sys.stderr)
-        return 2
+        return TRANSIENT if is_transient(error) else 2
     launcher = Launcher(plan, RecordedView(open_view(), plan.events_file))
     try:
         status = launcher.run()
