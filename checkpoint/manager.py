@@ -4,7 +4,7 @@ Invariant: the newest complete checkpoint is never deleted. Layer: above the res
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.events import StepEvent
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.run_lease import lease_places
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
 from torchtitan_lite.spec import ModelSpec
 
@@ -58,10 +57,12 @@ class CheckpointManager:
         run_config: Mapping[str, Any],
         spec: ModelSpec | None = None,
         replica: int | None = None,
+        leases: Sequence[str] = (),
         last_step: int | None = None,
     ) -> None:
         """`spec` is required to load a Hugging Face folder. `replica` is the index among replicas
-        that train the same run, if there are several; `last_step` is the run's final step."""
+        that train the same run, if there are several; `leases` are those that this process holds
+        (`run_lease`), which a commit requires; `last_step` is the run's final step."""
         self._config, self._state, self._mesh = config, state, mesh
         self.root = checkpoint_root(config, dump_folder)
         self._context = SaveContext(
@@ -74,7 +75,7 @@ class CheckpointManager:
             run_config=run_config,
             spec=spec,
             history=None if replica is None else RunHistory(dump_folder, replica),
-            leases=tuple(file.where for file in lease_places(dump_folder, self.root, replica).held),
+            leases=tuple(leases),
             last_step=last_step,
         )
         self._writer_group = SINGLE_REPLICA

@@ -31,9 +31,9 @@ from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, LayoutErr
 from torchtitan_lite.redistribute import Layout, layout_from_json
 
 _MAX_AXES = 64
+"""Maximum number of mesh axes and tensor dims."""
 _LENGTH_BYTES = 8
 """Length field at the start of a safetensors file."""
-"""Maximum number of mesh axes and tensor dims."""
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Sizes = Annotated[list[_Size], Field(max_length=_MAX_AXES)]
 _FileName = Annotated[str, Field(pattern=rf"^{FILE_NAME.pattern}$")]

@@ -121,8 +121,9 @@ _TRANSIENT_CODES = {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the cause of `error` may pass: a service or a storage that cannot be reached,
-    a port in use, no free file descriptor."""
-    return any(map(_may_pass, _chain(error)))
+    a port in use, no free file descriptor. A wrong setting or data set does not pass, whatever was
+    asked for it."""
+    return not isinstance(error, ConfigError | DataError) and any(map(_may_pass, _chain(error)))
 
 
 def exit_status_after(error: UserError) -> int:
@@ -147,8 +148,8 @@ def _may_pass(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         return True
-    code = getattr(error, "code", None)
-    code = code() if callable(code) else code
-    return (
-        type(error).__name__ in _TRANSIENT_NAMES or getattr(code, "name", None) in _TRANSIENT_CODES
-    )
+    if type(error).__name__ in _TRANSIENT_NAMES:
+        return True
+    is_remote = isinstance(error, RpcError) or type(error).__module__.partition(".")[0] == "grpc"
+    code = getattr(error, "code", None) if is_remote else None
+    return getattr(code() if callable(code) else code, "name", None) in _TRANSIENT_CODES

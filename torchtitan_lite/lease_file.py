@@ -12,13 +12,16 @@ import os
 import secrets
 import time
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite.errors import ConfigError
 
+_SETTLE_S = 1.0
+"""After a write that is not conditional, time in which another process that has seen no file may
+still write."""
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -64,9 +67,22 @@ class LeaseFile(Protocol):
         """Return at least how long ago the file was renewed."""
         ...
 
-    def excluding(self) -> Any:
-        """Return a context in which no other process of this machine is, if locks work."""
+    def last_sign(self) -> str:
+        """Describe when the file was renewed, for display. Never raises."""
         ...
+
+    def excluding(self) -> AbstractContextManager[bool]:
+        """Return a context in which no other process of this machine is if its value is true: locks
+        may not work."""
+        ...
+
+
+def lease_files(folder: str, pattern: str) -> list[LeaseFile]:
+    """Return the files whose names match a glob pattern in a folder or at a URL. Raises OSError."""
+    if "://" not in folder:
+        return [_LocalFile(path) for path in sorted(Path(folder).glob(pattern))]
+    root = _StoredFile(f"{folder.rstrip('/')}/{pattern}")
+    return [_StoredFile(f"{folder.rstrip('/')}/{name}") for name in root.matching()]
 
 
 def open_lease_file(folder: str, name: str) -> LeaseFile:
@@ -125,24 +141,40 @@ class _LocalFile:
         self._path.unlink(missing_ok=True)
 
     def age_s(self) -> float:
-        clock = self._draft(b"")
         try:
-            return max(0.0, clock.stat().st_mtime - self._path.stat().st_mtime)
+            return max(0.0, self._now_s() - self._path.stat().st_mtime)
         except FileNotFoundError:
             return 0.0
-        finally:
-            clock.unlink(missing_ok=True)
+
+    def last_sign(self) -> str:
+        with suppress(OSError):
+            return f"last sign of life {self.age_s():.0f} s ago"
+        return "last sign of life unknown"
 
     @contextmanager
-    def excluding(self) -> Iterator[None]:
+    def excluding(self) -> Iterator[bool]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            is_locked = False
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+                is_locked = True
+            yield is_locked
         finally:
             os.close(descriptor)
+
+    def _now_s(self) -> float:
+        """Return the time of the filesystem's clock, or of this machine's if nothing can be written
+        there."""
+        try:
+            clock = self._draft(b"")
+        except OSError:
+            return time.time()
+        try:
+            return clock.stat().st_mtime
+        finally:
+            clock.unlink(missing_ok=True)
 
     def _draft(self, content: bytes) -> Path:
         draft = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
@@ -183,9 +215,10 @@ class _StoredFile:
         self._count = 0
 
     def look(self) -> Sight | None:
-        self._fs.invalidate_cache()
         try:
-            content = bytes(self._fs.cat_file(self._path))
+            with _storage_errors():
+                self._fs.invalidate_cache()
+                content = bytes(self._fs.cat_file(self._path))
         except FileNotFoundError:
             return None
         return Sight(content.rstrip(), content)
@@ -194,33 +227,64 @@ class _StoredFile:
         if self.look() is not None:
             return False
         try:
-            # Conditional where the store supports it; elsewhere the caller reads it again.
-            self._fs.pipe_file(self._path, content, mode="create")
+            with _storage_errors():
+                self._make_folder()
+                self._fs.pipe_file(self._path, content, mode="create")
         except FileExistsError:
             return False
-        except (NotImplementedError, TypeError, ValueError):
-            self.replace(content)
-        return True
+        except OSError:
+            # The store has no conditional writes, or another process was first: clients report both
+            # in many ways.
+            if self.look() is None:
+                self.replace(content)
+                time.sleep(_SETTLE_S)
+        sight = self.look()
+        return sight is not None and sight.content == content
 
     def replace(self, content: bytes) -> None:
-        self._fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
-        self._fs.pipe_file(self._path, content)
+        with _storage_errors():
+            self._make_folder()
+            self._fs.pipe_file(self._path, content)
 
     def renew(self, content: bytes) -> None:
         # JSON may end with spaces, whose number is the stamp.
         self._count = (self._count + 1) % 64
-        self._fs.pipe_file(self._path, content + b" " * self._count)
+        with _storage_errors():
+            self._fs.pipe_file(self._path, content + b" " * self._count)
 
     def remove(self) -> None:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), _storage_errors():
             self._fs.rm_file(self._path)
 
     def age_s(self) -> float:
         return 0.0
 
+    def last_sign(self) -> str:
+        return f"which renews its lease every {self.renew_s:.0f} s"
+
     @contextmanager
-    def excluding(self) -> Iterator[None]:
+    def excluding(self) -> Iterator[bool]:
+        yield False
+
+    def matching(self) -> list[str]:
+        """Return the names that match this file's, which is a pattern."""
+        with _storage_errors():
+            self._fs.invalidate_cache()
+            return sorted(path.rpartition("/")[2] for path in self._fs.glob(self._path))
+
+    def _make_folder(self) -> None:
+        self._fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
+
+
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    """Raise OSError for any error of a storage's client, whose network errors often are none."""
+    try:
         yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def wait_for_change(file: LeaseFile, seen: Sight) -> Sight | None:

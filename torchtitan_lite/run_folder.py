@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint import (
     checkpoint_root,
+    first_message,
     replica_run_id,
     run_long_on_all_ranks,
-    run_on_all_ranks,
     shared_run_id,
 )
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, user_folder
@@ -25,7 +25,11 @@ from torchtitan_lite.run_lease import (
     FolderInUse,
     LeasePlaces,
     RunLease,
+    join_instance,
+    joined_instance,
     lease_places,
+    new_instance,
+    supervised_instance,
     wait_until_free,
 )
 
@@ -44,54 +48,76 @@ def check_folder(config: Config) -> None:
 
 
 @contextmanager
-def hold_folder(config: Config, mesh: Mesh, *, stays: bool) -> Iterator[None]:
+def hold_folder(config: Config, mesh: Mesh, *, stays: bool) -> Iterator[tuple[str, ...]]:
     """Hold the leases of the run in the block: that of its folder on the leader, and on each
-    machine that of its snapshots in shared memory. Every rank must call it. `stays`: an agent
-    restarts the training in this process, so that they stay after an error. Raises FolderInUse, or
-    CheckpointError if the folder is a copy of one in use, on all ranks."""
-    leases: list[RunLease] = []
+    machine that of its snapshots in shared memory. Yield those of its folder, as paths or URLs;
+    none on other ranks. Every rank must call it. `stays`: an agent restarts the training in this
+    process, so that they stay after an error. Raises FolderInUse, or CheckpointError if the folder
+    is a copy of one in use, on all ranks."""
+    # A rank that took part before a leader was lost knows the instance, a new leader may not.
+    instance = first_message(joined_instance()) or first_message(supervised_instance())
+    instance = instance or first_message(new_instance() if mesh.is_leader else "")
+    join_instance(instance)
+    folder = RunLease(places_of(config), instance, on_loss=_stop_writing)
+    snapshots: list[RunLease] = []
 
-    def acquire(tick: Callable[[], None]) -> None:
+    def acquire(tick: Callable[[], None]) -> str:
+        """Return the refusal, so that all ranks raise the same error."""
         if mesh.is_leader:
-            lease = RunLease(places_of(config), on_loss=_stop_writing)
-            lease.acquire(waits=config.job.when_in_use == "wait", tick=tick)
-            leases.append(lease)
+            try:
+                folder.acquire(waits=config.job.when_in_use == "wait", tick=tick)
+            except FolderInUse as error:
+                return str(error)
+        return ""
 
     is_released = True
     try:
-        run_long_on_all_ranks(acquire)
-        leases += run_on_all_ranks(lambda: _hold_snapshots(config))
-        yield
+        if problem := first_message(run_long_on_all_ranks(acquire)):
+            raise FolderInUse(problem)
+        refusal = _hold_snapshots(config, instance, snapshots)
+        if problem := first_message("" if refusal is None else str(refusal)):
+            raise CheckpointError(problem)
+        yield folder.places
     except UserError:
         raise
     except (Exception, TrainingAborted):
         is_released = not stays
         raise
     finally:
-        for lease in leases if is_released else ():
+        for lease in (folder, *snapshots) if is_released else ():
             lease.release()
 
 
-def _hold_snapshots(config: Config) -> list[RunLease]:
-    """Hold the lease of the run's snapshots on this machine, on its first rank. Raises
-    CheckpointError."""
+def _hold_snapshots(
+    config: Config, instance: str, held: list[RunLease]
+) -> UserError | OSError | None:
+    """Add the lease of the run's snapshots on this machine to `held`, on its first rank. Return the
+    error instead of raising it, because all ranks must reach the next collective."""
     if os.environ.get("LOCAL_RANK", "0") != "0" or not SHARED_MEMORY.is_dir():
-        return []
+        return None
     folder = Path(config.job.dump_folder)
-    run_id = replica_run_id(shared_run_id(folder), config.fault_tolerance.replica or 0)
-    file = open_lease_file(str(user_folder()), f"{run_id}.lease")
-    lease = RunLease(LeasePlaces(held=(file,), other=lambda: ()), on_loss=_stop_writing)
     try:
-        lease.acquire(waits=False, tick=lambda: None)
+        run_id = replica_run_id(shared_run_id(folder), config.fault_tolerance.replica or 0)
+        file = open_lease_file(str(user_folder()), f"{run_id}.lease")
+        places = LeasePlaces(folder=folder, held=(file,), other=lambda: ())
+        lease = RunLease(places, instance, on_loss=_stop_writing)
+        lease.acquire(waits=False)
     except FolderInUse as error:
-        who = error.who
-    else:
-        return [lease]
-    # Not as the consequence of an error that may pass.
-    raise CheckpointError(
-        f"{folder} has the identity of another run, from whose folder it was copied: {who}. "
-        f"Delete {folder / 'run_id'}, so that it becomes a run of its own."
-    )
+        other = error.holder
+        if other is None or other.folder == str(folder.resolve()):
+            return FolderInUse(
+                f"{folder} is in use by another run on this machine: "
+                f"process {'?' if other is None else other.stop_pid}."
+            )
+        return CheckpointError(
+            f"{folder} has the identity of another run, from whose folder {other.folder} it was "
+            f"copied, and which process {other.stop_pid} trains. Delete {folder / 'run_id'}, so "
+            "that it becomes a run of its own."
+        )
+    except (UserError, OSError) as error:
+        return error
+    held.append(lease)
+    return None
 
 
 def _stop_writing(reason: str) -> None:

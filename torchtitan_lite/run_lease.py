@@ -1,9 +1,9 @@
 """The lease of a run's folder: one run at a time writes there.
 
 Its holder is the leader's process. The folder is free once that process has ended, which others on
-its machine see at once, and those on other machines when the lease is not renewed any more. A run
-that a supervisor restarts has the same *instance*, and takes its own lease over. A process whose
-lease was taken over stops; what it has not committed by then does not count.
+its machine see at once, and those on other machines when the lease is not renewed any more. The
+restarts of one run have the same *instance*, and take the lease over from each other. A process
+whose lease another run has taken stops; what it has not committed by then does not count.
 
 Layer: above launcher.processes and lease_file; torch-free, because the launcher looks at it.
 """
@@ -21,29 +21,26 @@ from pathlib import Path
 
 from torchtitan_lite.errors import TRANSIENT, ConfigError, UserError
 from torchtitan_lite.launcher.processes import start_ticks
-from torchtitan_lite.lease_file import LeaseFile, Sight, open_lease_file, wait_for_change
+from torchtitan_lite.lease_file import (
+    LeaseFile,
+    Sight,
+    lease_files,
+    open_lease_file,
+    wait_for_change,
+)
 from torchtitan_lite.log import logger
 from torchtitan_lite.outputs import replica_folder
 
 _NAME = "lease.json"
 _SUPERVISOR = "TORCHTITAN_LITE_SUPERVISOR"
-"""Environment variable: process id of the supervisor of a run, and the identity of the run that it
+"""Environment variable: process id of the supervisor of a run, and the instance of the run that it
 restarts."""
+_INSTANCE = "TORCHTITAN_LITE_INSTANCE"
+"""Environment variable: the instance of the run in which this process has taken part."""
 _RETRY_S = 2.0
 _SETTLE_S = 1.0
-"""After a takeover from another machine, time in which another process that has seen the same lost
-holder may still write."""
-
-
-class FolderInUse(UserError):
-    """Another run writes into the folder."""
-
-    exit_status = TRANSIENT
-
-    def __init__(self, message: str, who: str) -> None:
-        """`who`: the process that uses it."""
-        super().__init__(message)
-        self.who = who
+"""After a takeover without a lock, time in which another process that has seen the same lost holder
+may still write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +50,8 @@ class LeaseHolder:
     instance: str
     token: str
     """Unique to each time that a lease is taken."""
+    folder: str
+    """The run's folder, as an absolute path."""
     host: str
     machine: str
     """Equal for processes that see each other's ids: boot of the kernel, and PID namespace."""
@@ -66,17 +65,32 @@ class LeaseHolder:
 
     def lives(self) -> bool:
         """Whether the process runs, which must be of this machine."""
-        return start_ticks(self.pid) == self.started_ticks
+        ticks = start_ticks(self.pid)
+        return ticks == self.started_ticks or (ticks is None and _is_hidden(self.pid))
+
+
+class FolderInUse(UserError):
+    """Another run writes into the folder."""
+
+    exit_status = TRANSIENT
+
+    def __init__(self, message: str, holder: LeaseHolder | None = None) -> None:
+        """`holder`: the process that uses it, if known."""
+        super().__init__(message)
+        self.holder = holder
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeasePlaces:
     """Where a run has its leases."""
 
+    folder: Path
+    """The run's folder."""
     held: tuple[LeaseFile, ...]
     """The leases that it takes."""
     other: Callable[[], Sequence[LeaseFile]]
-    """Those that must be free: of a run without replicas for a replica, and the reverse."""
+    """Those that must be free: of a run without replicas for a replica, and the reverse. Raises
+    OSError."""
     missing: str = ""
     """Where there is no lease, because fsspec does not know the storage."""
 
@@ -85,47 +99,71 @@ def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -
     """Return the places of a run. That of a replica is in its own folder; checkpoints outside of
     `dump_folder` have a lease of their own. `checkpoint_root` is empty without checkpoints."""
     own = dump_folder if replica is None else replica_folder(dump_folder, replica)
-    held = [open_lease_file(str(own), _NAME)]
-    root, missing = checkpoint_root.removeprefix("file://"), ""
-    if root and not _contains(dump_folder, root):
+    held, missing = [open_lease_file(str(own), _NAME)], ""
+    root = checkpoint_root.removeprefix("file://")
+    if not root or _contains(dump_folder, root):
+        root = ""
+    else:
         name = _NAME if replica is None else f"replica_{replica:03d}.{_NAME}"
         try:
             held.append(open_lease_file(root, name))
         except ConfigError:
-            missing = root
+            root, missing = "", root
 
     def other() -> Sequence[LeaseFile]:
-        folders = dump_folder.glob("replica_*") if replica is None else [dump_folder]
-        return [open_lease_file(str(folder), _NAME) for folder in folders]
+        if replica is not None:
+            return [open_lease_file(folder, _NAME) for folder in (str(dump_folder), root) if folder]
+        found = lease_files(str(dump_folder), f"replica_*/{_NAME}")
+        return found + (lease_files(root, f"replica_*.{_NAME}") if root else [])
 
-    return LeasePlaces(held=tuple(held), other=other, missing=missing)
-
-
-def _contains(folder: Path, root: str) -> bool:
-    return "://" not in root and Path(root).resolve().is_relative_to(folder.resolve())
+    return LeasePlaces(folder=dump_folder, held=tuple(held), other=other, missing=missing)
 
 
-def supervise_run(instance: str = "") -> None:
+def supervise_run() -> None:
     """Let the processes that this one starts take over each other's lease, as those of one run.
-    `instance` is equal for all supervisors of the run, if there are several. Without effect below
-    another supervisor."""
-    os.environ.setdefault(_SUPERVISOR, f"{os.getpid()} {instance or secrets.token_hex(8)}")
+    Without effect below another supervisor."""
+    os.environ.setdefault(_SUPERVISOR, f"{os.getpid()} {secrets.token_hex(8)}")
+
+
+def joined_instance() -> str:
+    """Return the instance of the run in which this process has taken part; empty if there is
+    none."""
+    return os.environ.get(_INSTANCE, "")
+
+
+def supervised_instance() -> str:
+    """Return the instance of the run that a supervisor restarts; empty if there is none."""
+    return _supervisor()[1]
+
+
+def join_instance(instance: str) -> None:
+    """Record the instance of the run in which this process takes part."""
+    os.environ[_INSTANCE] = instance
+
+
+def new_instance() -> str:
+    """Return the instance of another run."""
+    return secrets.token_hex(8)
 
 
 def wait_until_free(
-    places: LeasePlaces, *, waits: bool, tick: Callable[[], None] = lambda: None
+    places: LeasePlaces,
+    *,
+    waits: bool,
+    tick: Callable[[], None] = lambda: None,
+    instance: str | None = None,
 ) -> None:
-    """Return once the folders are free. Raises FolderInUse unless `waits`. `tick` is called between
-    two looks, and may raise."""
-    _, instance = _supervisor()
+    """Return once the folders are free, or held by `instance`, that of this process if omitted.
+    Raises FolderInUse unless `waits`. `tick` is called between two looks, and may raise."""
+    if instance is None:
+        instance = joined_instance() or supervised_instance()
     is_announced = False
-    while (found := _first_occupant(places, instance)) is not None:
-        file, holder = found
+    while (occupied := _first_occupant(places, instance)) is not None:
         if not waits:
-            raise _in_use(file, holder)
+            raise occupied
         if not is_announced:
             is_announced = True
-            logger.info("Waiting: %s", _in_use(file, holder))
+            logger.info("Waiting: %s", occupied)
         tick()
         time.sleep(_RETRY_S)
 
@@ -133,26 +171,31 @@ def wait_until_free(
 class RunLease:
     """The leases of one run, renewed in the background while they are held."""
 
-    def __init__(self, places: LeasePlaces, *, on_loss: Callable[[str], None]) -> None:
+    def __init__(
+        self, places: LeasePlaces, instance: str, *, on_loss: Callable[[str], None]
+    ) -> None:
         """`on_loss` is called with the reason, by a thread, if another run takes one over."""
         self._places, self._on_loss = places, on_loss
-        stop_pid, instance = _supervisor()
         self._holder = LeaseHolder(
-            instance=instance or secrets.token_hex(8),
-            stop_pid=stop_pid,
+            instance=instance,
             token=secrets.token_hex(8),
+            folder=str(places.folder.resolve()),
             host=platform.node(),
             machine=this_machine(),
             pid=os.getpid(),
+            stop_pid=_supervisor()[0],
             started_ticks=start_ticks(os.getpid()) or 0,
             since_s=time.time(),
         )
         self._content = json.dumps(asdict(self._holder)).encode()
-        self._held: list[LeaseFile] = []
-        self._is_released = threading.Event()
-        self._renewing = threading.Lock()
+        self._held: list[_HeldLease] = []
 
-    def acquire(self, *, waits: bool, tick: Callable[[], None]) -> None:
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The leases that are held, as paths or URLs."""
+        return tuple(held.file.where for held in self._held)
+
+    def acquire(self, *, waits: bool, tick: Callable[[], None] = lambda: None) -> None:
         """Take the leases. If `waits`, block until they are free, else raise FolderInUse; none is
         held then. `tick` is called while it blocks, and may raise to end that. If a storage cannot
         be written, the run continues without the lease there, because a run must not end for lack
@@ -160,58 +203,47 @@ class RunLease:
         if self._places.missing:
             _warn(self._places.missing, "is of a storage without leases")
         while True:
-            wait_until_free(self._places, waits=waits, tick=tick)
+            wait_until_free(self._places, waits=waits, tick=tick, instance=self._holder.instance)
             try:
-                self._take_all()
+                taken = self._take_all()
             except FolderInUse:
                 # Another run was faster.
                 continue
-            for file in self._held:
-                threading.Thread(
-                    target=self._renew, args=(file,), name="run lease", daemon=True
-                ).start()
+            self._held = [_HeldLease(file, self._holder, self._content) for file in taken]
+            for held in self._held:
+                held.start(self._on_loss)
             return
 
     def release(self) -> None:
         """Give the leases back."""
-        self._is_released.set()
-        # A renewal would write a removed lease again. That of a storage which hangs is not waited
-        # for.
-        is_locked = self._renewing.acquire(timeout=_RETRY_S)
-        try:
-            self._remove()
-        finally:
-            if is_locked:
-                self._renewing.release()
+        for held in self._held:
+            held.release()
+        self._held = []
 
-    def _take_all(self) -> None:
+    def _take_all(self) -> list[LeaseFile]:
+        taken: list[LeaseFile] = []
         try:
             for file in self._places.held:
                 try:
                     while not self._take(file):
                         continue
-                    self._held.append(file)
+                    taken.append(file)
                 except OSError as error:
                     _warn(file.where, f"cannot be written: {error}")
             # After the own lease exists: of two that start at once, at least one sees the other.
-            for file in self._places.other():
-                self._require_free(file)
-        except FolderInUse:
-            self._remove()
-            raise
-
-    def _remove(self) -> None:
-        for file in self._held:
             with suppress(OSError):
-                sight = file.look()
-                if sight is not None and sight.content == self._content:
-                    file.remove()
-        self._held = []
+                for file in self._places.other():
+                    self._require_free(file)
+        except FolderInUse:
+            for file in taken:
+                _remove(file, self._content)
+            raise
+        return taken
 
     def _take(self, file: LeaseFile) -> bool:
-        """Take a lease; False if another process was faster. Raises FolderInUse."""
+        """Take a lease; False if another process was faster. Raises FolderInUse and OSError."""
         lost = self._require_free(file)
-        with file.excluding():
+        with file.excluding() as is_locked:
             now = file.look()
             if now is None:
                 return file.create(self._content)
@@ -219,21 +251,48 @@ class RunLease:
                 return False
             file.replace(self._content)
         holder = _parse(lost)
-        if holder is not None and holder.machine != self._holder.machine:
+        if not is_locked or (holder is not None and holder.machine != self._holder.machine):
             time.sleep(_SETTLE_S)
         now = file.look()
         return now is not None and now.content == self._content
 
     def _require_free(self, file: LeaseFile) -> Sight | None:
         """Return the content of a lease whose holder does not use it any more; None if there is no
-        lease. Raises FolderInUse."""
+        lease. Raises FolderInUse and OSError."""
         sight = file.look()
         holder = occupant(file, sight, self._holder.instance)
         if holder is not None:
             raise _in_use(file, holder)
         return sight
 
-    def _renew(self, file: LeaseFile) -> None:
+
+class _HeldLease:
+    """A lease that is held, and renewed by a thread of its own: a storage that hangs must not keep
+    the others from being renewed."""
+
+    def __init__(self, file: LeaseFile, holder: LeaseHolder, content: bytes) -> None:
+        self.file, self._holder, self._content = file, holder, content
+        self._is_released = threading.Event()
+        self._renewing = threading.Lock()
+
+    def start(self, on_loss: Callable[[str], None]) -> None:
+        """Start to renew it."""
+        threading.Thread(target=self._renew, args=(on_loss,), name="run lease", daemon=True).start()
+
+    def release(self) -> None:
+        """Give it back."""
+        self._is_released.set()
+        # A renewal would write a removed lease again. That of a storage which hangs is not waited
+        # for.
+        is_locked = self._renewing.acquire(timeout=_RETRY_S)
+        try:
+            _remove(self.file, self._content)
+        finally:
+            if is_locked:
+                self._renewing.release()
+
+    def _renew(self, on_loss: Callable[[str], None]) -> None:
+        file = self.file
         while not self._is_released.wait(file.renew_s):
             # While a storage does not answer, nobody takes the lease over there.
             with self._renewing, suppress(OSError):
@@ -247,7 +306,7 @@ class RunLease:
                 else:
                     holder = _parse(sight)
                     if holder is None or holder.instance != self._holder.instance:
-                        self._on_loss(_taken_over(file, holder))
+                        on_loss(_taken_over(file, holder))
                     return
 
 
@@ -270,9 +329,10 @@ def occupant(file: LeaseFile, sight: Sight | None, instance: str) -> LeaseHolder
 
 
 def taken_over(places: Sequence[str]) -> str:
-    """Return that another machine holds one of the leases, given as paths or URLs; empty if none
-    does. Whoever takes a run over on this machine waits for the writers of the former process,
-    whose saves count. If the storage does not answer, the lease counts as held."""
+    """Return that another machine holds one of the leases, given as paths or URLs, which this run
+    has held; empty if none does. Whoever takes a run over on this machine waits for the writers of
+    the former process, whose saves count. If the storage does not answer, the lease counts as
+    held."""
     for place in places:
         folder, _, name = place.rpartition("/")
         file = open_lease_file(folder, name)
@@ -286,24 +346,59 @@ def taken_over(places: Sequence[str]) -> str:
 
 def this_machine() -> str:
     """Return an identity that is equal for processes that see each other's ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    boot, namespace = platform.node(), 0
+    # Sandboxes may hide them.
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"{boot} {namespace}"
+
+
+def _contains(folder: Path, root: str) -> bool:
+    return "://" not in root and Path(root).resolve().is_relative_to(folder.resolve())
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process of another user runs that /proc does not show (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _supervisor() -> tuple[int, str]:
-    """Return the process to signal so that this run stops, and the run's identity, empty without a
-    supervisor."""
+    """Return the process to signal so that this run stops, and the instance of the run that it
+    restarts; without a supervisor this process, and an empty one."""
     pid, _, instance = os.environ.get(_SUPERVISOR, "").partition(" ")
     return (int(pid), instance) if pid.isdecimal() else (os.getpid(), "")
 
 
-def _first_occupant(places: LeasePlaces, instance: str) -> tuple[LeaseFile, LeaseHolder] | None:
-    for file in (*places.held, *places.other()):
+def _first_occupant(places: LeasePlaces, instance: str) -> FolderInUse | None:
+    """Return the error for the first lease that another run holds. A storage that does not answer
+    does not count."""
+    for file in places.held:
         with suppress(OSError):
             holder = occupant(file, file.look(), instance)
             if holder is not None:
-                return file, holder
+                return _in_use(file, holder)
+    with suppress(OSError):
+        for file in places.other():
+            holder = occupant(file, file.look(), instance)
+            if holder is not None:
+                return _in_use(file, holder)
     return None
+
+
+def _remove(file: LeaseFile, content: bytes) -> None:
+    """Remove a lease with this content."""
+    with suppress(OSError):
+        sight = file.look()
+        if sight is not None and sight.content == content:
+            file.remove()
 
 
 def _warn(where: str, why: str) -> None:
@@ -324,15 +419,11 @@ def _parse(sight: Sight) -> LeaseHolder | None:
 def _in_use(file: LeaseFile, holder: LeaseHolder) -> FolderInUse:
     """Return the error that says who uses a folder, and what to do."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since_s))
-    who = (
-        f"process {holder.stop_pid} on {holder.host} since {since}, last sign of life "
-        f"{file.age_s():.0f} s ago"
-    )
     return FolderInUse(
-        f"{file.where.rpartition('/')[0]} is in use by {who}. Stop that run (kill -INT "
-        f"{holder.stop_pid} there), set job.dump_folder to another folder, or job.when_in_use to "
-        '"wait".',
-        who,
+        f"{file.where.rpartition('/')[0]} is in use by process {holder.stop_pid} on {holder.host} "
+        f"since {since}, {file.last_sign()}. Stop that run (kill -INT {holder.stop_pid} there), "
+        'set job.dump_folder to another folder, or job.when_in_use to "wait".',
+        holder,
     )
 
 

@@ -13,6 +13,7 @@ from torchtitan_lite.errors import (
     TRANSIENT,
     CheckpointError,
     ConfigError,
+    DataError,
     LighthouseError,
     RpcError,
     StorageUnavailable,
@@ -80,3 +81,11 @@ def test_a_taken_port_of_a_store_may_pass() -> None:
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=True
             )
     assert is_transient(caught.value)
+
+
+def test_a_wrong_data_set_does_not_pass() -> None:
+    """A hub that is switched off answers a wrong name with a ConnectionError."""
+    error = DataError("the data set x cannot be loaded")
+    error.__cause__ = ConnectionError("offline mode is enabled")
+    assert exit_status_after(error) == FAILED
+    assert not is_transient(ValueError("a value with an attribute code"))

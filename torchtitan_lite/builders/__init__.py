@@ -5,7 +5,7 @@ Layer: above hooks and trainer.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,9 +66,12 @@ class Built:
 
 
 @contextmanager
-def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
+def build(
+    config: Config, mesh: Mesh, stop: StopRequest, *, leases: Sequence[str] = ()
+) -> Iterator[Built]:
     """Open the data, build the model on the mesh, restore the newest state and open the metrics;
-    close them at the end of the block. Every rank must call it."""
+    close them at the end of the block. Saves require that no other machine has taken over
+    `leases` (`run_folder.hold_folder`). Every rank must call it."""
     _set_determinism(config)
     spec = with_counted_parameters(spec_on_device(config, mesh.device), config)
     folder = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
@@ -81,7 +84,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         data = _build_data(config, spec, mesh, stack)
         announce("building model")
         parts = build_model(config, spec, mesh)
-        restored = build_state(config, spec, join_stages(parts, spec, mesh), data, mesh)
+        stages = join_stages(parts, spec, mesh)
+        restored = build_state(config, spec, stages, data, mesh, leases=leases)
         stack.callback(restored.checkpoints.close)
         state = restored.state
         phases.follow(lambda: state.step)

@@ -3,6 +3,7 @@
 Layer: above checkpoint, optim, replica and train_state.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,10 +44,17 @@ class RestoredState:
 
 
 def build_state(
-    config: Config, spec: ModelSpec, model: nn.Module, data: OpenedData, mesh: Mesh
+    config: Config,
+    spec: ModelSpec,
+    model: nn.Module,
+    data: OpenedData,
+    mesh: Mesh,
+    *,
+    leases: Sequence[str] = (),
 ) -> RestoredState:
-    """Build the state around this rank's `model`, and restore the newest one. Every rank must call
-    it; the caller closes `checkpoints`. Raises as `CheckpointManager.restore` does."""
+    """Build the state around this rank's `model`, and restore the newest one; saves require the
+    `leases` of this process. Every rank must call it; the caller closes `checkpoints`. Raises as
+    `CheckpointManager.restore` does."""
     checkpoint = config.checkpoint
     base = None
     if config.model.uses_lora:
@@ -81,6 +89,7 @@ def build_state(
         run_config=to_record(config),
         spec=spec,
         replica=fault_tolerance.replica,
+        leases=leases,
         last_step=config.training.steps,
     )
     try:

@@ -76,12 +76,11 @@ def train(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "--rdzv-endpoint is not supported together with fault_tolerance.enable: omit one."
             )
+        supervise_run()
         if options.endpoint:
-            supervise_run(f"{options.endpoint} {options.run_id}")
             return _train_on_machines(arguments, options, config)
         from torchtitan_lite.run_folder import check_folder
 
-        supervise_run()
         check_folder(config)
     except UserError as error:
         log_once(error)
@@ -124,9 +123,9 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
         with (
             start_mesh(config.parallelism, config.comm, device, config.job.dump_folder) as mesh,
             recovery.report_failure() if recovery else nullcontext(),
-            hold_folder(config, mesh, stays=recovery is not None),
+            hold_folder(config, mesh, stays=recovery is not None) as leases,
         ):
-            with build(config, mesh, stop) as built, stop_on_signals(stop):
+            with build(config, mesh, stop, leases=leases) as built, stop_on_signals(stop):
                 if recovery is None or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                     print_start(built, config)
                 with report_at_exit(built), interruptible():
@@ -285,7 +284,8 @@ def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
 def _check_spelling(word: str) -> None:
     """Raise ConfigError for a mistyped option. One that is the name of a key without its section is
     reported with the keys."""
-    known = ["--config", "--help", *_OPTIONS]
+    # Only an agent's own.
+    known = ["--config", "--help", *(_OPTIONS.keys() - {"--resized"})]
     if not word.startswith("--") or tables_with(Config, word.removeprefix("--")):
         return
     if meant := similar_option(word, known):

@@ -13,6 +13,7 @@ HEALTHY_S = 20.0
 _MAX_IDENTICAL = 2
 """Consecutive identical failures without progress after which a wrong setting is the most likely
 cause."""
+_MAX_TRANSIENT_DELAY_S = 30.0
 _FINAL = {
     DIVERGED: "the training has diverged",
     MACHINE_FAULT: "its machine is at fault",
@@ -69,7 +70,7 @@ class GiveUp:
     def exit_status(self) -> int:
         """Exit status of an agent that follows the decision."""
         status = self.first_failure.status
-        return status if status in _FINAL else GIVEN_UP
+        return status if status in _FINAL or status == TRANSIENT else GIVEN_UP
 
     @property
     def others_continue(self) -> bool:
@@ -121,4 +122,8 @@ class RestartPolicy:
             reason = f"it failed {len(self._failures)} times in a row"
             return GiveUp(reason, self._failures[0])
         doublings = len(self._failures) - 1
-        return RestartAfter(min(self._first_delay_s * 2**doublings, self._max_delay_s))
+        delay_s = min(self._first_delay_s * 2**doublings, self._max_delay_s)
+        if failure.status == TRANSIENT:
+            # A service that is down for minutes must not use up all attempts.
+            delay_s = max(delay_s, min(2.0**doublings, _MAX_TRANSIENT_DELAY_S))
+        return RestartAfter(delay_s)

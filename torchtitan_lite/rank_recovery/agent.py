@@ -152,7 +152,8 @@ class ProcessAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Give each rank a process: its own if that lives, else a spare, else a new one."""
-        time.sleep(max(0.0, self._restart_at_s - time.monotonic()))
+        while time.monotonic() < self._restart_at_s and len(self._requests) == self._num_forwarded:
+            self._pause()
         ranks = {worker.local_rank: worker for worker in worker_group.workers}
         for number in ranks.keys() - self._ranks.keys():
             self._ranks[number] = self._take_spare() or self._start_process()

@@ -85,8 +85,16 @@ def test_failures_that_may_pass_do_not_count_as_equal(tmp_path: Path) -> None:
     for _ in range(3):
         assert isinstance(policy.attempt_failed(failure, 0), RestartAfter)
     decision = policy.attempt_failed(failure, 0)
-    assert isinstance(decision, GiveUp) and decision.exit_status == GIVEN_UP
+    # Whoever has started this one may start it again.
+    assert isinstance(decision, GiveUp) and decision.exit_status == TRANSIENT
     assert decision.reason == "it failed 4 times in a row"
+
+
+def test_a_service_may_be_down_for_minutes(tmp_path: Path) -> None:
+    policy = RestartPolicy(10, first_delay_s=0.1, max_delay_s=0.1)
+    failure = failure_of("rank 0", ExitStatus(TRANSIENT), tmp_path / "log")
+    delays = [delay_s(policy.attempt_failed(failure, 0)) for _ in range(10)]
+    assert delays[:6] == [1, 2, 4, 8, 16, 30] and sum(delays) > 180
 
 
 @pytest.mark.parametrize(
