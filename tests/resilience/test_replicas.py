@@ -71,7 +71,7 @@ def _events(run: Replicas, number: int) -> set[str]:
     tags = drawn.Tags()
     for event in records:
         for name in event.keys() - {"event", "step", "time"}:
-            value, tag = event[name], f"{event['event']}/{name}"
+            value, tag = event[name], f"train_events/{event['event']}/{name}"
             if isinstance(value, str):
                 assert f"{tag}/text_summary" in tags["tensors"]
             else:
