@@ -242,17 +242,20 @@ def start_mesh(
     group is used and not destroyed. `config` is by default one data-parallel axis, and `device`
     this process's own GPU, else the CPU. `dump_folder` is for the flight recorder's files if a
     collective times out."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # A process alone that configures nothing, such as a notebook, keeps its environment.
+    has_recorder = comm is not None or world_size > 1
     config, comm = config or ParallelismConfig(), comm or CommConfig()
     device = device or detect_device()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     joined_before = dist.is_initialized()
     degrees = resolve_degrees(config, dist.get_world_size() if joined_before else world_size)
     # Held until all ranks have left.
     store = _inherited_store()
     if not joined_before:
+        if has_recorder:
+            _configure_flight_recorder(comm, dump_folder, is_nccl="nccl" in device.backend)
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         if world_size > 1:
-            _configure_flight_recorder(comm, dump_folder, is_nccl="nccl" in device.backend)
             let_gloo_listen_toward_master()
             dist.init_process_group(device.backend, timeout=timeout)
             check_own_gpus(device.uuid)

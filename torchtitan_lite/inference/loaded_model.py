@@ -144,7 +144,8 @@ def load_weights(
     if unsupported := [f"{name} ({degree})" for name, degree in others.items() if degree > 1]:
         raise MeshError(
             f"The mesh has {' and '.join(unsupported)} parallelism, which inference does not have. "
-            f"Start one of its {mesh.world_size} ranks with tensor and data parallelism alone."
+            f"Start its {mesh.world_size} ranks with tensor and data parallelism alone: "
+            "start_mesh(ParallelismConfig(tensor_parallel_degree=...))."
         )
     if tensor_parallel is None and degrees.tp > 1:
         tensor_parallel = degrees.tp

@@ -117,10 +117,10 @@ def encode_prompts(
             f"{len(texts)} prompts are texts and {len(chats)} are conversations, which end by "
             "other tokens. Generate the two in calls of their own."
         )
-    if any(isinstance(chat, Mapping) for chat in chats):
+    if not all(map(_is_conversation, chats)):
         raise UserError(
-            "A prompt is a single message. Give a list of conversations, each a list of messages: "
-            '[[{"role": "user", "content": "..."}]].'
+            "A prompt is neither a text nor a list of messages with a role. Give texts, or a list "
+            'of conversations: [[{"role": "user", "content": "..."}]].'
         )
     encoded: list[Sequence[int]] = [prompt_ids(files.tokenizer, text) for text in texts]
     if chats:
@@ -130,6 +130,11 @@ def encode_prompts(
         stops = stops.union(*(one.stop_ids for one in answered))
     check_prompts([Prompt(ids) for ids in encoded], files.spec)
     return encoded, stops
+
+
+def _is_conversation(chat: Messages) -> bool:
+    messages = [isinstance(message, Mapping) and "role" in message for message in chat]
+    return bool(messages) and all(messages)
 
 
 def _complete_on_all_ranks(

@@ -141,7 +141,9 @@ def test_the_dtype_is_chosen_or_that_of_the_files(folder: Path, loaded: LoadedMo
         (PROMPTS, {"temperature": -1}, r"temperature \(-1\)"),
         (PROMPTS, {"stream": io.StringIO()}, "2 prompts with 1 samples each. Give one prompt"),
         (["a" * 3000], {}, "Prompt 1 has .* tokens, but .* 256 positions"),
-        (QUESTION, {}, "A prompt is a single message. Give a list of conversations"),
+        (QUESTION, {}, "neither a text nor a list of messages with a role. Give texts"),
+        ([["import os"]], {}, "neither a text nor a list of messages"),
+        ([[]], {}, "neither a text nor a list of messages"),
         (["a", QUESTION], {}, "1 prompts are texts and 1 are conversations"),
     ],
 )
@@ -241,7 +243,7 @@ def test_meshes_without_inference_are_rejected(
 ) -> None:
     for pipeline, context, none in pools(2).run(errors_on_ranks, folder):
         assert "The mesh has pipeline (2) parallelism, which inference does not" in pipeline
-        assert "context (2)" in context and "its 2 ranks" in context
+        assert "context (2)" in context and "Start its 2 ranks" in context
         assert "there are 2" in none
 
 
