@@ -32,7 +32,12 @@ if TYPE_CHECKING:
         replica_name,
         superseded_message,
     )
-    from torchtitan_lite.checkpoint.loading import load, open_snapshot, reject_external
+    from torchtitan_lite.checkpoint.loading import (
+        load,
+        load_some,
+        open_snapshot,
+        reject_external,
+    )
     from torchtitan_lite.checkpoint.location import WAYS, find_steps, is_step, newest_step
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.manifest import Manifest, layouts_of, read_manifest_alone
@@ -89,6 +94,7 @@ __all__ = [
     "layouts_of",
     "load",
     "load_base",
+    "load_some",
     "local_tensors",
     "newest_step",
     "open_merged",
@@ -115,7 +121,7 @@ _MODULES = {
     "copier": ("Copier",),
     "save_plan": ("SavePlan", "layouts_json", "plan_save"),
     "frozen_weights": ("load_base", "open_merged"),
-    "loading": ("load", "open_snapshot", "reject_external"),
+    "loading": ("load", "load_some", "open_snapshot", "reject_external"),
     "history": (
         "HistoryClaim",
         "RunHistory",

@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.collective import raise_on_all_ranks
 from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face
@@ -63,14 +65,13 @@ def load(
     """
     wanted = gather_specs({name: mesh.to_dtensor(tensor) for name, tensor in tensors.items()})
     _check_fit(snapshot, wanted, parts)
-    local = local_tensors(tensors)
-    plans = _read_plans(snapshot, wanted, mesh)
-    stay = {name: plan for name, plan in plans.items() if plan.stays}
-    move = {name: plan for name, plan in plans.items() if name not in stay}
-    with ThreadPoolExecutor(_num_readers(), "checkpoint-reader") as readers:
-        _read_own(snapshot, stay, local, mesh, readers)
-        _exchange(snapshot, move, local, mesh, readers)
-    copy_back(tensors, local)
+    _load(snapshot, wanted, tensors)
+
+
+def load_some(snapshot: Snapshot, tensors: Mapping[str, DTensor]) -> None:
+    """Load some tensors of `snapshot`, which have its names and shapes, on any mesh of all ranks,
+    as `load` does. Every rank must call it."""
+    _load(snapshot, gather_specs(tensors), tensors)
 
 
 def reject_external(storage: Storage, folder: str) -> None:
@@ -92,6 +93,21 @@ def reject_external(storage: Storage, folder: str) -> None:
         )
 
 
+def _load(
+    snapshot: Snapshot, wanted: Mapping[str, TensorSpec], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Load `wanted`, the tensors of all ranks, of which `tensors` are this rank's."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local = local_tensors(tensors)
+    plans = _read_plans(snapshot, wanted, world_size)
+    stay = {name: plan for name, plan in plans.items() if plan.stays}
+    move = {name: plan for name, plan in plans.items() if name not in stay}
+    with ThreadPoolExecutor(_num_readers(), "checkpoint-reader") as readers:
+        _read_own(snapshot, stay, local, rank, readers)
+        _exchange(snapshot, move, local, rank, world_size, readers)
+    copy_back(tensors, local)
+
+
 def _num_readers() -> int:
     """One reader per free core, because each computes checksums."""
     here = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -102,7 +118,7 @@ def _read_own(
     snapshot: Snapshot,
     plans: Mapping[str, ReadPlan],
     local: Mapping[str, torch.Tensor],
-    mesh: Mesh,
+    rank: int,
     readers: ThreadPoolExecutor,
 ) -> None:
     """Read tensors that one holder stores exactly as this rank needs them into live memory, without
@@ -112,7 +128,7 @@ def _read_own(
     def read(names: Sequence[str]) -> None:
         for name in names:
             live, plan = local[name], plans[name]
-            holder = next(h for h, reader in plan.readers.items() if reader == mesh.rank)
+            holder = next(h for h, reader in plan.readers.items() if reader == rank)
             if _can_read_into(live, plan.dtype):
                 snapshot.read_part(name, holder, live)
             else:
@@ -120,7 +136,7 @@ def _read_own(
                 snapshot.read_part(name, holder, staging)
                 live.copy_(staging)
 
-    own = {name: plan for name, plan in plans.items() if mesh.rank in plan.readers.values()}
+    own = {name: plan for name, plan in plans.items() if rank in plan.readers.values()}
     # Batched, because a thread handover costs as much as reading a small tensor.
     reading = [readers.submit(read, names) for names in _batches(own, 1)]
     raise_on_all_ranks(_most_severe(error for future in reading if (error := future.exception())))
@@ -130,7 +146,8 @@ def _exchange(
     snapshot: Snapshot,
     plans: Mapping[str, ReadPlan],
     local: Mapping[str, torch.Tensor],
-    mesh: Mesh,
+    rank: int,
+    world_size: int,
     readers: ThreadPoolExecutor,
 ) -> None:
     """Read the remaining tensors and exchange them between ranks, batch by batch."""
@@ -140,12 +157,12 @@ def _exchange(
             {
                 holder: readers.submit(snapshot.part, name, holder)
                 for holder, reader in plans[name].readers.items()
-                if reader == mesh.rank
+                if reader == rank
             }
             for name in batch
         ]
 
-    batches = list(_batches(plans, mesh.world_size))
+    batches = list(_batches(plans, world_size))
     reading = read(batches[0]) if batches else []
     for number, batch in enumerate(batches):
         parts = [part for read in reading for part in read.values()]
@@ -195,15 +212,15 @@ def _check_fit(snapshot: Snapshot, wanted: Mapping[str, TensorSpec], parts: set[
 
 
 def _read_plans(
-    snapshot: Snapshot, wanted: Mapping[str, TensorSpec], mesh: Mesh
+    snapshot: Snapshot, wanted: Mapping[str, TensorSpec], world_size: int
 ) -> dict[str, ReadPlan]:
-    everyone = range(mesh.world_size)
+    everyone = range(world_size)
     found: dict[str, ReadPlan] = {}
     chosen: dict[tuple[Layout, Layout, int], dict[Holder, int]] = {}
     for number, (name, placed) in enumerate(wanted.items()):
         saved = snapshot.tensors[name]
         # Many tensors share their layouts.
-        turn = number % mesh.world_size
+        turn = number % world_size
         key = (saved.layout, placed.layout, turn)
         if key not in chosen:
             reach = {

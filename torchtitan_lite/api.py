@@ -1,5 +1,5 @@
-"""The Python API: what a script needs to train, and to extend a run. Documented in
-docs/python_api.md. Layer: the top."""
+"""The Python API: what a script or a notebook needs to train, to extend a run, and to use what it
+has trained. Documented in docs/python_api.md. Layer: the top."""
 
 from torchtitan_lite.builders import Built, build
 from torchtitan_lite.config import Config, load_config
@@ -7,6 +7,14 @@ from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.data.online import OnlineDataset, OnlineSample
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.hooks import HookContext
+from torchtitan_lite.inference import (
+    GeneratedText,
+    LoadedModel,
+    SavedTensor,
+    generate,
+    load_model,
+    saved_tensors,
+)
 from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.metrics import Event, SinkContext, StepRecord
 from torchtitan_lite.preemption import StopRequest, stop_on_signals
@@ -18,6 +26,7 @@ from torchtitan_lite.registry import (
     register_model,
     register_online_dataset,
 )
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, TokenLoss
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
@@ -26,11 +35,15 @@ __all__ = [
     "Built",
     "Config",
     "Event",
+    "GeneratedText",
     "HookContext",
+    "LoadedModel",
     "Mesh",
     "Microbatch",
     "OnlineDataset",
     "OnlineSample",
+    "ParallelismConfig",
+    "SavedTensor",
     "SinkContext",
     "StepRecord",
     "StepReport",
@@ -40,13 +53,16 @@ __all__ = [
     "build",
     "check_against",
     "detect_device",
+    "generate",
     "load_config",
+    "load_model",
     "register_dataset",
     "register_hook",
     "register_loss",
     "register_metrics_sink",
     "register_model",
     "register_online_dataset",
+    "saved_tensors",
     "start_mesh",
     "stop_on_signals",
     "train",

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite.axis_groups import AxisGroups, leave_groups
-from torchtitan_lite.device import Device
+from torchtitan_lite.device import Device, detect_device
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.host_collectives import all_gather_ints
 from torchtitan_lite.launcher.supervised import STORE_LISTENER
@@ -233,18 +233,27 @@ class Mesh:
 
 @contextmanager
 def start_mesh(
-    config: ParallelismConfig, comm: CommConfig, device: Device, dump_folder: str = "."
+    config: ParallelismConfig | None = None,
+    comm: CommConfig | None = None,
+    device: Device | None = None,
+    dump_folder: str = ".",
 ) -> Iterator[Mesh]:
     """Join the processes started by torchrun, or run alone; leave at the end. An existing process
-    group is used and not destroyed. `dump_folder` is for the flight recorder's files if a
+    group is used and not destroyed. `config` is by default one data-parallel axis, and `device`
+    this process's own GPU, else the CPU. `dump_folder` is for the flight recorder's files if a
     collective times out."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # A process alone that configures nothing, such as a notebook, keeps its environment.
+    has_recorder = comm is not None or world_size > 1
+    config, comm = config or ParallelismConfig(), comm or CommConfig()
+    device = device or detect_device()
     joined_before = dist.is_initialized()
     degrees = resolve_degrees(config, dist.get_world_size() if joined_before else world_size)
     # Held until all ranks have left.
     store = _inherited_store()
     if not joined_before:
-        _configure_flight_recorder(comm, dump_folder, is_nccl="nccl" in device.backend)
+        if has_recorder:
+            _configure_flight_recorder(comm, dump_folder, is_nccl="nccl" in device.backend)
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         if world_size > 1:
             let_gloo_listen_toward_master()

@@ -258,8 +258,9 @@ class _Opened:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
-    def __del__(self) -> None:
-        os.close(self.descriptor)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Python clears the globals of a module before it deletes what a script has left open.
+        close(self.descriptor)
 
 
 class LRUCache(Generic[_T]):

@@ -55,6 +55,7 @@ COVERED = {
     "docs/extending.md": "tests/end_to_end/test_extending.py",
     "docs/python_api.md": "tests/end_to_end/test_extending.py",
     "docs/interchange.md": "tests/end_to_end/test_convert_dcp.py",
+    "docs/guides/fine_tuning.md": "tests/end_to_end/test_fine_tuning.py",
 }
 """Pages whose commands another test runs."""
 

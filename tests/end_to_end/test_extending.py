@@ -90,3 +90,11 @@ def test_python_api_script(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     text = call("train_in_python.py", folder=tmp_path)
     assert "finished True, step 3, llama3" in text
+    texts, *rest = call("use_in_python.py", folder=tmp_path).partition("rank 0 has")
+    assert texts.startswith("'import os") and texts.count("length\n") == 2
+    assert rest == ["rank 0 has", " (2048, 128) of (2048, 128)\n"]
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "use_in_python.py")
+    on_two = call(*torchrun, folder=tmp_path)
+    assert texts in on_two
+    for rank in range(2):
+        assert f"rank {rank} has (1024, 128) of (2048, 128)\n" in on_two

@@ -1,13 +1,21 @@
-"""Fine-tuning on conversations."""
+"""Fine-tuning on conversations, and the guide to it: its commands, unchanged, with a small
+model."""
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import launch
+from tests.docs_commands import Page, blocks, copy_tree
+from tests.end_to_end.test_extending import write_files
+from tests.hugging_face import add_tokenizer, make_folder, tensors_of, update_config
 from torchtitan_lite.cli import main
+
+GUIDE = "docs/guides/fine_tuning.md"
 
 
 def test_the_config_learns_conversations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -36,3 +44,37 @@ def test_the_config_learns_conversations(tmp_path: Path, capfd: pytest.CaptureFi
         (answer,) = json.loads(path.read_text())
         # Only a continuation shows its beginning.
         assert capfd.readouterr().out.startswith(answer["text"] if chat else ask[1])
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+def test_the_guide_from_a_folder_to_a_chat_in_transformers(tmp_path: Path) -> None:
+    folder = add_tokenizer(make_folder(tmp_path / "hf", "llama"))
+    # As the tokenizer has them.
+    special = {"bos_token_id": 0, "eos_token_id": 1}
+    update_config(folder, **special)
+    (folder / "generation_config.json").write_text(json.dumps(special))
+    tree = tmp_path / "tree"
+    copy_tree(tree)
+    page = Page(tree, {"HF_DIR": str(folder)})
+    for block in blocks(GUIDE):
+        page.run(block, [])
+    output = page.output
+    (targets,) = set(re.findall(r"tokens \(([\d,]+) of them targets\) in", output))
+    assert int(targets.replace(",", "")) > 500
+    assert f"Initial weights loaded from {folder}\n" in output
+    assert "Adapters have 26,624 of 124,112 parameters" in output
+    assert len(re.findall(r"^validation  step \d+  loss", output, re.MULTILINE)) == 4
+    losses = [float(loss) for loss in re.findall(r"^loss +(\d+\.\d+) nats", output, re.MULTILINE)]
+    assert len(losses) == 3 and max(losses[1:]) < losses[0]
+    before = tensors_of(folder)
+    for exported in ("outputs/chat/hf", "outputs/chat_lora/hf"):
+        after = tensors_of(tree / exported)
+        assert before.keys() == after.keys()
+        assert any(not before[name].bfloat16().equal(after[name]) for name in before)
+    (ours,) = json.loads((tree / "answer.json").read_text())
+    write_files("guides/fine_tuning.md", tree)
+    theirs = subprocess.run(
+        [sys.executable, "chat.py"], cwd=tree, capture_output=True, text=True, check=True
+    )
+    assert theirs.stdout == ours["text"] + "\n" and ours["ids"]

@@ -22,9 +22,7 @@ from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh, resolve_degrees, start_mesh
 from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
-from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.data import DataConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.train_state import model_tensors
 from torchtitan_lite.validation import HeldOutLoss, validate
 
@@ -50,7 +48,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Evaluate according to `options`, with overrides `others`. Returns the exit status."""
     configure_logging()
     try:
-        with start_mesh(ParallelismConfig(), CommConfig(), detect_device(options.device)) as mesh:
+        with start_mesh(device=detect_device(options.device)) as mesh:
             record = evaluate(options, others, mesh)
             if mesh.is_leader:
                 _print(record, options.json)

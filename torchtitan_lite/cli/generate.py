@@ -5,52 +5,31 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 
 import torch
-from torch import nn
 
-from torchtitan_lite.data.chat_prompt import ChatPrompt, chat_prompt
-from torchtitan_lite.data.chat_template import find_template
-from torchtitan_lite.data.tokenizer import Tokenizer, check_vocab_size
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints
+from torchtitan_lite.host_collectives import all_gather_ints
 from torchtitan_lite.inference import (
-    BatchGenerator,
-    Prompt,
+    GeneratedText,
+    LoadedModel,
     Sampling,
-    TextStream,
-    check_prompts,
-    open_weights,
-    prompt_ids,
-    serve,
-    stop_ids,
-    tokenizer_of,
+    encode_prompts,
+    load_weights,
+    open_model,
 )
+from torchtitan_lite.inference import generate as generate_texts
 from torchtitan_lite.log import configure_logging, log_once, logger
 from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.publish import Subscriber, Target
 from torchtitan_lite.rpc.authentication import TOKEN
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.train_state import model_tensors
 
 _MAX_WAIT_S = 60
 """Limit of the wait for the next version."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A generated text."""
-
-    prompt: str
-    text: str
-    ids: list[int]
-    ended_by: str
-    """"stop" (the end of a document) or "length"."""
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -68,7 +47,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
         options.parser.error("--system is a message of a chat: add --chat")
     configure_logging()
     try:
-        with start_mesh(ParallelismConfig(), CommConfig(), detect_device(options.device)) as mesh:
+        with start_mesh(device=detect_device(options.device)) as mesh:
             for texts, seconds in generate(options, mesh):
                 if mesh.is_leader:
                     _print(options, texts, seconds)
@@ -78,80 +57,49 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     return 0
 
 
-def generate(options: argparse.Namespace, world: Mesh) -> Iterator[tuple[list[Text], float]]:
+def generate(
+    options: argparse.Namespace, world: Mesh
+) -> Iterator[tuple[list[GeneratedText], float]]:
     """Yield the text of each prompt, on every rank, and the seconds it took after the model was
     loaded: once, or with each version of the weights to which `options` subscribe. Every rank must
     call it."""
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
-    requested = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
-    weights = open_weights(options.checkpoint, world, ema=options.ema)
-    files = tokenizer_of(weights, options.tokenizer)
-    tokenizer = files.load()
-    check_vocab_size(files.folder, tokenizer.vocab_size, weights.spec.vocab_size)
-    stops = stop_ids(tokenizer, files.folder)
-    if options.chat:
-        chats = _chat_prompts(options.system, requested, tokenizer, files.folder)
-        stops = stops.union(*(one.stop_ids for one in chats))
-        ids = [one.ids for one in chats]
-    else:
-        ids = [prompt_ids(tokenizer, text) for text in requested]
-    prompts = [Prompt(one, sample=number % options.num_samples) for number, one in enumerate(ids)]
-    check_prompts(prompts, weights.spec)
+    requested = _prompts(options)
+    before = [] if options.system is None else [{"role": "system", "content": options.system}]
+    prompts = (
+        [[*before, {"role": "user", "content": text}] for text in requested]
+        if options.chat
+        else requested
+    )
+    files = open_model(options.checkpoint, world, tokenizer=options.tokenizer, ema=options.ema)
+    # An unusable prompt is reported before the weights are loaded, which may take minutes.
+    encode_prompts(files, prompts)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    model, mesh = serve(weights, world, dtype=dtype, tensor_parallel=options.tensor_parallel)
-    generator = BatchGenerator(model, weights.spec, mesh)
-
-    def texts() -> tuple[list[Text], float]:
-        on_token, stream = _ignore, None
-        if len(requested) == 1 and mesh.is_leader:
-            # A single text is streamed.
-            stream = TextStream(tokenizer, sys.stdout)
-            sys.stdout.write("" if options.chat else requested[0])
-            on_token = _streamed(stream)
-        own = slice(mesh.batch_rank, None, mesh.degrees.batch)
+    loaded = load_weights(files, world, dtype=dtype, tensor_parallel=options.tensor_parallel)
+    is_single = len(requested) * options.num_samples == 1
+    for _ in _versions(options, loaded):
+        if is_single and world.is_leader and not options.chat:
+            sys.stdout.write(requested[0])
         begin = time.perf_counter()
-        results = generator.generate(
-            prompts[own],
+        texts = generate_texts(
+            loaded,
+            prompts,
             max_new_tokens=options.max_new_tokens,
-            sampling=sampling,
-            stop_ids=stops,
-            on_token=on_token,
+            num_samples=options.num_samples,
+            stream=sys.stdout if is_single else None,
+            **asdict(sampling),
         )
-        world.barrier()
         seconds = time.perf_counter() - begin
-        if stream is not None:
-            stream.close()
-        own_texts = [
-            asdict(
-                Text(text, tokenizer.decode(one.ids), one.ids, "stop" if one.stopped else "length")
-            )
-            for text, one in zip(requested[own], results, strict=True)
-        ]
-        is_first = mesh.device_mesh.get_local_rank("tp") == 0
-        gathered = all_gather_bytes(json.dumps(own_texts).encode() if is_first else b"")
-        copies = [json.loads(text) for text in gathered if text]
-        return [
-            Text(**copies[number % len(copies)][number // len(copies)])
-            for number in range(len(requested))
-        ], seconds
-
-    for _ in _versions(options, model, mesh):
-        yield texts()
+        yield (
+            [
+                replace(text, prompt=requested[number // options.num_samples])
+                for number, text in enumerate(texts)
+            ],
+            seconds,
+        )
 
 
-def _chat_prompts(
-    system: str | None, texts: Sequence[str], tokenizer: Tokenizer, folder: Path
-) -> list[ChatPrompt]:
-    """Return the prompts in which each text is a user's message. Raises DataError."""
-    template = find_template(folder)
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [
-        chat_prompt(tokenizer, template, [*before, {"role": "user", "content": text}])
-        for text in texts
-    ]
-
-
-def _versions(options: argparse.Namespace, model: nn.Module, mesh: Mesh) -> Iterator[int]:
+def _versions(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[int]:
     """Yield once the model holds another version of the weights, which does not change until the
     next one is asked for: texts are generated by one version. Without a subscription, yield 0, the
     weights of the checkpoint."""
@@ -160,8 +108,8 @@ def _versions(options: argparse.Namespace, model: nn.Module, mesh: Mesh) -> Iter
         return
     with Subscriber(options.subscribe, secret=os.environ.get(TOKEN, "")) as subscriber:
         held = {
-            name.removeprefix("model."): mesh.to_dtensor(tensor)
-            for name, tensor in model_tensors(model).items()
+            name.removeprefix("model."): loaded.mesh.to_dtensor(tensor)
+            for name, tensor in model_tensors(loaded.model).items()
         }
         subscription = subscriber.subscribe(Target(name, tensor) for name, tensor in held.items())
         num_versions = 0
@@ -177,15 +125,7 @@ def _versions(options: argparse.Namespace, model: nn.Module, mesh: Mesh) -> Iter
             yield update.version
 
 
-def _ignore(number: int, token: int) -> None:
-    """Discard a token: no text is streamed."""
-
-
-def _streamed(stream: TextStream) -> Callable[[int, int], None]:
-    return lambda number, token: stream.take(token)
-
-
-def _print(options: argparse.Namespace, texts: Sequence[Text], seconds: float) -> None:
+def _print(options: argparse.Namespace, texts: Sequence[GeneratedText], seconds: float) -> None:
     """Print the texts to stdout, unless streamed, and the speed to stderr."""
     if len(texts) > 1:
         for number, text in enumerate(texts, start=1):

@@ -2,8 +2,9 @@
 token per forward. Layer: above data, parallel, nn and spec; `kv_cache`, `sampling`."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 import torch
 from torch import nn
@@ -25,11 +26,18 @@ class LastPosition:
     take more memory than the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Make `model` return logits [B, 1, V]."""
+        """Make `model` return logits [B, 1, V], until `detach`."""
         self._places_B = torch.zeros(0, dtype=torch.int64)
-        for module in model.modules():
-            if isinstance(module, OutputProjection):
-                module.register_forward_pre_hook(self._take)
+        self._hooks = [
+            module.register_forward_pre_hook(self._take)
+            for module in model.modules()
+            if isinstance(module, OutputProjection)
+        ]
+
+    def detach(self) -> None:
+        """Make the model return all logits again."""
+        for hook in self._hooks:
+            hook.remove()
 
     def wanted(self, places_B: torch.Tensor) -> None:
         """Set the position of each sequence in the next forward."""
@@ -85,18 +93,33 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class BatchGenerator:
-    """A model with its KV cache."""
+    """A model with its KV cache. As a context manager it leaves the model as it was."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
-        """`model` is from `serve`, and can only generate from now on."""
+        """`model` is from `serve`, and can only generate until `close`."""
         self._model, self._spec, self._mesh = model, spec, mesh
         self._device = mesh.device.torch_device
         self._cache = KeyValueCache(model)
         self._last = LastPosition(model)
+        self._restore = ExitStack()
+        self._restore.callback(self._cache.detach)
+        self._restore.callback(self._last.detach)
         for module in model.modules():
             if isinstance(module, MoE):
                 # The expert capacity is a fraction of entire sequences; a single token has none.
+                factor = module.capacity_factor
+                self._restore.callback(setattr, module, "capacity_factor", factor)
                 module.capacity_factor = None
+
+    def close(self) -> None:
+        """Leave the model as it was, without a cache."""
+        self._restore.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @torch.no_grad()
     def generate(

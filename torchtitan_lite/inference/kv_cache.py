@@ -11,6 +11,9 @@ overwritten before a query attends to it. Recurrences skip padding (`set_valid_c
 would remain in their state. So the output of a sequence does not depend on the others.
 """
 
+from contextlib import ExitStack
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -30,28 +33,39 @@ class KeyValueCache:
     """The caches of all layers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Give each attention of the model a cache; the model then takes plain sequences, by their
-        positions. Raises ConfigError if it has no `Attention` or `Recurrence`."""
+        """Give each attention of the model a cache, until `detach`; the model then takes plain
+        sequences, by their positions. Raises ConfigError if it has no `Attention` or
+        `Recurrence`."""
         self._layers: list[_CachedStates | _CachedCarry] = []
+        self._restore = ExitStack()
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, AttentionMask):
-                    setattr(module, name, _PositionMask(child.kind))
+                    self._replace(module, name, _PositionMask(child.kind))
             if isinstance(module, Attention):
                 cached = _CachedStates(module)
-                module.exchange = cached
-                module.is_cached = True
+                self._replace(module, "exchange", cached)
+                self._replace(module, "is_cached", True)
                 # The masks are tensors, whatever kernel the model is trained with.
-                module.kernel = module.make_kernel("sdpa")
+                self._replace(module, "kernel", module.make_kernel("sdpa"))
                 self._layers.append(cached)
             elif isinstance(module, Recurrence):
-                module.carry = _CachedCarry(module)
-                self._layers.append(module.carry)
+                carry = _CachedCarry(module)
+                self._replace(module, "carry", carry)
+                self._layers.append(carry)
         if not self._layers:
             raise ConfigError(
                 f"{type(model).__name__} has no Attention of nn/attention.py, whose states could "
                 "be kept. Derive the attention of its blocks from that class."
             )
+
+    def detach(self) -> None:
+        """Give the model back the parts that the caches replaced."""
+        self._restore.close()
+
+    def _replace(self, module: nn.Module, name: str, part: Any) -> None:
+        self._restore.callback(setattr, module, name, getattr(module, name))
+        setattr(module, name, part)
 
     def allocate(self, batch_size: int, length: int) -> None:
         """Allocate memory for `batch_size` sequences of up to `length` positions; earlier contents

@@ -46,7 +46,7 @@ class Sampling:
         if logits_BV.isnan().any():
             raise UserError(
                 "The model gives logits that are not numbers: its weights are not finite, or the "
-                "dtype is too narrow for them. Give --dtype float32, or another checkpoint."
+                "dtype is too narrow for them. Use dtype float32, or another checkpoint."
             )
         if self.temperature == 0:
             return logits_BV.argmax(-1).tolist()

@@ -28,7 +28,6 @@ from torchtitan_lite.checkpoint.hugging_face import (
 )
 from torchtitan_lite.checkpoint.storage import (
     MANIFEST,
-    Storage,
     exists,
     open_parent_storage,
 )
@@ -104,8 +103,8 @@ def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
         if not (Path(given).expanduser() / "tokenizer.json").is_file():
             whose = "" if folder else f", with which {weights.snapshot.where} was trained,"
             raise DataError(
-                f"The tokenizer folder {given}{whose} has no tokenizer.json. Give --tokenizer DIR, "
-                "a folder with the tokenizer files of the model."
+                f"The tokenizer folder {given}{whose} has no tokenizer.json. Give --tokenizer DIR "
+                "(in Python tokenizer=DIR), a folder with the tokenizer files of the model."
             )
         return open_tokenizer(given, (), weights.spec.vocab_size, Path())
     cache_folder = Path(config.training.cache_folder).expanduser().absolute()
@@ -118,28 +117,36 @@ def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
     if found is None:
         raise DataError(
             f"{weights.snapshot.where} was trained with a tokenizer made from its corpora, which "
-            f"is not accessible: {why}. Give --tokenizer DIR, the folder of its tokenizer.json."
+            f"is not accessible: {why}. Give --tokenizer DIR (in Python tokenizer=DIR), the folder "
+            "of its tokenizer.json."
         )
     return found
 
 
-def _opened(folder: str, *, ema: bool) -> Weights:
-    """Open one folder of weights."""
+def open_saved(folder: str, *, ema: bool = False) -> StoredSnapshot | HuggingFaceSnapshot:
+    """Open one folder of weights, as they are stored. Raises CheckpointError."""
     storage, name = open_parent_storage(folder)
-    has_manifest = exists(storage, f"{name}/{MANIFEST}")
-    if not has_manifest and is_hugging_face(storage, name):
+    if exists(storage, f"{name}/{MANIFEST}"):
+        return StoredSnapshot(storage, name, ema=ema)
+    if is_hugging_face(storage, name):
         if ema:
             raise CheckpointError(
                 f"{folder} is a Hugging Face folder, which has no moving average of the weights. "
-                "Leave out --ema, or give the folder of a step."
+                "Leave out --ema (in Python ema=True), or give the folder of a step."
             )
-        return _hugging_face(storage, name)
+        model = hugging_face_model(read_config(storage, name), f"{storage.root}/{name}")
+        return HuggingFaceSnapshot(storage, name, model_spec(model))
     reject_external(storage, name)
-    if not has_manifest:
-        raise CheckpointError(
-            f"{folder} contains no checkpoint. Give {WAYS}; or a Hugging Face folder."
-        )
-    snapshot = StoredSnapshot(storage, name, ema=ema)
+    raise CheckpointError(
+        f"{folder} contains no checkpoint. Give {WAYS}; or a Hugging Face folder."
+    )
+
+
+def _opened(folder: str, *, ema: bool) -> Weights:
+    """Open one folder of weights, with the config of their run."""
+    snapshot = open_saved(folder, ema=ema)
+    if isinstance(snapshot, HuggingFaceSnapshot):
+        return _hugging_face(snapshot)
     config = run_config(snapshot)
     spec = model_spec(config.model)
     if adapted_layers(snapshot):
@@ -171,12 +178,10 @@ def run_config(snapshot: StoredSnapshot, *, needs_flavor: bool = False) -> Confi
     return config.model_copy(update={"model": model})
 
 
-def _hugging_face(storage: Storage, name: str) -> Weights:
-    """Open a Hugging Face folder, with the config of a run that would train it."""
-    model = hugging_face_model(read_config(storage, name), f"{storage.root}/{name}")
-    spec = model_spec(model)
-    snapshot = HuggingFaceSnapshot(storage, name, spec)
-    found = Weights(snapshot=snapshot, spec=spec, config=Config(model=model))
+def _hugging_face(snapshot: HuggingFaceSnapshot) -> Weights:
+    """Return a Hugging Face folder with the config of a run that would train it."""
+    model = hugging_face_model(snapshot.folder.config, snapshot.where)
+    found = Weights(snapshot=snapshot, spec=model_spec(model), config=Config(model=model))
     dtype = str(found.dtype).removeprefix("torch.")
     # Computing in float16 is not supported.
     training = {} if dtype == "float16" else {"dtype": dtype}
