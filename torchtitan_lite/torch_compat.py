@@ -29,7 +29,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.torch_version import TorchVersion
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Placements = tuple[Placement, ...]
 
@@ -594,11 +593,15 @@ def _group_argument(operation: OpOverload) -> tuple[int, str] | None:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dicts.
-
-    Needed until torch has a public pytree.
-    """
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors in nested lists, tuples and dicts. For each operation of a trace: torch's
+    pytrees take more than twice as long."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for one in value for tensor in tensors_in(one)]
 
 
 def entered_record_function(operation: Any, args: Sequence[Any]) -> str | None:

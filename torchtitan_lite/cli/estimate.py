@@ -23,6 +23,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
             options.world_size,
             device=options.device,
             whole=options.all_layers,
+            search=options.search,
             picture=options.memory_plot,
             values=options.json,
         )
@@ -37,6 +38,7 @@ def print_estimate(
     *,
     device: str = _DEFAULT_DEVICE,
     whole: bool = False,
+    search: bool = True,
     picture: Path | None = None,
     values: Path | None = None,
 ) -> int:
@@ -45,7 +47,7 @@ def print_estimate(
     # Imported once the configuration is known to be right, so that a typo fails fast.
     from torchtitan_lite.estimate import as_values, estimate, memory_picture, text
 
-    found = estimate(config, world_size, device, extrapolate=not whole)
+    found = estimate(config, world_size, device, extrapolate=not whole, search=search)
     print(text(found), end="")
     if picture is not None:
         picture.write_text(memory_picture(found), encoding="utf-8")

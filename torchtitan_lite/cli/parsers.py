@@ -498,9 +498,10 @@ def _estimate(commands) -> None:
         "torchtitan-lite estimate --config FILE --world-size N [--section.key value ...]\n"
         "torchtitan-lite estimate --failures [--ranks N,N,...] [--set NAME=VALUE ...]\n\n"
         "One process traces the step of one rank on tensors without memory; no GPU is needed.\n"
+        "It traces other meshes too, in search of the fastest one that fits (--no-search: none).\n"
         "With --failures: simulate how much of the time remains for training when ranks and\n"
         "machines fail, for several strategies of recovery.\n"
-        "Exit status 1: the step does not fit the device; 2: the command failed.",
+        "Exit status 1: the configured step does not fit the device; 2: the command failed.",
         module="estimate",
         passes_on=True,
         check=_check_estimate,
@@ -514,7 +515,13 @@ def _estimate(commands) -> None:
         default="h200",
         help='device of each rank (default: %(default)s); "cpu": memory only',
     )
-    add("--all-layers", action="store_true", help="trace all layers, instead of a few of them")
+    add("--all-layers", action="store_true", help="trace all layers of each mesh, instead of a few")
+    add(
+        "--no-search",
+        dest="search",
+        action="store_false",
+        help="trace only the configured mesh, instead of searching for the best one",
+    )
     add("--memory-plot", type=Path, metavar="FILE", help="write memory over the step as SVG")
     add("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
     add = estimate.add_argument_group("with --failures").add_argument

@@ -2,7 +2,8 @@
 ranks, from traces of the real step on tensors without memory.
 
 `trace` runs one rank's step, `extrapolation` adds the layers and microbatches that it left out,
-`meshes` ranks other meshes. Layer: above builders and step.
+`mesh_step` puts the ranks of a mesh together, and `search` looks for the best mesh with the
+predictions of `meshes`. Layer: above builders and step.
 """
 
 from torchtitan_lite.estimate.estimate import Estimate, estimate

@@ -13,7 +13,14 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.debug.modules import ROOT
 from torchtitan_lite.device import Accelerator
 from torchtitan_lite.estimate.memory import KINDS, ByKind
-from torchtitan_lite.estimate.trace import Place, Segment, StepTrace, block_label, trace_step
+from torchtitan_lite.estimate.trace import (
+    Place,
+    Segment,
+    StepTrace,
+    label_from_end,
+    label_from_start,
+    trace_step,
+)
 from torchtitan_lite.estimate.work import Work
 from torchtitan_lite.mesh import ParallelDims
 from torchtitan_lite.parallel.pipeline_stages import plan_stages
@@ -34,6 +41,7 @@ class Point:
     position: float
     """Units of the model that ran before."""
     unit: str
+    """A layer by its number in the model, or the name of another module."""
     phase: str
     bytes: ByKind
 
@@ -43,6 +51,10 @@ class RankStep:
     """The step of one rank."""
 
     rank: int
+    stages: tuple[int, ...]
+    """Pipeline stages of the rank, from 0."""
+    num_stages: int
+    """Of the pipeline; 1 without one."""
     points: tuple[Point, ...]
     """In the order of time; those of the first microbatches."""
     schedule: Work
@@ -71,6 +83,17 @@ class RankStep:
         return sum(self.peak.bytes.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RankStages:
+    """The pipeline stages of a rank."""
+
+    numbers: tuple[int, ...]
+    total: int
+    """Stages of the pipeline."""
+    blocks: tuple[tuple[str, ...], ...]
+    """Names of the blocks of each stage of the rank."""
+
+
 def rank_step(
     config: Config,
     spec: ModelSpec,
@@ -86,7 +109,7 @@ def rank_step(
     """Trace the step of `rank`, the first of a pipeline stage; with all blocks or, if they are
     alike, few of them."""
     stage = rank // (world_size // degrees.pp)
-    stages = _blocks_by_stage(config, spec, degrees, stage)
+    stages = _stages_of(config, spec, degrees, stage)
     alike = extrapolate and _are_alike(config, spec)
     depths = _traced_depths(config, degrees, stage, num_microbatches) if alike else (degrees.pp,)
 
@@ -107,18 +130,20 @@ def rank_step(
         traces = [trace(kept, depth) for depth in depths]
         return traces[0] if len(traces) == 1 else _at_depth(traces, depths, degrees.pp)
 
-    counts = _traced_blocks(config, stages) if alike else None
+    counts = _traced_blocks(config, stages.blocks) if alike else None
     if counts is not None:
-        few, more = (at_depth(_keep(stages, count)) for count in counts)
+        few, more = (at_depth(_keep(stages.blocks, count)) for count in counts)
         if few is not None and more is not None:
             places = {segment.place for segment in more.segments}
             if all(segment.place in places for segment in few.segments):
                 return _extrapolated(few, more, counts, stages, rank, num_microbatches)
     whole = trace(lambda units: units, degrees.pp)
-    num_blocks = sum(map(len, stages))
+    num_blocks = sum(map(len, stages.blocks))
     return RankStep(
         rank=rank,
-        points=_points(whole.segments, [0] * len(stages)),
+        stages=stages.numbers,
+        num_stages=stages.total,
+        points=_points(whole.segments, stages.blocks),
         schedule=_of_all(whole, num_microbatches),
         update=whole.update,
         num_parameters=whole.num_parameters,
@@ -205,17 +230,21 @@ def _aligned(place: Place, depth: int) -> Place | None:
     return (unit, phase, number) if number < 2 else (unit, f"last {phase}", number - depth)
 
 
-def _blocks_by_stage(
-    config: Config, spec: ModelSpec, degrees: ParallelDims, pp_rank: int
-) -> list[list[str]]:
-    """Return the names of the blocks of each stage on the rank."""
+def _stages_of(config: Config, spec: ModelSpec, degrees: ParallelDims, pp_rank: int) -> _RankStages:
     prefix = spec.blocks.removesuffix("*")
     if degrees.pp == 1:
-        units: Sequence[Sequence[str]] = [spec.stage_units]
+        blocks = [f"{prefix}{number}" for number in range(spec.num_layers)]
+        modules, numbers = [spec.stage_units or blocks], [0]
     else:
         plan = plan_stages(spec, config.parallelism)
-        units = [plan.modules[stage] for stage in plan.of_rank(pp_rank)]
-    return [[name for name in names if name.startswith(prefix)] for names in units]
+        modules, numbers = plan.modules, plan.of_rank(pp_rank)
+    return _RankStages(
+        numbers=tuple(numbers),
+        total=len(modules),
+        blocks=tuple(
+            tuple(name for name in modules[stage] if name.startswith(prefix)) for stage in numbers
+        ),
+    )
 
 
 def _traced_microbatches(config: Config, depth: int, num_microbatches: int, num_stages: int) -> int:
@@ -273,11 +302,11 @@ def _extrapolated(
     few: StepTrace,
     more: StepTrace,
     counts: tuple[int, int],
-    stages: Sequence[Sequence[str]],
+    stages: _RankStages,
     rank: int,
     num_microbatches: int,
 ) -> RankStep:
-    factor = (len(stages[0]) - counts[0]) / (counts[1] - counts[0])
+    factor = (len(stages.blocks[0]) - counts[0]) / (counts[1] - counts[0])
     before = {segment.place: segment for segment in few.segments}
     segments = [
         replace(
@@ -294,7 +323,9 @@ def _extrapolated(
 
     return RankStep(
         rank=rank,
-        points=_points(segments, [len(blocks) - counts[0] for blocks in stages], counts[0]),
+        stages=stages.numbers,
+        num_stages=stages.total,
+        points=_points(segments, stages.blocks, counts[0]),
         schedule=along(_of_all(few, num_microbatches), _of_all(more, num_microbatches)),
         update=along(few.update, more.update),
         num_parameters=round(
@@ -303,7 +334,7 @@ def _extrapolated(
         num_slot_elements=round(
             few.num_slot_elements + (more.num_slot_elements - few.num_slot_elements) * factor
         ),
-        num_blocks=sum(map(len, stages)),
+        num_blocks=sum(map(len, stages.blocks)),
         traced_blocks=counts,
     )
 
@@ -318,26 +349,41 @@ def _of_all(trace: StepTrace, num_microbatches: int) -> Work:
 
 
 def _points(
-    segments: Sequence[Segment], removed: Sequence[int], num_blocks: int = 0
+    segments: Sequence[Segment], stages: Sequence[Sequence[str]], num_traced: int | None = None
 ) -> tuple[Point, ...]:
-    """Return the points at which segments have their peak, with the positions that they have among
-    all blocks. `removed` are the blocks of each part that are missing among `num_blocks`."""
-    # Where the missing blocks are: between these two, in either direction.
-    gaps = {
-        frozenset(
-            (
-                block_label(part, (num_blocks + 1) // 2 - 1, num_blocks),
-                block_label(part, (num_blocks + 1) // 2, num_blocks),
-            )
-        ): missing
-        for part, missing in enumerate(removed)
-        if missing
-    }
+    """Return the points at which segments have their peak, with the positions and the names that
+    they have among all blocks. `stages` are the blocks of each part, of which `num_traced` were
+    traced; None: all."""
+    names = _layer_names(stages)
+    gaps = {} if num_traced is None else _gaps(stages, num_traced)
     points, position, before = [], 0.0, ""
     for segment in segments:
         unit, phase, _ = segment.place
         position += gaps.get(frozenset((before, unit)), 0)
-        points.append(Point(position=position, unit=unit, phase=phase, bytes=segment.peak))
-        points.append(Point(position=position + 1, unit=unit, phase=phase, bytes=segment.end))
+        name = names.get(unit, unit)
+        points.append(Point(position=position, unit=name, phase=phase, bytes=segment.peak))
+        points.append(Point(position=position + 1, unit=name, phase=phase, bytes=segment.end))
         position, before = position + 1, unit
     return tuple(points)
+
+
+def _layer_names(stages: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return the name of each block in the model, by either of its labels."""
+    names = {}
+    for part, blocks in enumerate(stages):
+        for position, block in enumerate(blocks):
+            layer = f"layer {block.rpartition('.')[2]}"
+            names[label_from_start(part, position)] = layer
+            names[label_from_end(part, len(blocks) - 1 - position)] = layer
+    return names
+
+
+def _gaps(stages: Sequence[Sequence[str]], num_traced: int) -> dict[frozenset[str], int]:
+    """Return how many blocks are missing between two traced ones, in either direction."""
+    first = (num_traced + 1) // 2
+    return {
+        frozenset(
+            (label_from_start(part, first - 1), label_from_end(part, num_traced - first - 1))
+        ): len(blocks) - num_traced
+        for part, blocks in enumerate(stages)
+    }

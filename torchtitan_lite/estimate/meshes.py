@@ -1,29 +1,48 @@
-"""The best meshes for a number of ranks, by a model of memory and time in closed form.
+"""A model of memory and time of a mesh in closed form: it chooses which meshes are traced.
 
-It has the terms of the trace, and is scaled to agree with the trace on the traced mesh, kind by
-kind. It ranks thousands of meshes in a second; on other meshes it is as wrong as its terms. Layer:
-`estimate.work`.
+It has the terms of the trace. Each term of a mesh is scaled as on the nearest traced mesh that has
+it, so that the model agrees with every trace in its terms. Layer: `estimate.mesh_step`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 
 from torchtitan_lite.builders.model import model_on_meta
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.mesh_constraints import mesh_problems
 from torchtitan_lite.data import batch_sizes
 from torchtitan_lite.device import LOGITS_PER_CHUNK, Accelerator
-from torchtitan_lite.estimate.memory import ByKind, Kind
-from torchtitan_lite.estimate.work import collective_seconds
+from torchtitan_lite.estimate.memory import KINDS, Kind
+from torchtitan_lite.estimate.mesh_step import MeshStep
+from torchtitan_lite.estimate.trace import CPU_DEVICE
+from torchtitan_lite.estimate.work import (
+    MATMUL_EFFICIENCY,
+    TRAFFIC_EFFICIENCY,
+    collective_seconds,
+)
 from torchtitan_lite.mesh import ParallelDims
+from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.spec import ModelSpec
 
-MEMORY_LIMIT = 0.9
-"""Part of the device's memory that a step may use; the rest is for the CUDA context, the buffers of
-NCCL and the gaps of the allocator."""
+DEGREE_KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
+}
+"""Keys of [parallelism] by axis."""
 _MIN_CHUNK = 512
 """Tokens of a chunk of the loss (`loss.py`)."""
-_MOST_CHECKED = 400
+_MAX_BUBBLE = 0.95
+"""A scaled bubble must leave some of the time for work."""
+_SLOTS = 2
+"""Optimizer state per parameter before a trace tells: AdamW's."""
+_PIPELINE_DISTANCE = 4.0
+"""Between a mesh with a pipeline and one without, whose memory differs in kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,36 +62,21 @@ class ModelSizes:
     vocab_size: int
     choices: int
     """Experts per token."""
-    slots: float
     parameter_bytes: int
     compute_bytes: int
     flops_per_token: float
 
-    @property
-    def num_parameters(self) -> float:
-        """Parameters of the model."""
-        return self.num_blocks * (self.block + self.experts) + self.embedding + self.output
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPrediction:
-    """A mesh with its predicted memory and time."""
+    """A mesh with its predicted memory and speed."""
 
     degrees: ParallelDims
-    bytes: ByKind
-    step_s: float
-    mfu: float
+    peak_bytes: float
     tokens_per_s: float
-    bubble: float
-    num_microbatches: int
-
-    @property
-    def peak_bytes(self) -> float:
-        """Bytes at the peak."""
-        return sum(self.bytes.values())
 
 
-def sizes_of(config: Config, spec: ModelSpec, *, slots: float, compute_bytes: int) -> ModelSizes:
+def sizes_of(config: Config, spec: ModelSpec) -> ModelSizes:
     """Return the sizes of a model."""
     prefix = spec.blocks.removesuffix("*")
     counts = {"block": 0, "experts": 0, "embedding": 0, "output": 0}
@@ -96,15 +100,21 @@ def sizes_of(config: Config, spec: ModelSpec, *, slots: float, compute_bytes: in
         state_width=max((one.state_width for one in spec.attentions), default=0),
         vocab_size=spec.vocab_size,
         choices=getattr(moe, "top_k", 0),
-        slots=slots,
         parameter_bytes=item,
-        compute_bytes=compute_bytes,
+        compute_bytes=compute_dtype_of(config.training, CPU_DEVICE).itemsize,
         flops_per_token=spec.cost(config.training.seq_len).flops_per_token,
     )
 
 
+def with_degrees(config: Config, degrees: ParallelDims) -> Config:
+    """Return `config` with other degrees."""
+    values = {DEGREE_KEYS[axis]: size for axis, size in asdict(degrees).items()}
+    parallelism = config.parallelism.model_copy(update=values)
+    return config.model_copy(update={"parallelism": parallelism})
+
+
 class MeshModel:
-    """Predicts memory and time of a mesh."""
+    """Predicts memory and speed of the valid meshes of a number of ranks."""
 
     def __init__(
         self, config: Config, spec: ModelSpec, sizes: ModelSizes, accelerator: Accelerator
@@ -113,81 +123,86 @@ class MeshModel:
         self._spec = spec
         self._sizes = sizes
         self._accelerator = accelerator
-        self._bytes_factors: dict[Kind, float] = {}
-        self._compute_s_per_flop = 1 / accelerator.peak_flops
-        self._update_factor = self._communication_factor = 1.0
+        self._terms: dict[ParallelDims, dict[str, float]] = {}
+        """Of the candidates: memory by kind, and seconds by kind; not scaled."""
+        self._factors: dict[ParallelDims, dict[str, float]] = {}
+        """Of the traced meshes: traced over predicted, for each term that the mesh has."""
+        self._is_valid: dict[ParallelDims, bool] = {}
 
-    def fit(
-        self, degrees: ParallelDims, measured: ByKind, *, compute_s: float, step_s: float
-    ) -> None:
-        """Scale the terms so that they agree with the traced mesh `degrees`: bytes by kind at its
-        peak, seconds of computation per rank and step without the bubble, and of the step."""
-        self._bytes_factors = {}
-        raw = self._bytes(degrees)
-        self._bytes_factors = {
-            kind: measured[kind] / raw[kind] if raw[kind] and measured[kind] else 1.0
-            for kind in raw
+    def fit(self, step: MeshStep) -> None:
+        """Scale the terms of meshes near that of `step` so that they agree with it."""
+        raw = self._raw(step.degrees)
+        slowest = max(step.ranks, key=lambda rank: rank.schedule.seconds).schedule
+        traced: dict[str, float] = {
+            **step.fullest.peak.bytes,
+            "compute": slowest.compute_s,
+            "hidden": slowest.communication_s(overlapped=True),
+            "exposed": slowest.communication_s(overlapped=False),
+            "bubble": step.bubble,
+            "update": step.time.update_s,
         }
-        self._compute_s_per_flop = compute_s / self._flops(degrees)
-        self._communication_factor = step_s / self.predict(degrees).step_s
+        self._factors[step.degrees] = {
+            term: traced[term] / value for term, value in raw.items() if value
+        }
 
     def predict(self, degrees: ParallelDims) -> MeshPrediction:
         """Predict a mesh. It may be an invalid one."""
-        num = self.num_microbatches(degrees)
-        compute_s = self._flops(degrees) * self._compute_s_per_flop
-        hidden_s, exposed_s = self._communication(degrees)
-        bubble = self._bubble(degrees)
-        step_s = (max(compute_s, hidden_s) + exposed_s) / (1 - bubble) * self._communication_factor
+        # Of equally near meshes the one that was traced first.
+        nearest = sorted(self._factors, key=lambda traced: _distance(traced, degrees))
+        factors_by_distance = [self._factors[traced] for traced in nearest]
+        term = {
+            name: value
+            * next((factors[name] for factors in factors_by_distance if name in factors), 1.0)
+            for name, value in self._raw(degrees).items()
+        }
+        bubble = min(term["bubble"], _MAX_BUBBLE)
+        busy_s = max(term["compute"], term["hidden"]) + term["exposed"]
         tokens = self._samples(degrees) * self._config.training.seq_len
-        ranks = degrees.batch * degrees.token_copies
-        peak = self._accelerator.peak_flops * ranks
         return MeshPrediction(
             degrees=degrees,
-            bytes=self._bytes(degrees),
-            step_s=step_s,
-            mfu=self._sizes.flops_per_token * tokens / step_s / peak,
-            tokens_per_s=tokens / step_s,
-            bubble=bubble,
-            num_microbatches=num,
+            peak_bytes=sum(term[kind] for kind in KINDS),
+            tokens_per_s=tokens / (busy_s / (1 - bubble) + term["update"]),
         )
 
-    def best(self, world_size: int, count: int) -> list[MeshPrediction]:
-        """Return the `count` valid meshes of `world_size` ranks with the most tokens per second
-        among those that fit the device."""
-        limit = MEMORY_LIMIT * self._accelerator.memory_bytes
-        found = [
-            prediction
-            for degrees in self._candidates(world_size)
-            if (prediction := self.predict(degrees)).peak_bytes <= limit
-        ]
-        # Of equally fast ones the simplest.
-        found.sort(key=lambda one: (-one.tokens_per_s, _complexity(one.degrees), one.peak_bytes))
-        valid = (one for one in found[:_MOST_CHECKED] if not self._problems(one.degrees))
-        return [one for one, _ in zip(valid, range(count), strict=False)]
+    def predictions(
+        self, world_size: int, skipped: Collection[ParallelDims]
+    ) -> list[MeshPrediction]:
+        """Predict all meshes of `world_size` ranks but `skipped`. Some of them may be invalid."""
+        if not self._terms:
+            self._terms = {one: self._compute_terms(one) for one in self._candidates(world_size)}
+        return [self.predict(one) for one in self._terms if one not in skipped]
 
-    def num_microbatches(self, degrees: ParallelDims) -> int:
+    def is_valid(self, degrees: ParallelDims) -> bool:
+        """Whether the configuration allows the mesh."""
+        if degrees not in self._is_valid:
+            problems = mesh_problems(with_degrees(self._config, degrees), self._spec, degrees)
+            self._is_valid[degrees] = next(problems, None) is None
+        return self._is_valid[degrees]
+
+    def _raw(self, degrees: ParallelDims) -> dict[str, float]:
+        return self._terms.get(degrees) or self._compute_terms(degrees)
+
+    def _compute_terms(self, degrees: ParallelDims) -> dict[str, float]:
+        compute_s = self._flops(degrees) / (MATMUL_EFFICIENCY * self._accelerator.peak_flops)
+        hidden_s, exposed_s = self._communication(degrees)
+        num_bytes = self._bytes(degrees)
+        # Weights, gradients and state are read, and all but gradients are written.
+        moved = 3 * num_bytes["weights"] + 2 * num_bytes["optimizer"]
+        update_s = moved / (TRAFFIC_EFFICIENCY * self._accelerator.memory_bytes_per_s)
+        return {
+            **num_bytes,
+            "compute": compute_s,
+            "hidden": hidden_s,
+            "exposed": exposed_s,
+            "bubble": self._bubble(degrees),
+            "update": update_s,
+        }
+
+    def _num_microbatches(self, degrees: ParallelDims) -> int:
         """Return the microbatches per rank and step; 0 if they do not divide the batch."""
         at_once = self._samples_at_once(degrees) * degrees.batch
         samples = self._samples(degrees)
         return 0 if samples % at_once else samples // at_once
-
-    def with_degrees(self, degrees: ParallelDims) -> Config:
-        """Return the configuration with other degrees."""
-        parallelism = self._config.parallelism.model_copy(
-            update={
-                "data_parallel_replicate_degree": degrees.dp_replicate,
-                "data_parallel_shard_degree": degrees.dp_shard,
-                "context_parallel_degree": degrees.cp,
-                "tensor_parallel_degree": degrees.tp,
-                "pipeline_parallel_degree": degrees.pp,
-                "expert_parallel_degree": degrees.ep,
-                "expert_tensor_parallel_degree": degrees.etp,
-            }
-        )
-        return self._config.model_copy(update={"parallelism": parallelism})
-
-    def _problems(self, degrees: ParallelDims) -> list[str]:
-        return list(mesh_problems(self.with_degrees(degrees), self._spec, degrees))
 
     def _candidates(self, world_size: int) -> Iterator[ParallelDims]:
         """Yield meshes whose batch divides. Tensor parallelism stays within a node."""
@@ -212,7 +227,7 @@ class MeshModel:
                             dp_replicate=world_size // tp // pp // cp // shard,
                             etp=parallelism.expert_tensor_parallel_degree,
                         )
-                        num = self.num_microbatches(dense)
+                        num = self._num_microbatches(dense)
                         if num == 0 or num < pp:
                             continue
                         sharing = shard * cp * tp
@@ -261,11 +276,11 @@ class MeshModel:
             return 0.0
         schedule = self._config.parallelism.pipeline_parallel_schedule.lower()
         per_rank = 1 if schedule in ("1f1b", "gpipe") else 2
-        num = self.num_microbatches(degrees) * per_rank
+        num = self._num_microbatches(degrees) * per_rank
         return (degrees.pp - 1) / (num + degrees.pp - 1)
 
     def _bytes(self, degrees: ParallelDims) -> dict[Kind, float]:
-        sizes, factors = self._sizes, self._bytes_factors
+        sizes = self._sizes
         blocks, sharing = self._blocks(degrees), degrees.dp_shard * degrees.cp * degrees.tp
         ends = sizes.embedding + sizes.output
         if degrees.pp > 1:
@@ -284,28 +299,27 @@ class MeshModel:
             # Two units are gathered at once, and one is reduced, at least in float32.
             buffers = (2 * unit + end) * item + max(unit, end) * 4
             waiting = max(unit, end) * item
-        in_flight = min(degrees.pp, max(1, self.num_microbatches(degrees)))
+        in_flight = min(degrees.pp, max(1, self._num_microbatches(degrees)))
         if self._config.parallelism.pipeline_parallel_schedule.lower() in ("gpipe", "loopedbfs"):
-            in_flight = max(1, self.num_microbatches(degrees))
+            in_flight = max(1, self._num_microbatches(degrees))
         activations = self._tokens(degrees) * sizes.width * item * (blocks + 4) * in_flight
         rows = sizes.vocab_size / degrees.tp
         chunk = max(_MIN_CHUNK, LOGITS_PER_CHUNK["cuda"] / rows)
         tokens = self._tokens(degrees) * degrees.tp
         logits = min(chunk, tokens) * rows * 8 + rows * sizes.width * (item + 4)
-        raw: dict[Kind, float] = {
+        return {
             "weights": weights,
-            "optimizer": weights * sizes.slots,
+            "optimizer": weights * _SLOTS,
             "gradients": weights + waiting,
             "buffers": buffers,
             "activations": activations,
             "logits": logits if degrees.pp == 1 else 0.0,
         }
-        return {kind: value * factors.get(kind, 1.0) for kind, value in raw.items()}
 
     def _communication(self, degrees: ParallelDims) -> tuple[float, float]:
         """Return the seconds per rank and step of FSDP's collectives, and of all others that a rank
         waits for."""
-        sizes, num = self._sizes, max(1, self.num_microbatches(degrees))
+        sizes, num = self._sizes, max(1, self._num_microbatches(degrees))
         blocks, item = self._blocks(degrees), self._sizes.compute_bytes
         ends = (sizes.embedding + sizes.output) / degrees.tp / degrees.pp
         dense = blocks * sizes.block / degrees.tp + ends
@@ -373,8 +387,15 @@ class MeshModel:
         return each * count
 
 
-def _complexity(degrees: ParallelDims) -> int:
-    return sum(size > 1 for size in (*degrees.shape, degrees.ep, degrees.etp))
+def _distance(one: ParallelDims, other: ParallelDims) -> float:
+    """Return how different two meshes are: doublings of degrees."""
+    sizes = zip(_sizes(one), _sizes(other), strict=True)
+    doublings = sum(abs(math.log2(a / b)) for a, b in sizes)
+    return doublings + _PIPELINE_DISTANCE * ((one.pp > 1) != (other.pp > 1))
+
+
+def _sizes(degrees: ParallelDims) -> tuple[int, ...]:
+    return (*degrees.shape, degrees.ep, degrees.etp)
 
 
 def _divisors(number: int) -> list[int]:

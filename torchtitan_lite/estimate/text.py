@@ -4,9 +4,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torchtitan_lite.debug.modules import ROOT
 from torchtitan_lite.debug.table import columns
 from torchtitan_lite.estimate.estimate import Estimate
+from torchtitan_lite.estimate.extrapolation import RankStep
 from torchtitan_lite.estimate.memory import KINDS
+from torchtitan_lite.estimate.mesh_step import MeshStep
+from torchtitan_lite.estimate.meshes import DEGREE_KEYS
+from torchtitan_lite.estimate.search import MeshSearch
 from torchtitan_lite.mesh import ParallelDims
 
 _GIB = 2**30
@@ -14,12 +19,11 @@ _GIB = 2**30
 
 def text(estimate: Estimate) -> str:
     """Return the estimate for a terminal."""
-    peak = estimate.fullest.peak
     parts = [
         f"Predicted, not measured: {estimate.model} on {estimate.world_size:,} x "
         f"{estimate.device}, mesh {mesh_text(estimate.degrees)}.",
         columns(("", ""), _facts(estimate), numbers=0).strip(),
-        f"Memory per rank (GiB) at its peak, in the {peak.phase} of {peak.unit}:",
+        f"Memory per rank (GiB) at its peak, {_place(estimate)}:",
         columns(("rank", *KINDS, "total"), _memory(estimate), numbers=len(KINDS) + 1),
     ]
     if estimate.traffic:
@@ -39,28 +43,8 @@ def text(estimate: Estimate) -> str:
                 numbers=3,
             ),
         ]
-    if estimate.meshes:
-        parts += [
-            f"The best meshes that fit, by the model in closed form for {estimate.world_size:,} "
-            "ranks:",
-            columns(
-                ("mesh", "GiB", "step s", "MFU", "tokens/s", "bubble"),
-                [
-                    (
-                        mesh_text(one.degrees),
-                        f"{one.peak_bytes / _GIB:.1f}",
-                        f"{one.step_s:.3f}",
-                        f"{one.mfu:.1%}",
-                        f"{one.tokens_per_s:,.0f}",
-                        f"{one.bubble:.1%}",
-                    )
-                    for one in estimate.meshes
-                ],
-                numbers=5,
-            ),
-        ]
-    elif estimate.time is not None:
-        parts.append("No mesh of the configured batch fits the device.")
+    if estimate.search is not None:
+        parts += _search(estimate, estimate.search)
     parts.append("\n".join(("Assumptions:", *(f"- {one}" for one in estimate.assumptions))))
     return "\n\n".join(parts) + "\n"
 
@@ -102,11 +86,94 @@ def _facts(estimate: Estimate) -> list[tuple[str, str]]:
 def _memory(estimate: Estimate) -> list[tuple[str, ...]]:
     return [
         (
-            f"{rank.rank:,}",
+            _rank_text(rank),
             *(f"{rank.peak.bytes[kind] / _GIB:,.3f}" for kind in KINDS),
             f"{rank.peak_bytes / _GIB:,.3f}",
         )
         for rank in estimate.ranks
+    ]
+
+
+def _place(estimate: Estimate) -> str:
+    """Return where the highest peak is."""
+    peak = estimate.fullest.peak
+    if peak.unit == ROOT:
+        return {
+            "start": "at the start of the step",
+            "reduction": "in the reduction at the end of the step",
+            "optimizer": "in the optimizer step",
+        }.get(peak.phase, f"in {peak.phase} outside of the layers")
+    unit = peak.unit if peak.unit.startswith("layer ") else f"the module {peak.unit}"
+    return f"in the {peak.phase} of {unit}"
+
+
+def _rank_text(rank: RankStep) -> str:
+    if rank.num_stages == 1:
+        return f"{rank.rank:,}"
+    word = "stage" if len(rank.stages) == 1 else "stages"
+    numbers = " and ".join(str(stage + 1) for stage in rank.stages)
+    return f"{rank.rank:,} ({word} {numbers} of {rank.num_stages})"
+
+
+def _search(estimate: Estimate, search: MeshSearch) -> list[str]:
+    """Return the paragraphs about other meshes."""
+    if not search.meshes:
+        return [_nothing_fits(estimate, search)]
+    shown = [*search.meshes, *(one for one in search.too_large if one.degrees == estimate.degrees)]
+    best = search.meshes[0].degrees
+    end = "No other mesh is predicted to be faster."
+    if not search.is_complete:
+        end = "The search ended at its limit: another mesh may be faster."
+    choice = "The configured mesh is the best."
+    if best != estimate.degrees:
+        choice = f"Select the best: {' '.join(overrides(estimate.degrees, best))}"
+    return [
+        f"Traced meshes of {estimate.world_size:,} ranks, best first:",
+        columns(
+            ("mesh", "GiB", "step s", "MFU", "tokens/s", "bubble"),
+            [_row(step, estimate, step in search.too_large) for step in shown],
+            numbers=5,
+        ),
+        f"{end}\n{choice}",
+    ]
+
+
+def _nothing_fits(estimate: Estimate, search: MeshSearch) -> str:
+    smallest = search.too_large[0]
+    end = "No other mesh is predicted to be smaller."
+    if not search.is_complete:
+        end = "The search ended at its limit: another mesh may fit."
+    return (
+        f"None of {len(search.too_large)} traced meshes of {estimate.world_size:,} ranks fits "
+        f"{estimate.device}. The smallest, {mesh_text(smallest.degrees)}, needs "
+        f"{smallest.fullest.peak_bytes / _GIB:,.1f} GiB. {end}\nUse more ranks, a smaller "
+        'training.local_batch_size, or activation_checkpoint.mode = "full".'
+    )
+
+
+def _row(step: MeshStep, estimate: Estimate, is_too_large: bool) -> tuple[str, ...]:
+    notes = []
+    if step.degrees == estimate.degrees:
+        notes.append("configured")
+    if is_too_large:
+        notes.append("does not fit")
+    return (
+        mesh_text(step.degrees) + (f" ({', '.join(notes)})" if notes else ""),
+        f"{step.fullest.peak_bytes / _GIB:.1f}",
+        f"{step.time.step_s:.3f}",
+        f"{step.time.mfu:.1%}",
+        f"{step.time.tokens_per_s:,.0f}",
+        f"{step.bubble:.1%}",
+    )
+
+
+def overrides(configured: ParallelDims, best: ParallelDims) -> list[str]:
+    """Return the command-line arguments that change the configured mesh to `best`."""
+    before = asdict(configured)
+    return [
+        f"--parallelism.{DEGREE_KEYS[axis]} {size}"
+        for axis, size in asdict(best).items()
+        if size != before[axis]
     ]
 
 
@@ -134,6 +201,8 @@ def as_values(estimate: Estimate) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank.rank,
+                "stages": [stage + 1 for stage in rank.stages],
+                "num_stages": rank.num_stages,
                 "num_parameters": rank.num_parameters,
                 "peak_bytes": rank.peak_bytes,
                 "peak_bytes_by_kind": dict(rank.peak.bytes),
@@ -143,15 +212,33 @@ def as_values(estimate: Estimate) -> dict[str, Any]:
         ],
         "communication": {axis: asdict(one) for axis, one in estimate.traffic.items()},
         "time": None if estimate.time is None else asdict(estimate.time),
-        "best_meshes": [
-            {
-                "mesh": asdict(one.degrees),
-                "peak_bytes": one.peak_bytes,
-                "step_s": one.step_s,
-                "mfu": one.mfu,
-                "tokens_per_s": one.tokens_per_s,
-            }
-            for one in estimate.meshes
-        ],
+        **_search_values(estimate),
         "assumptions": list(estimate.assumptions),
+    }
+
+
+def _search_values(estimate: Estimate) -> dict[str, Any]:
+    search = estimate.search
+    if search is None:
+        return {"best_meshes": None, "search": None}
+    best = search.meshes[0].degrees if search.meshes else estimate.degrees
+    return {
+        "best_meshes": [_mesh_values(step, estimate) for step in search.meshes],
+        "search": {
+            "is_complete": search.is_complete,
+            "overrides": overrides(estimate.degrees, best),
+            "too_large": [_mesh_values(step, estimate) for step in search.too_large],
+        },
+    }
+
+
+def _mesh_values(step: MeshStep, estimate: Estimate) -> dict[str, Any]:
+    return {
+        "mesh": asdict(step.degrees),
+        "is_configured": step.degrees == estimate.degrees,
+        "peak_bytes": step.fullest.peak_bytes,
+        "step_s": step.time.step_s,
+        "mfu": step.time.mfu,
+        "tokens_per_s": step.time.tokens_per_s,
+        "bubble": step.bubble,
     }

@@ -501,17 +501,26 @@ def _units(parts: Sequence[nn.Module], spec: ModelSpec) -> dict[str, str]:
         for name, _ in part.named_modules():
             block = ".".join(name.split(".")[:depth])
             if block in names:
-                units[name] = block_label(stage, names.index(block), len(names))
+                position, num_behind = names.index(block), len(names) - 1 - names.index(block)
+                units[name] = (
+                    label_from_start(stage, position)
+                    if position <= num_behind
+                    else label_from_end(stage, num_behind)
+                )
             elif name:
                 units[name] = name.partition(".")[0]
     return units
 
 
-def block_label(stage: int, position: int, num_blocks: int) -> str:
-    """Return a name that the blocks at the ends of a stage keep when those between are removed."""
-    if position < (num_blocks + 1) // 2:
-        return f"block +{position} of part {stage}"
-    return f"block -{num_blocks - 1 - position} of part {stage}"
+def label_from_start(stage: int, position: int) -> str:
+    """Return the label of the block at `position`, which it keeps when later ones are removed."""
+    return f"block +{position} of part {stage}"
+
+
+def label_from_end(stage: int, num_behind: int) -> str:
+    """Return the label of the block with `num_behind` blocks behind it in its stage, which it keeps
+    when earlier ones are removed."""
+    return f"block -{num_behind} of part {stage}"
 
 
 def _ranks(group: dist.ProcessGroup, per_node: int) -> tuple[int, int]:

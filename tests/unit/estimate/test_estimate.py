@@ -1,4 +1,4 @@
-"""The estimate: extrapolated traces equal complete ones, meshes rank as their traces do."""
+"""The estimate of the configured mesh: extrapolated traces equal complete ones."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,11 @@ from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.device import ACCELERATORS
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.estimate import as_values, estimate, memory_picture, text
+from torchtitan_lite.estimate.extrapolation import RankStep
 from torchtitan_lite.estimate.memory import KINDS, Kind
 from torchtitan_lite.estimate.work import Work, collective_seconds
-from torchtitan_lite.mesh import ParallelDims
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 
-PARALLELISM = "parallelism."
 PP4 = {"parallelism.pipeline_parallel_degree": 4}
 
 
@@ -104,12 +103,12 @@ def test_weights_and_optimizer_are_those_of_the_shards() -> None:
     # AdamW: two moments, and a count per parameter.
     assert rank.peak.bytes["optimizer"] == pytest.approx(8 * rank.num_parameters, rel=0.01)
     assert found.checkpoint_bytes == 12 * found.num_parameters
-    assert found.time is None and found.fits is None and found.meshes == ()
+    assert found.time is None and found.fits is None and found.search is None
 
 
 def test_muon_has_one_slot_per_matrix_and_shares_the_iterations() -> None:
     config = _config(6, **{"optimizer.name": "Muon"})
-    found = estimate(config, 4, "h200")
+    found = estimate(config, 4, "h200", search=False)
     dim, width, vocabulary = 128, 384, 2048
     shapes = [(dim, dim), (dim // 2, dim), (dim // 2, dim), (dim, dim)]
     shapes += [(width, dim), (dim, width), (width, dim)]
@@ -127,7 +126,7 @@ def test_muon_has_one_slot_per_matrix_and_shares_the_iterations() -> None:
 
 def test_flops_without_recomputation_are_those_of_the_model() -> None:
     config = _config(6)
-    found = estimate(config, 1, "h200")
+    found = estimate(config, 1, "h200", search=False)
     assert found.time is not None
     # Matrix products and attention are counted; the formula has nothing else.
     model_flops = found.time.mfu * found.time.step_s * ACCELERATORS["h200"].peak_flops
@@ -135,43 +134,12 @@ def test_flops_without_recomputation_are_those_of_the_model() -> None:
 
 
 def test_recomputation_costs_flops_and_saves_memory() -> None:
-    plain = estimate(_config(6), 2, "h200", num_meshes=0)
-    recomputed = estimate(_config(6, **{"activation_checkpoint.mode": "full"}), 2, "h200")
+    plain = estimate(_config(6), 2, "h200", search=False)
+    recomputed = estimate(
+        _config(6, **{"activation_checkpoint.mode": "full"}), 2, "h200", search=False
+    )
     assert recomputed.flops > 1.2 * plain.flops
     assert recomputed.fullest.peak.bytes["activations"] < plain.fullest.peak.bytes["activations"]
-
-
-@pytest.mark.matrix
-def test_meshes_are_valid_and_agree_with_traces() -> None:
-    config = _config(8)
-    found = estimate(config, 8, "h200")
-    assert len(found.meshes) == 5
-    rates = [mesh.tokens_per_s for mesh in found.meshes]
-    assert rates == sorted(rates, reverse=True)
-    for mesh in found.meshes:
-        degrees = mesh.degrees
-        assert degrees.batch * degrees.token_copies == 8
-        traced = estimate(_config(8, **_degrees(degrees)), 8, "h200", num_meshes=0)
-        # The error of the closed form that docs/estimate.md states.
-        assert mesh.peak_bytes == pytest.approx(traced.fullest.peak_bytes, rel=0.5)
-
-
-def _degrees(degrees: ParallelDims) -> dict[str, Any]:
-    return {
-        f"{PARALLELISM}data_parallel_replicate_degree": degrees.dp_replicate,
-        f"{PARALLELISM}data_parallel_shard_degree": degrees.dp_shard,
-        f"{PARALLELISM}context_parallel_degree": degrees.cp,
-        f"{PARALLELISM}tensor_parallel_degree": degrees.tp,
-        f"{PARALLELISM}pipeline_parallel_degree": degrees.pp,
-    }
-
-
-def test_the_traced_mesh_is_predicted_as_traced() -> None:
-    found = estimate(_config(8), 8, "h200", num_meshes=200)
-    assert found.time is not None
-    (same,) = [mesh for mesh in found.meshes if mesh.degrees == found.degrees]
-    assert same.peak_bytes == pytest.approx(found.fullest.peak_bytes)
-    assert same.step_s == pytest.approx(found.time.step_s)
 
 
 def test_an_invalid_mesh_is_rejected() -> None:
@@ -204,17 +172,54 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     config = tmp_path / "run.toml"
     config.write_text('[model]\nflavor = "debugmodel"\n[training]\nseq_len = 256\n')
     picture, values = tmp_path / "memory.svg", tmp_path / "estimate.json"
-    arguments = ["estimate", "--config", str(config), "--world-size", "2"]
+    arguments = ["estimate", "--config", str(config), "--world-size", "2", "--no-search"]
     status = cli.main([*arguments, "--memory-plot", str(picture), "--json", str(values)])
     assert status == 0
     printed = capsys.readouterr().out
     assert "Predicted, not measured" in printed and "Assumptions:" in printed
     assert picture.read_text().count("<polygon") == len(KINDS)
-    assert json.loads(values.read_text())["world_size"] == 2
+    written = json.loads(values.read_text())
+    assert written["world_size"] == 2
+    assert written["best_meshes"] is None and "Traced meshes" not in printed
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.matrix)]
+)
+def test_layers_and_stages_are_those_of_the_model(schedule: str) -> None:
+    degrees = {"parallelism.pipeline_parallel_degree": 2, "activation_checkpoint.mode": "full"}
+    degrees["parallelism.pipeline_parallel_schedule"] = schedule
+    found = estimate(_config(14, **degrees), 2, "cpu")
+    first, last = found.ranks
+
+    def layers(rank: RankStep) -> list[int]:
+        units = {point.unit for point in rank.points if point.unit.startswith("layer ")}
+        return sorted(int(unit.removeprefix("layer ")) for unit in units)
+
+    if schedule == "1F1B":
+        assert all(len(rank.traced_blocks) == 2 for rank in found.ranks)
+        assert (first.stages, last.stages, first.num_stages) == ((0,), (1,), 2)
+        assert (layers(first), layers(last)) == ([0, 6], [7, 13])
+        assert "(stage 2 of 2)" in text(found)
+    else:
+        assert (first.stages, last.stages, first.num_stages) == ((0, 2), (1, 3), 4)
+        assert (layers(first)[0], layers(last)[-1]) == (0, 13)
+        assert "(stages 2 and 4 of 4)" in text(found)
+    assert "of part" not in text(found) + json.dumps(as_values(found))
+
+
+@pytest.mark.parametrize("extrapolate", [True, False])
+def test_forward_and_backward_run_through_the_layers_of_the_model(extrapolate: bool) -> None:
+    found = estimate(_config(9), 1, "cpu", extrapolate=extrapolate)
+    (rank,) = found.ranks
+    for phase, ends in (("forward", ("layer 0", "layer 8")), ("backward", ("layer 8", "layer 0"))):
+        units = [point.unit for point in rank.points if point.phase == phase]
+        layers = [unit for unit in units if unit.startswith("layer ")]
+        assert (layers[0], layers[-1]) == ends
 
 
 def test_text_and_values_name_every_kind() -> None:
-    found = estimate(_config(4), 2, "h200")
+    found = estimate(_config(4), 2, "h200", search=False)
     assert all(kind in text(found) and f">{kind}<" in memory_picture(found) for kind in KINDS)
     assert set(as_values(found)["ranks"][0]["peak_bytes_by_kind"]) == set(KINDS)
 
