@@ -38,6 +38,7 @@ restarts."""
 _INSTANCE = "TORCHTITAN_LITE_INSTANCE"
 """Environment variable: the instance of the run in which this process has taken part."""
 _RETRY_S = 2.0
+_TRIES, _TRY_AGAIN_S = 3, 0.2
 _SETTLE_S = 1.0
 """After a takeover without a lock, time in which another process that has seen the same lost holder
 may still write."""
@@ -224,12 +225,8 @@ class RunLease:
         taken: list[LeaseFile] = []
         try:
             for file in self._places.held:
-                try:
-                    while not self._take(file):
-                        continue
+                if self._take_if_possible(file):
                     taken.append(file)
-                except OSError as error:
-                    _warn(file.where, f"cannot be written: {error}")
             # After the own lease exists: of two that start at once, at least one sees the other.
             with suppress(OSError):
                 for file in self._places.other():
@@ -239,6 +236,21 @@ class RunLease:
                 _remove(file, self._content)
             raise
         return taken
+
+    def _take_if_possible(self, file: LeaseFile) -> bool:
+        """Take a lease; False, with a warning, if its storage fails. Raises FolderInUse."""
+        problem: OSError | None = None
+        for _ in range(_TRIES):
+            try:
+                while not self._take(file):
+                    continue
+            except OSError as error:
+                problem = error
+                time.sleep(_TRY_AGAIN_S)
+            else:
+                return True
+        _warn(file.where, f"cannot be written: {problem}")
+        return False
 
     def _take(self, file: LeaseFile) -> bool:
         """Take a lease; False if another process was faster. Raises FolderInUse and OSError."""

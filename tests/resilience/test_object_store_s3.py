@@ -27,6 +27,7 @@ from tests.unit.checkpoint.conftest import SmallState, same
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.run_lease import FolderInUse, RunLease, lease_places, new_instance
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
@@ -65,6 +66,23 @@ def _after(num_steps: int) -> SmallState:
     for _ in range(num_steps):
         state.take_step()
     return state
+
+
+def test_runs_exclude_each_other(tmp_path: Path, s3: FaultyServer) -> None:
+    """Runs with folders of their own, on machines of their own, save to one place."""
+
+    def lease(name: str) -> RunLease:
+        places = lease_places(tmp_path / name, ROOT, None)
+        return RunLease(places, new_instance(), on_loss=lambda reason: None)
+
+    first, second = lease("a"), lease("b")
+    first.acquire(waits=False)
+    assert first.places[1] == f"{ROOT}/lease.json"
+    with pytest.raises(FolderInUse, match=f"{ROOT} is in use"):
+        second.acquire(waits=False)
+    first.release()
+    second.acquire(waits=False)
+    second.release()
 
 
 def test_a_run_saves_and_resumes(tmp_path: Path, mesh: Mesh, s3: FaultyServer) -> None:
