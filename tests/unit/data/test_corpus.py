@@ -128,14 +128,20 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        {"train.jsonl": "train", "test.jsonl": "test", "other.jsonl": "other"},
+        {"train.jsonl": "train", "test_1.jsonl": "test", "evaluation/a.jsonl": "test"},
         {"train/a.jsonl": "train", "dev/a.jsonl": "validation"},
         {
             "data/train-00000-of-00001.json": "train",
             "data/validation-00000-of-00001.json": "validation",
             "README.md": "card",
         },
-        {"my_train_file.jsonl": "train", "my_eval_file.jsonl": "test"},
+        {
+            "en/c4-train.00000-of-01024.json": "train",
+            "en/c4-validation.00000-of-00008.json": "validation",
+        },
+        {"wiki-train-00000-of-00001-0a1b.jsonl": "train", "wiki-test.jsonl": "test"},
+        {"dev/train.jsonl": "train", "dev/test.jsonl": "test"},
+        {"train/test-plan.jsonl": "train", "test/training-guide.jsonl": "test"},
     ],
 )
 def test_a_folder_with_several_splits_is_read_by_split(
@@ -146,7 +152,8 @@ def test_a_folder_with_several_splits_is_read_by_split(
         (tmp_path / name).write_text(ROW % text)
     path: dict[str, Any] = {"dataset_path": str(tmp_path)}
     for split in {*names.values()} & {"train", "validation", "test"}:
-        assert texts(open_corpus(CorpusConfig(**path, dataset_split=split))) == [split]
+        chosen = texts(open_corpus(CorpusConfig(**path, dataset_split=split)))
+        assert chosen == [text for text in names.values() if text == split]
     everything = CorpusConfig(dataset_path=f"{tmp_path}/**/*.json*")
     assert len(texts(open_corpus(everything))) == len(names) - ("README.md" in names)
     with pytest.raises(DataError, match=r'of the splits .*but dataset_split = "all"'):
@@ -157,6 +164,45 @@ def test_names_that_only_look_like_splits_are_read(tmp_path: Path) -> None:
     for name in ("train.jsonl", "trainer.jsonl", "contest.jsonl", "latest.jsonl", "value.jsonl"):
         (tmp_path / name).write_text(ROW % name)
     assert len(texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path))))) == 5
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["training-guide.md", "testing-guide.md", "intro.md", "chapter1.md"],
+        ["intro.md", "dev-guide.md", "test-plan.md"],
+        ["train/a.txt", "test/a.txt"],
+        ["my_train_file.jsonl", "my_eval_file.jsonl"],
+        ["intro.jsonl", "dev-guide.jsonl", "test-plan.jsonl"],
+        ["train.jsonl", "test-plan.jsonl"],
+    ],
+)
+def test_words_of_splits_in_other_names_exclude_nothing(
+    tmp_path: Path, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(ROW % name)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    assert len(texts(corpus)) == len(names)
+    is_reported = f"but all {len(names)} files are read: dataset_split applies" in caplog.text
+    assert is_reported == (corpus.format == "json" or "train/a.txt" in names)
+
+
+def test_files_without_a_split_beside_others_are_refused(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text(ROW % name)
+    with pytest.raises(DataError, match=r"splits test, train, and other.jsonl, whose name has non"):
+        open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+
+
+def test_shards_are_of_splits_with_further_names(tmp_path: Path) -> None:
+    for name in ("train_sft", "train_gen", "test_sft"):
+        (tmp_path / f"{name}-00000-of-00001.jsonl").write_text(ROW % name)
+    corpus = CorpusConfig(dataset_path=str(tmp_path), dataset_split="train_sft")
+    assert texts(open_corpus(corpus)) == ["train_sft"]
+    with pytest.raises(DataError, match=r'splits test_sft, .* but dataset_split = "train"'):
+        open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
 
 
 def test_configurations_of_a_data_card_are_reported(
