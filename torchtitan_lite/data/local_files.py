@@ -22,11 +22,12 @@ FORMATS = {
 }
 """File extensions searched in a folder. A file given by name may have any."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-_METADATA = {
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
-    *("README.md", "LICENSE.md", "LICENSE.txt"),
-}
+_METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 """Files that `save_to_disk` and repositories of data sets hold beside the data."""
+_STATE = "state.json"
+"""The same, but only beside the others and Arrow files: it may be data, such as of states."""
+_CARDS = {"README.md", "LICENSE.md", "LICENSE.txt"}
+"""The same, but not among documents."""
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -56,7 +57,7 @@ def local_files(config: CorpusConfig, known: Sequence[str]) -> tuple[str, tuple[
         files = _of_split(path, _in_folder(path, extensions), config.dataset_split)
     else:
         matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
-        files = _without_metadata(sorted(file for file in matches if file.is_file()))
+        files = sorted(file for file in matches if file.is_file())
     if not files:
         kind = f" with the extensions {', '.join(FORMATS[format_name])}" if format_name else ""
         raise DataError(
@@ -83,14 +84,24 @@ def _in_folder(folder: Path, extensions: Sequence[str]) -> list[Path]:
             )
         if file.is_file():
             files.append(file)
-    return _without_metadata(files)
+    return _without_metadata(folder, files)
 
 
-def _without_metadata(files: list[Path]) -> list[Path]:
-    data = [file for file in files if file.name not in _METADATA]
-    # Documents may have such names.
-    are_documents = all(_extension(file) in FORMATS["text"] for file in data)
-    return files if are_documents else data
+def _without_metadata(folder: Path, files: list[Path]) -> list[Path]:
+    saved = {file.parent for file in files if file.name in _METADATA or file.suffix == ".arrow"}
+    metadata = [
+        file
+        for file in files
+        if file.name in _METADATA or (file.name == _STATE and file.parent in saved)
+    ]
+    data = [file for file in files if file not in metadata]
+    if any(_extension(file) not in FORMATS["text"] for file in data):
+        metadata += [file for file in data if file.name in _CARDS]
+    if not metadata:
+        return files
+    names = ", ".join(str(file.relative_to(folder)) for file in metadata)
+    logger.info("%s: metadata of data sets is not read: %s", folder, names)
+    return [file for file in files if file not in metadata]
 
 
 def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:

@@ -111,6 +111,28 @@ def test_documents_may_have_the_names_of_metadata(tmp_path: Path) -> None:
     assert texts(corpus) == ["LICENSE.txt", "README.md", "a.md"]
 
 
+@pytest.mark.parametrize("path", ["", "/*.json"], ids=["folder", "glob"])
+def test_data_may_be_named_like_the_state_of_a_data_set(tmp_path: Path, path: str) -> None:
+    for name in ("city", "country", "state"):
+        (tmp_path / f"{name}.json").write_text(ROW % name)
+    corpus = open_corpus(CorpusConfig(dataset_path=f"{tmp_path}{path}"))
+    assert texts(corpus) == ["city", "country", "state"]
+
+
+def test_a_glob_reads_files_with_the_names_of_metadata(tmp_path: Path) -> None:
+    for name in ("a", "dataset_info"):
+        (tmp_path / f"{name}.json").write_text(ROW % name)
+    assert texts(open_corpus(CorpusConfig(dataset_path=f"{tmp_path}/*"))) == ["a", "dataset_info"]
+
+
+def test_metadata_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.json", "state.json", "dataset_info.json", "README.md"):
+        (tmp_path / name).write_text(ROW % name)
+    with caplog.at_level("INFO", "torchtitan_lite"):
+        assert texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path)))) == ["a.json"]
+    assert "is not read: dataset_info.json, state.json, README.md" in caplog.text
+
+
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     import datasets
 
