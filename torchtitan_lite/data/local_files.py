@@ -21,7 +21,7 @@ FORMATS = {
     "text": (".txt", ".text", ".md"),
 }
 """File extensions searched in a folder. A file given by name may have any."""
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 """Files that `save_to_disk` and repositories of data sets hold beside the data."""
 _STATE = "state.json"

@@ -10,6 +10,7 @@ import io
 import json
 import lzma
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ Position = tuple[int, int]
 """Number of a file, and rows of it that are read."""
 TEXT = "text"
 """Column of files that are documents, and of rows that are a bare text in a JSON list."""
-_DECOMPRESSION_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
+_DECOMPRESSION_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -307,6 +308,9 @@ def _opened(file: Path) -> Iterator[Any]:
 
             with pyarrow.input_stream(str(file), compression="zstd") as raw:
                 yield io.BufferedReader(raw)
+        elif file.suffix.lower() == ".zip":
+            with zipfile.ZipFile(file) as archive, archive.open(_only_member(file, archive)) as raw:
+                yield raw
         else:
             # By the extension, which fsspec wants in lower case.
             opened: Any = fsspec.open(
@@ -325,7 +329,30 @@ def _opened(file: Path) -> Iterator[Any]:
         ) from error
 
 
-_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zip": "zip"}
+def _only_member(file: Path, archive: zipfile.ZipFile) -> zipfile.ZipInfo:
+    """Return the data file of an archive. Raises DataError if it has none, several, or one that
+    Python cannot read."""
+    members = [
+        member
+        for member in archive.infolist()
+        if not member.is_dir() and not member.filename.startswith("__MACOSX/")
+    ]
+    if len(members) != 1:
+        names = ", ".join(member.filename for member in members[:3])
+        more = ", ..." if len(members) > 3 else ""
+        raise DataError(
+            f"{file}: an archive of {len(members)} files{f' ({names}{more})' if members else ''}, "
+            "and it must be of one. Extract it, and set dataset_path to the folder."
+        )
+    is_encrypted = members[0].flag_bits & 1
+    if is_encrypted or members[0].compress_type not in _ZIP_METHODS:
+        problem = "encrypted" if is_encrypted else "compressed by a method that Python cannot read"
+        raise DataError(f"{file}: {problem}. Extract it, and set dataset_path to the folder.")
+    return members[0]
+
+
+_ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
 _READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {"json": _json_rows, "text": _document}
 _BATCHES = {"parquet": _parquet_batches, "arrow": _arrow_batches}
 _TITLES = {"parquet": "a Parquet", "arrow": "an Arrow"}

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import zipfile
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,19 @@ TOO_MANY_DIGITS = "an integer has more than 4300 digits, the limit of Python."
 GZIP = gzip.compress(GOOD)
 CONVERT = "Convert the file, for example by iconv -f LATIN1 -t UTF-8."
 
+
+def zipped(*names: str, encrypted: bool = False) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            archive.writestr(name, GOOD)
+    if encrypted:
+        # The flags of the entry in the directory at the end.
+        content.getbuffer()[content.getvalue().rindex(b"PK\x01\x02") + 8] |= 1
+    return content.getvalue()
+
+
+ZIP = zipped("a.jsonl")
 CASES: dict[str, tuple[dict[str, bytes], str]] = {
     "empty": (
         {"a.jsonl": b""},
@@ -106,6 +120,30 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         {"a.txt.bz2": GOOD},
         "DIR/a.txt.bz2: not a .bz2 file that can be decompressed (Invalid data stream). Replace "
         "it, or exclude it from dataset_path.",
+    ),
+    "not zip": (
+        {"a.jsonl.zip": GOOD},
+        "DIR/a.jsonl.zip: not a .zip file that can be decompressed (File is not a zip file). "
+        "Replace it, or exclude it from dataset_path.",
+    ),
+    "damaged zip": (
+        {"a.jsonl.zip": ZIP[:37] + b"\xff" * 4 + ZIP[41:]},
+        "DIR/a.jsonl.zip: not a .zip file that can be decompressed (Error -3 while decompressing "
+        "data: invalid block type). Replace it, or exclude it from dataset_path.",
+    ),
+    "zip of two files": (
+        {"a.jsonl.zip": zipped("1.jsonl", "2.jsonl")},
+        "DIR/a.jsonl.zip: an archive of 2 files (1.jsonl, 2.jsonl), and it must be of one. Extract "
+        "it, and set dataset_path to the folder.",
+    ),
+    "zip of no file": (
+        {"a.jsonl.zip": zipped()},
+        "DIR/a.jsonl.zip: an archive of 0 files, and it must be of one. Extract it, and set "
+        "dataset_path to the folder.",
+    ),
+    "encrypted zip": (
+        {"a.jsonl.zip": zipped("a.jsonl", encrypted=True)},
+        "DIR/a.jsonl.zip: encrypted. Extract it, and set dataset_path to the folder.",
     ),
     "a pointer of Git LFS": (
         {"a.txt": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"},
@@ -193,6 +231,7 @@ READABLE: dict[str, tuple[dict[str, bytes], list[str]]] = {
     "a tab in a text": ({"a.jsonl": b'{"text": "one\ttwo"}\n'}, ["one\ttwo"]),
     "upper case": ({"a.JSONL.GZ": GZIP}, ["one", "two"]),
     "gzip in parts": ({"a.jsonl.gz": GZIP + GZIP}, ["one", "two"] * 2),
+    "zip of a Mac": ({"a.jsonl.zip": zipped("d/", "d/a", "__MACOSX/d/._a")}, ["one", "two"]),
     "a long line": ({"a.jsonl": b'{"text": "%s"}' % (b"x" * 300_000)}, ["x" * 300_000]),
     "control characters": ({"a.jsonl": b'{"text": "a\\u0000b\\ufeff"}'}, ["a\x00b\ufeff"]),
     "a Spark folder": (
