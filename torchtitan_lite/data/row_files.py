@@ -9,6 +9,7 @@ imported when a file is read, because a start with a warm token cache does not n
 import io
 import json
 import lzma
+import re
 import sys
 import zipfile
 import zlib
@@ -31,6 +32,9 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _ROWS_PER_READ = 256
 _BLANKS = " \t\r\n"
+_BLANK_RUN = re.compile(rf"[{_BLANKS}]*")
+_MAX_FIRST_OBJECT_BYTES = 1 << 24
+"""Maximum size of the first object of a file if it extends over several lines."""
 
 
 class Row(NamedTuple):
@@ -123,17 +127,31 @@ def _json_rows(file: Path) -> Iterator[Row]:
             return
         lines = chain([line], stream)
         if next(_line_rows("", line)).damage:
-            content = line + stream.read()
-            values, problem, _ = _values(content)
-            if not problem:
-                # Objects over several lines.
-                for item, value in enumerate(values, start=1):
-                    yield _object(f"{file}, item {item}", value)
-                return
-            lines = io.BytesIO(content)
+            head = line + stream.read(_MAX_FIRST_OBJECT_BYTES) + stream.readline()
+            lines = chain(io.BytesIO(head), stream)
+            if _extends_beyond(line, head):
+                content = head + stream.read()
+                values, problem, _ = _values(content)
+                if not problem:
+                    for item, value in enumerate(values, start=1):
+                        yield _object(f"{file}, item {item}", value)
+                    return
+                lines = io.BytesIO(content)
         for number, content in enumerate(lines, start=first):
             if content.strip():
                 yield from _line_rows(f"{file}:{number}", content)
+
+
+def _extends_beyond(line: bytes, head: bytes) -> bool:
+    """Whether the JSON values at the begin of `head` extend beyond its first line, so that a line
+    is no object."""
+    try:
+        length, text, end = len(line.decode().rstrip(_BLANKS)), head.decode(errors="replace"), 0
+        while end < length:
+            _, end = _DECODER.raw_decode(text, _end_of_blanks(text, end))
+    except (ValueError, RecursionError):
+        return False
+    return end > length
 
 
 def _line_rows(place: str, line: bytes) -> Iterator[Row]:
@@ -194,10 +212,15 @@ def _values(content: bytes) -> tuple[list[Any], str, str]:
                 column = error.pos + 1
                 return [], f"not JSON ({error.msg}, column {column})", remedy
             values.append(value)
-            end += len(text) - end - len(text[end:].lstrip(_BLANKS))
+            end = _end_of_blanks(text, end)
         return values, "", ""
     except (ValueError, RecursionError) as error:
         return [], _unreadable(error), ". Correct the line or remove it."
+
+
+def _end_of_blanks(text: str, start: int) -> int:
+    blanks = _BLANK_RUN.match(text, start)
+    return blanks.end() if blanks else start
 
 
 def _unreadable(error: Exception) -> str:

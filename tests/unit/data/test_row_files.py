@@ -2,6 +2,8 @@
 
 import gzip
 import io
+import time
+import tracemalloc
 import zipfile
 from itertools import islice, takewhile
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from torchtitan_lite.data import row_files
 from torchtitan_lite.data.conversations import read_conversations
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.documents import read_documents
@@ -224,6 +227,10 @@ READABLE: dict[str, tuple[dict[str, bytes], list[str]]] = {
     "blank lines": ({"a.jsonl": b"\n" + GOOD + b"\n \n"}, ["one", "two"]),
     "one object over lines": ({"a.json": b'{\n "text": "one"\n}\n'}, ["one"]),
     "objects over lines": ({"a.json": b'{\n"text": "one"}\n{\n"text": "two"}'}, ["one", "two"]),
+    "objects over lines behind one": (
+        {"a.json": b'{"text": "one"} {\n"text": "two"}'},
+        ["one", "two"],
+    ),
     "two objects in a line": ({"a.jsonl": GOOD[:-1] + GOOD}, ["one", "two", "one", "two"]),
     "carriage returns": ({"a.jsonl": GOOD.replace(b"\n", b"\r")}, ["one", "two"]),
     "Windows line breaks": ({"a.jsonl": GOOD.replace(b"\n", b"\r\n")}, ["one", "two"]),
@@ -292,6 +299,31 @@ def test_harmless_files_are_read(case: str, tokenizer_folder: Path, tmp_path: Pa
     folder = write(tmp_path / "data", files)
     assert read(folder) == expected
     assert read_stream(folder, tokenizer_folder) == expected
+
+
+def test_objects_over_lines_take_linear_time(tmp_path: Path) -> None:
+    # 4 MB; copying the rest of the text at each object took 26 s.
+    (tmp_path / "a.json").write_bytes(b'{\n"text": "one"\n}\n' * 200_000)
+    start = time.process_time()
+    assert len(read(tmp_path)) == 200_000
+    assert time.process_time() - start < 4
+
+
+def test_a_damaged_first_line_does_not_read_the_file_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "_MAX_FIRST_OBJECT_BYTES", 100)
+    file = tmp_path / "a.jsonl"
+    for damaged in (b'{"text": "x"\n', b'{"text": "caf\xe9"}\n'):
+        file.write_bytes(damaged + b'{"text": "%s"}\n' % (b"x" * 1000) * 5_000)
+        rows = row_files.read_rows([file], "json", ["text"])
+        tracemalloc.start()
+        _, row = next(rows)
+        num_following = sum(1 for _ in rows)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert row.place == f"{file}:1" and row.damage.startswith("not ")
+        assert num_following == 5_000 and peak_bytes < 2e6
 
 
 def test_text_is_not_changed(tmp_path: Path) -> None:
