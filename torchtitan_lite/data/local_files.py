@@ -1,6 +1,6 @@
 """The data files that a `dataset_path` names.
 
-Layer: above errors, log and section. Invariant: files are sorted; what a folder holds beside its
+Layer: above row_files and log. Invariant: files are sorted; what a folder holds beside its
 data, and files of other splits, are not read.
 """
 
@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_lite.data.row_files import readable
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.log import logger, warn_once
 from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
@@ -151,7 +152,11 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
 
 def _report_configurations(folder: Path) -> None:
     readme = folder / "README.md"
-    if readme.is_file() and re.match(rb"---\s(.*\s)?configs:\s", readme.read_bytes(), re.DOTALL):
+    if not readme.is_file():
+        return
+    with readable(readme):
+        card = readme.read_bytes()
+    if re.match(rb"---\s(.*\s)?configs:\s", card, re.DOTALL):
         logger.warning(
             "%s defines configurations, which are not read: all files of %s are one corpus, of one "
             "split if their names are those of several. Set dataset_path to the files to read.",

@@ -77,13 +77,25 @@ def read_rows(
 
 def refuse_pointer(file: Path) -> None:
     """Raise DataError for a file of Git LFS that was not downloaded. It is text, so that it could
-    be taken for data."""
-    with file.open("rb") as stream:
+    be taken for data. Raises DataError for a file that cannot be read, too."""
+    with readable(file), file.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise DataError(
                 f"{file}: not the data but a pointer to it, of Git LFS. Run git lfs pull in that "
                 "repository, or download the file."
             )
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Raise DataError if the operating system refuses to read `file` in the block."""
+    try:
+        yield
+    except OSError as error:
+        # Errors of the operating system have a number, those of gzip, bz2 and pyarrow do not.
+        if error.errno is None:
+            raise
+        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
 
 
 def kind_of(value: Any) -> str:
@@ -323,33 +335,36 @@ def _rows_of(batch: Any) -> Iterator[dict[str, Any] | str]:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     """Open a file that may be compressed. Raises DataError if it cannot be opened or read."""
-    import fsspec
-
     try:
-        if file.suffix.lower() == ".zst":
-            import pyarrow
-
-            with pyarrow.input_stream(str(file), compression="zstd") as raw:
-                yield io.BufferedReader(raw)
-        elif file.suffix.lower() == ".zip":
-            with zipfile.ZipFile(file) as archive, archive.open(_only_member(file, archive)) as raw:
-                yield raw
-        else:
-            # By the extension, which fsspec wants in lower case.
-            opened: Any = fsspec.open(
-                str(file), "rb", compression=_COMPRESSIONS.get(file.suffix.lower())
-            )
-            with opened as stream:
-                yield stream
+        with readable(file), _decompressed(file) as stream:
+            yield stream
     except _DECOMPRESSION_ERRORS as error:
-        # Errors of the operating system have a number, those of gzip and bz2 do not.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(
             f"{file}: not a {file.suffix} file that can be decompressed ({reason}). Replace it, or "
             "exclude it from dataset_path."
         ) from error
+
+
+@contextmanager
+def _decompressed(file: Path) -> Iterator[Any]:
+    if file.suffix.lower() == ".zst":
+        import pyarrow
+
+        with pyarrow.input_stream(str(file), compression="zstd") as raw:
+            yield io.BufferedReader(raw)
+    elif file.suffix.lower() == ".zip":
+        with zipfile.ZipFile(file) as archive, archive.open(_only_member(file, archive)) as raw:
+            yield raw
+    else:
+        # By the extension, which fsspec wants in lower case.
+        import fsspec
+
+        opened: Any = fsspec.open(
+            str(file), "rb", compression=_COMPRESSIONS.get(file.suffix.lower())
+        )
+        with opened as stream:
+            yield stream
 
 
 def _only_member(file: Path, archive: zipfile.ZipFile) -> zipfile.ZipInfo:

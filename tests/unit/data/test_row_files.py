@@ -326,6 +326,21 @@ def test_a_damaged_first_line_does_not_read_the_file_into_memory(
         assert num_following == 5_000 and peak_bytes < 2e6
 
 
+@pytest.mark.parametrize("refuse", ["corpus", "rows", "pointer"])
+def test_files_that_cannot_be_read_are_named(refuse: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(GOOD)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    file.unlink()
+    with pytest.raises(DataError, match=r"a.jsonl: cannot be read: No such file or directory.$"):
+        if refuse == "pointer":
+            row_files.refuse_pointer(file)
+        elif refuse == "rows":
+            next(row_files.read_rows([file], "json", ["text"]))
+        else:
+            next(corpus.rows(["text"]).rows)
+
+
 def test_text_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n ")
     assert read(tmp_path) == ["one\r\ntwo\n "]
