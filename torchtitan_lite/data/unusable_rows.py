@@ -24,7 +24,8 @@ class UnusableRows:
         self._corpus = corpus
         self._count = 0
         self._problems: list[str] = []
-        self._is_damaged = False
+        self._num_damaged = 0
+        self._first_damage = ""
         self._remarks: dict[str, dict[str, Any]] = {}
         self.num_rows = 0
         self.num_empty = 0
@@ -36,7 +37,9 @@ class UnusableRows:
     def add(self, place: str, why: str, *, is_damage: bool = False) -> None:
         """Add the row at `place`. `is_damage`: the file is damaged, which is always an error."""
         self._count += 1
-        self._is_damaged |= is_damage
+        if is_damage:
+            self._num_damaged += 1
+            self._first_damage = self._first_damage or place
         if self._count <= _LISTED:
             self._problems.append(f"{place}: {why}")
 
@@ -49,7 +52,7 @@ class UnusableRows:
         """Raise DataError if there are too many, among all rows or (`is_end` = False) among those
         that are read so far."""
         rows = self.num_rows if is_end else max(self.num_rows, _FIRST_ROWS)
-        if self._is_damaged or self._count > self._corpus.max_unusable_fraction * rows:
+        if self._num_damaged or self._count > self._corpus.max_unusable_fraction * rows:
             raise DataError(self._conversations() if self._corpus.is_chat else self._texts())
 
     def report(self) -> None:
@@ -115,10 +118,15 @@ class UnusableRows:
         listed = "\n".join(
             f"  {line}" for line in self._problems + ([f"and {more} more"] if more else [])
         )
+        remedy = f", or allow up to a fraction by max_unusable_fraction (now {limit:g})"
+        if self._num_damaged:
+            remedy = (
+                f": damage, of {self._num_damaged} of them, is an error whatever "
+                f"max_unusable_fraction is; the first is {self._first_damage}"
+            )
         few = "1 conversation" if self._count == 1 else f"{self._count} conversations"
         return (
             f"{few} of {self._corpus.name} cannot be used:\n{listed}\n"
-            f"Correct or remove them, or allow up to a fraction by max_unusable_fraction (now "
-            f'{limit:g}). A conversation is {{"{column}": [{{"role": "user", '
+            f'Correct or remove them{remedy}. A conversation is {{"{column}": [{{"role": "user", '
             f'"content": "..."}}, {{"role": "assistant", "content": "..."}}, ...]}}.'
         )

@@ -478,3 +478,22 @@ def test_conversations_that_are_not_utf8_are_listed_with_their_position(tmp_path
     assert list(read_conversations(corpus, unusable)) == []
     with pytest.raises(DataError, match=r"chat.jsonl:1: not UTF-8 \(byte 0xe9 in column 47\)"):
         unusable.check()
+
+
+def test_no_fraction_of_damaged_conversations_is_offered(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_bytes(b"{}\n" * 30 + b'{"messages": \n' + b"{}\n")
+    config = CorpusConfig(
+        dataset_path=str(path), messages_column="messages", max_unusable_fraction=1.0
+    )
+    corpus = open_corpus(config)
+    unusable = UnusableRows(corpus)
+    assert list(read_conversations(corpus, unusable)) == []
+    with pytest.raises(DataError) as raised:
+        unusable.check()
+    message = str(raised.value)
+    assert "\n  and 12 more\n" in message
+    assert (
+        f"\nCorrect or remove them: damage, of 1 of them, is an error whatever "
+        f"max_unusable_fraction is; the first is {path}:31. A conversation is "
+    ) in message
