@@ -104,10 +104,14 @@ class Corpus:
             if state is not None:
                 dataset.load_state_dict(dict(state))
         batches = ({name: [value] for name, value in row.items()} for row in dataset)
-        return RowStream(self._read(batches, names), dataset.state_dict)
+        since = "" if state is None else " since the resume"
+        return RowStream(self._read(batches, names, since), dataset.state_dict)
 
-    def _read(self, batches: Iterator[dict[str, list[Any]]], names: list[str]) -> Iterator[Row]:
-        """Yield the rows of batches, by column, of `datasets`."""
+    def _read(
+        self, batches: Iterator[dict[str, list[Any]]], names: list[str], since: str = ""
+    ) -> Iterator[Row]:
+        """Yield the rows of batches, by column, of `datasets`. `since` says where rows are counted
+        from, if not from the first."""
         number = 0
         while True:
             with _reading(self.name):
@@ -117,7 +121,7 @@ class Corpus:
             for values in zip(*batch.values(), strict=True):
                 number += 1
                 row = dict(zip(batch, values, strict=True))
-                yield Row(f"{self.name}, row {number}", row, columns=names)
+                yield Row(f"{self.name}, row {number}{since}", row, columns=names)
 
     def check_not_empty(self) -> None:
         """Raise DataError if all local files are empty."""

@@ -339,6 +339,9 @@ def _opened(file: Path) -> Iterator[Any]:
         with readable(file), _decompressed(file) as stream:
             yield stream
     except _DECOMPRESSION_ERRORS as error:
+        if file.suffix.lower() not in (".zst", ".zip", *_COMPRESSIONS):
+            # Of pyarrow: what is inside of the file is damaged.
+            raise
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(
             f"{file}: not a {file.suffix} file that can be decompressed ({reason}). Replace it, or "

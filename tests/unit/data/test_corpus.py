@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,19 @@ def test_a_registered_data_set_gives_the_same_texts_streamed(
     assert [row.values["text"] for row in corpus.rows(["text"], state()).rows] == ["two", ""]
     monkeypatch.setitem(REGISTRY.datasets, "mine", Dataset(documents=lambda: values, version="2"))
     assert open_corpus(CorpusConfig(dataset="mine")).fingerprint != corpus.fingerprint
+
+
+def test_rows_of_the_hub_are_counted_from_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    stream = datasets.Dataset.from_dict({"text": ["a", "b", "c"]}).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    (tmp_path / "a.txt").write_text("a")
+    local = open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    corpus = replace(local, name="hub", hub_name="hub", streaming=True)
+    rows = corpus.rows(["text"])
+    assert [next(rows.rows).place for _ in "ab"] == ["hub, row 1", "hub, row 2"]
+    resumed = corpus.rows(["text"], rows.state())
+    assert [row.place for row in resumed.rows] == ["hub, row 1 since the resume"]

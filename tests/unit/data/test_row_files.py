@@ -459,6 +459,13 @@ def test_parquet_rows_without_text_are_named(tmp_path: Path) -> None:
         read(folder / "c.parquet")
 
 
+def test_damaged_pages_of_parquet_are_not_taken_for_compression(tmp_path: Path) -> None:
+    content = parquet({"text": ["x"] * 300})
+    (tmp_path / "a.parquet").write_bytes(content[:4] + b"\xff" * 40 + content[44:])
+    with pytest.raises(DataError, match=r"a.parquet: not a Parquet file that can be read \(.*Repl"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("content", [GOOD, b""], ids=["not xz", "empty"])
 def test_conversations_in_a_file_that_is_not_compressed(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl.xz"
