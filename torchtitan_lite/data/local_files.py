@@ -157,7 +157,7 @@ def _report_configurations(folder: Path) -> None:
     with readable(readme):
         card = readme.read_bytes()
     if re.match(rb"---\s(.*\s)?configs:\s", card, re.DOTALL):
-        logger.warning(
+        warn_once(
             "%s defines configurations, which are not read: all files of %s are one corpus, of one "
             "split if their names are those of several. Set dataset_path to the files to read.",
             readme,

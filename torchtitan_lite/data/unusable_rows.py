@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, warn_once
 
 _LISTED = 20
 """Maximum conversations listed in an error; the rest is counted."""
@@ -26,6 +26,7 @@ class UnusableRows:
         self._problems: list[str] = []
         self._num_damaged = 0
         self._first_damage = ""
+        self._num_reported = 0
         self._remarks: dict[str, dict[str, Any]] = {}
         self.num_rows = 0
         self.num_empty = 0
@@ -56,17 +57,19 @@ class UnusableRows:
             raise DataError(self._conversations() if self._corpus.is_chat else self._texts())
 
     def report(self) -> None:
-        """Log the rows that are left out."""
+        """Log the rows that are left out, on rank 0, because all ranks read the same rows. A later
+        call logs their number if there are more."""
         rows = "conversations" if self._corpus.is_chat else "rows"
-        if self._count:
-            logger.warning(
-                "corpus %s: %s of %s %s cannot be used and are left out; the first is %s",
+        if self._count > self._num_reported:
+            warn_once(
+                "corpus %s: %s of %s %s cannot be used and are left out%s",
                 self._corpus.name,
                 f"{self._count:,}",
                 f"{self.num_rows:,}",
                 rows,
-                self._problems[0],
+                "" if self._num_reported else f"; the first is {self._problems[0]}",
             )
+            self._num_reported = self._count
         if self.num_empty:
             logger.info(
                 "corpus %s: %s of %s %s are empty",
@@ -77,7 +80,7 @@ class UnusableRows:
             )
 
         for what, remark in self._remarks.items():
-            logger.warning(
+            warn_once(
                 "corpus %s: %s of %s %s %s; the first is %s",
                 self._corpus.name,
                 f"{remark['count']:,}",

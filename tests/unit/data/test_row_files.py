@@ -441,6 +441,38 @@ def test_a_stream_without_text_ends_before_its_end(tokenizer_folder: Path, tmp_p
         read_stream(folder, tokenizer_folder)
 
 
+FIRST = "1 of 32 rows cannot be used and are left out; the first is DIR/a.jsonl:1: 'text' is null, "
+
+
+@pytest.mark.parametrize(
+    ("bad_at", "expected"),
+    [([0], [FIRST]), ([0, 40], [FIRST, "2 of 50 rows cannot be used and are left out"])],
+)
+def test_a_stream_names_its_first_problem_once_and_on_rank_0(
+    bad_at: list[int],
+    expected: list[str],
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [b'{"text": null}' if row in bad_at else b'{"text": "x"}' for row in range(50)]
+    folder = write(tmp_path / "data", {"a.jsonl": b"\n".join(rows)})
+
+    def logged(rank: str) -> list[str]:
+        monkeypatch.setenv("RANK", rank)
+        caplog.clear()
+        read_stream(folder, tokenizer_folder, max_unusable_fraction=0.5)
+        return [message.replace(str(folder), "DIR") for message in caplog.messages]
+
+    # The last one is of the next epoch, in which the reader is one run ahead.
+    *messages, _ = logged("0")
+    assert messages == [
+        f"corpus DIR: {message}{'not a text' if message == FIRST else ''}" for message in expected
+    ]
+    assert logged("1") == []
+
+
 def test_parquet_rows_without_text_are_named(tmp_path: Path) -> None:
     files = {
         "a.parquet": parquet({"text": ["x"] * 300 + [None]}),
