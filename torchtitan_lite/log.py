@@ -31,8 +31,11 @@ def configure_logging(level: str | None = None, *, beside_steps: bool = False) -
         logger.addHandler(_handler(sys.stdout, prefix))
         logger.handlers[1].addFilter(lambda record: record.levelno < logging.ERROR)
     if rank > 0 and not sys.warnoptions:
-        # Rank 0 shows the same ones.
-        warnings.simplefilter("ignore")
+        # Deprecations depend on the code alone, so that rank 0 shows the same ones. Others may
+        # concern the data, stage, device or machine of this rank: each is shown once.
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("once", UserWarning)
+        warnings.simplefilter("once", RuntimeWarning)
 
 
 def _handler(stream: TextIO, prefix: str) -> logging.StreamHandler[TextIO]:

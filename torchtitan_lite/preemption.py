@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from torchtitan_lite.log import warn_once
+from torchtitan_lite.log import logger
 
 _INTERRUPT_AFTER_S = 3.0
 """torchrun forwards a Ctrl-C to processes that have received it already: the second one arrives at
@@ -47,7 +47,8 @@ class StopRequest:
             self.was_signaled = True
             self._first_at = time.monotonic()
             name = signal.Signals(number).name
-            warn_once("%s received: finishing the step, then saving and exiting.", name)
+            # On every rank: a signal to a single one stops all.
+            logger.warning("%s received: finishing the step, then saving and exiting.", name)
         elif time.monotonic() - self._first_at > _INTERRUPT_AFTER_S and number == signal.SIGINT:
             raise KeyboardInterrupt
 

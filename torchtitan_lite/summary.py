@@ -145,11 +145,11 @@ def _sample_lines(built: Built, config: Config) -> list[str]:
     that whatever goes wrong is only reported."""
     try:
         prompt = sample_prompt(config, built.data, "")
-        text = _sample(built, config, prompt)
+        text = None if prompt is None else _sample(built, config, prompt)
     except Exception as error:
         warn_once("No sample of the model: %s: %s", type(error).__name__, error)
         return []
-    if text is None:
+    if prompt is None or text is None:
         return []
     if isinstance(prompt, str):
         return [SAMPLE, "", _indented(text), ""]

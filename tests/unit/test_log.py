@@ -2,6 +2,8 @@
 
 import logging
 import re
+import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -76,6 +78,24 @@ def test_a_warning_of_all_ranks_is_shown_once(
         configure_logging()
         warn_once("%s differs", "it")
     assert capsys.readouterr().err.count("it differs") == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_python_warnings_of_a_rank_are_shown_once(
+    rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "warnoptions", [])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()
+        warnings.simplefilter("default")
+        configure_logging()
+        for _ in range(2):
+            warnings.warn("deprecated", FutureWarning, stacklevel=1)
+            warnings.warn("this stage", UserWarning, stacklevel=1)
+            warnings.warn("this device", RuntimeWarning, stacklevel=1)
+    deprecated = ["deprecated"] if rank == "0" else []
+    assert [str(one.message) for one in shown] == [*deprecated, "this stage", "this device"]
 
 
 def test_one_process_shows_no_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,15 @@ from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_sets_the_flag_and_is_logged_once(
-    number: signal.Signals, caplog: pytest.LogCaptureFixture
+def test_a_signal_sets_the_flag_and_is_logged_by_its_rank(
+    number: signal.Signals,
+    rank: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("RANK", rank)
     logger.addHandler(caplog.handler)
     try:
         stop = StopRequest()

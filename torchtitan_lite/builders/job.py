@@ -320,9 +320,12 @@ def _validation_samples(
     if text_generator is None:
         return None
     validation = config.validation
+    prompt = sample_prompt(config, data, validation.sample_prompt)
+    if prompt is None:
+        return None
     return partial(
         text_generator.texts,
-        prompt=sample_prompt(config, data, validation.sample_prompt),
+        prompt=prompt,
         count=validation.samples,
         max_new_tokens=validation.sample_tokens,
         temperature=validation.sample_temperature,

@@ -1,13 +1,14 @@
 """Prompts of a chat: messages in the template's form, up to the beginning of the answer. Layer:
 above chat_tokens and unusable_rows."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torchtitan_lite.data.chat_template import ChatTemplate, Messages, TemplateRejection
-from torchtitan_lite.data.conversations import ASSISTANT, Conversation, read_conversations
+from torchtitan_lite.data.conversations import ASSISTANT, read_conversations
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.unusable_rows import UnusableRows
@@ -51,19 +52,22 @@ def chat_prompt(
 
 
 def first_question(
-    corpora: Sequence[CorpusConfig], variables: Collection[str] = ()
-) -> Conversation | None:
-    """Return the first conversation with an answer of the first chat corpus, up to its first
-    answer, with the columns `variables` of its row; None without one. Raises DataError if it cannot
-    be read."""
+    tokenizer: Tokenizer, template: ChatTemplate, corpora: Sequence[CorpusConfig]
+) -> ChatPrompt | None:
+    """Return the prompt of the first conversation with an answer, of the first chat corpus with
+    one that `template` accepts, up to its first answer and with the columns of its row that the
+    template reads; None without one. Raises DataError if a corpus cannot be read."""
     for config in corpora:
         if config.messages_column is None:
             continue
         corpus = open_corpus(config)
         # Unusable rows are reported where the corpus is tokenized.
-        for conversation in read_conversations(corpus, UnusableRows(corpus), variables):
+        unusable = UnusableRows(corpus)
+        for conversation in read_conversations(corpus, unusable, template.variables):
             roles = [message["role"] for message in conversation.messages]
-            if ASSISTANT in roles[1:]:
-                question = conversation.messages[: roles.index(ASSISTANT, 1)]
-                return replace(conversation, messages=question)
+            if ASSISTANT not in roles[1:]:
+                continue
+            question = conversation.messages[: roles.index(ASSISTANT, 1)]
+            with suppress(DataError):
+                return chat_prompt(tokenizer, template, question, conversation.variables)
     return None

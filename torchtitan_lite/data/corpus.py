@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.data.local_files import FORMATS, local_files
-from torchtitan_lite.data.row_files import Position, Row, read_rows
+from torchtitan_lite.data.row_files import Position, Row, read_rows, readable
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
@@ -104,10 +104,14 @@ class Corpus:
             if state is not None:
                 dataset.load_state_dict(dict(state))
         batches = ({name: [value] for name, value in row.items()} for row in dataset)
-        return RowStream(self._read(batches, names), dataset.state_dict)
+        since = "" if state is None else " since the resume"
+        return RowStream(self._read(batches, names, since), dataset.state_dict)
 
-    def _read(self, batches: Iterator[dict[str, list[Any]]], names: list[str]) -> Iterator[Row]:
-        """Yield the rows of batches, by column, of `datasets`."""
+    def _read(
+        self, batches: Iterator[dict[str, list[Any]]], names: list[str], since: str = ""
+    ) -> Iterator[Row]:
+        """Yield the rows of batches, by column, of `datasets`. `since` says where rows are counted
+        from, if not from the first."""
         number = 0
         while True:
             with _reading(self.name):
@@ -117,11 +121,11 @@ class Corpus:
             for values in zip(*batch.values(), strict=True):
                 number += 1
                 row = dict(zip(batch, values, strict=True))
-                yield Row(f"{self.name}, row {number}", row, columns=names)
+                yield Row(f"{self.name}, row {number}{since}", row, columns=names)
 
     def check_not_empty(self) -> None:
         """Raise DataError if all local files are empty."""
-        if any(file.stat().st_size for file in self.files):
+        if any(_status(file).st_size for file in self.files):
             return
         first, number = self.files[0], len(self.files)
         empty = f"{first} is empty" if number == 1 else f"all {number} files are empty"
@@ -251,9 +255,14 @@ def _fingerprint_of_files(format: str, column: str, files: tuple[Path, ...]) -> 
     """Hash paths, sizes and times, without reading the files."""
     digest = hashlib.blake2b(f"{format}\n{column}".encode(), digest_size=16)
     for file in files:
-        status = file.stat()
+        status = _status(file)
         digest.update(f"\n{file}\x1f{status.st_size}\x1f{status.st_mtime_ns}".encode())
     return digest.hexdigest()
+
+
+def _status(file: Path) -> os.stat_result:
+    with readable(file):
+        return file.stat()
 
 
 def _fingerprint_on_hub(

@@ -1,6 +1,6 @@
 """The data files that a `dataset_path` names.
 
-Layer: above errors, log and section. Invariant: files are sorted; what a folder holds beside its
+Layer: above row_files and log. Invariant: files are sorted; what a folder holds beside its
 data, and files of other splits, are not read.
 """
 
@@ -9,8 +9,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_lite.data.row_files import readable
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, warn_once
 from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
 FORMATS = {
@@ -21,18 +22,23 @@ FORMATS = {
     "text": (".txt", ".text", ".md"),
 }
 """File extensions searched in a folder. A file given by name may have any."""
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-_METADATA = {
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
-    *("README.md", "LICENSE.md", "LICENSE.txt"),
-}
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 """Files that `save_to_disk` and repositories of data sets hold beside the data."""
+_STATE = "state.json"
+"""The same, but only beside the others and Arrow files: it may be data, such as of states."""
+_CARDS = {"README.md", "LICENSE.md", "LICENSE.txt"}
+"""The same, but not among documents."""
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """Names of splits in names of files and folders, as `datasets` reads them."""
+_SPLIT_OF = {name: split for split, names in _SPLITS.items() for name in names}
+_SHARD = r"[-_.]\d+[-_.]of[-_.]\d+(?:[-_.][0-9a-f]+)?"
+_SPLIT_NAME = re.compile(rf"(?:.*[-_. ])?({'|'.join(_SPLIT_OF)})(?:{_SHARD}|[-_. ]?\d+)?")
+"""A split alone, or as `datasets` writes it: behind the name of the data set, before a number."""
 
 
 def local_files(config: CorpusConfig, known: Sequence[str]) -> tuple[str, tuple[Path, ...]]:
@@ -52,7 +58,7 @@ def local_files(config: CorpusConfig, known: Sequence[str]) -> tuple[str, tuple[
         files = _of_split(path, _in_folder(path, extensions), config.dataset_split)
     else:
         matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
-        files = _without_metadata(sorted(file for file in matches if file.is_file()))
+        files = sorted(file for file in matches if file.is_file())
     if not files:
         kind = f" with the extensions {', '.join(FORMATS[format_name])}" if format_name else ""
         raise DataError(
@@ -79,34 +85,57 @@ def _in_folder(folder: Path, extensions: Sequence[str]) -> list[Path]:
             )
         if file.is_file():
             files.append(file)
-    return _without_metadata(files)
+    return _without_metadata(folder, files)
 
 
-def _without_metadata(files: list[Path]) -> list[Path]:
-    data = [file for file in files if file.name not in _METADATA]
-    # Documents may have such names.
-    are_documents = all(_extension(file) in FORMATS["text"] for file in data)
-    return files if are_documents else data
+def _without_metadata(folder: Path, files: list[Path]) -> list[Path]:
+    saved = {file.parent for file in files if file.name in _METADATA or file.suffix == ".arrow"}
+    metadata = [
+        file
+        for file in files
+        if file.name in _METADATA or (file.name == _STATE and file.parent in saved)
+    ]
+    data = [file for file in files if file not in metadata]
+    if any(_extension(file) not in FORMATS["text"] for file in data):
+        metadata += [file for file in data if file.name in _CARDS]
+    if not metadata:
+        return files
+    names = ", ".join(str(file.relative_to(folder)) for file in metadata)
+    logger.info("%s: metadata of data sets is not read: %s", folder, names)
+    return [file for file in files if file not in metadata]
 
 
 def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-    """Return the files of one split if the names are those of several."""
-    names = {file: _split_of(str(file.relative_to(folder))) for file in files}
-    found = {name for name in names.values() if name is not None}
-    readme = folder / "README.md"
-    if readme.is_file() and re.match(rb"---\s(.*\s)?configs:\s", readme.read_bytes(), re.DOTALL):
-        logger.warning(
-            "%s defines configurations, which are not read: all files of %s are one corpus, of one "
-            "split if their names are those of several. Set dataset_path to the files to read.",
-            readme,
-            folder,
-        )
-    if len(found) < 2:
+    """Return the files of one split if the names are those of several. Raises DataError if files
+    without a split would be left out."""
+    _report_configurations(folder)
+    names = {file: _split_of(file.relative_to(folder)) for file in files}
+    splits = {name for name in names.values() if name is not None}
+    are_documents = all(_extension(file) in FORMATS["text"] for file in files)
+    if are_documents or len(splits) < 2:
+        words = set().union(*(_split_words(str(file.relative_to(folder))) for file in files))
+        if len(splits if are_documents else words) > 1:
+            # Names of documents are titles, in which such words are usual.
+            warn_once(
+                "%s: some names look like those of splits (%s), but all %d files are read: "
+                "dataset_split applies to names such as train.jsonl and train-00000-of-00003."
+                "parquet, and not to text files. Set dataset_path to a glob to read fewer.",
+                folder,
+                ", ".join(sorted(splits | words)),
+                len(files),
+            )
         return files
-    wanted = _split_of(split) or split
-    if wanted not in found:
+    without = next((file for file, name in names.items() if name is None), None)
+    if without is not None:
         raise DataError(
-            f'dataset_path = "{folder}" has files of the splits {", ".join(sorted(found))}, but '
+            f'dataset_path = "{folder}" has files of the splits {", ".join(sorted(splits))}, and '
+            f"{without.relative_to(folder)}, whose name has none of them. Set dataset_path to a "
+            "glob of the files to read, or name each file after its split."
+        )
+    wanted = _SPLIT_OF.get(split, split)
+    if wanted not in splits:
+        raise DataError(
+            f'dataset_path = "{folder}" has files of the splits {", ".join(sorted(splits))}, but '
             f'dataset_split = "{split}". Set dataset_split to one of them, or dataset_path to a '
             "glob."
         )
@@ -121,9 +150,35 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
     return chosen
 
 
-def _split_of(name: str) -> str | None:
-    words = re.split(r"[-._ /0-9]+", name)
-    return next((split for split, known in _SPLITS.items() if {*known} & {*words}), None)
+def _report_configurations(folder: Path) -> None:
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return
+    with readable(readme):
+        card = readme.read_bytes()
+    if re.match(rb"---\s(.*\s)?configs:\s", card, re.DOTALL):
+        warn_once(
+            "%s defines configurations, which are not read: all files of %s are one corpus, of one "
+            "split if their names are those of several. Set dataset_path to the files to read.",
+            readme,
+            folder,
+        )
+
+
+def _split_of(file: Path) -> str | None:
+    """Return the split of a relative path: the one that its innermost name is of."""
+    uncompressed = file.with_suffix("") if file.suffix.lower() in _COMPRESSED else file
+    stem = uncompressed.stem
+    for name in (stem, *reversed(file.parts[:-1])):
+        if match := _SPLIT_NAME.fullmatch(name):
+            return _SPLIT_OF[match[1]]
+    # Splits may have further names, such as train_sft: before the number of a shard they are meant.
+    sharded = re.fullmatch(rf"(.+?){_SHARD}", stem)
+    return sharded[1] if sharded and _split_words(sharded[1]) else None
+
+
+def _split_words(name: str) -> set[str]:
+    return {_SPLIT_OF[word] for word in re.split(r"[-._ /0-9]+", name) if word in _SPLIT_OF}
 
 
 def _format_of(dataset_path: str, files: Sequence[Path]) -> str:

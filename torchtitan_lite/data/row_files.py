@@ -9,7 +9,9 @@ imported when a file is read, because a start with a warm token cache does not n
 import io
 import json
 import lzma
+import re
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +26,15 @@ Position = tuple[int, int]
 """Number of a file, and rows of it that are read."""
 TEXT = "text"
 """Column of files that are documents, and of rows that are a bare text in a JSON list."""
-_DECOMPRESSION_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
+_DECOMPRESSION_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _ROWS_PER_READ = 256
 _BLANKS = " \t\r\n"
+_BLANK_RUN = re.compile(rf"[{_BLANKS}]*")
+_MAX_FIRST_OBJECT_BYTES = 1 << 24
+"""Maximum size of the first object of a file if it extends over several lines."""
 
 
 class Row(NamedTuple):
@@ -72,13 +77,25 @@ def read_rows(
 
 def refuse_pointer(file: Path) -> None:
     """Raise DataError for a file of Git LFS that was not downloaded. It is text, so that it could
-    be taken for data."""
-    with file.open("rb") as stream:
+    be taken for data. Raises DataError for a file that cannot be read, too."""
+    with readable(file), file.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise DataError(
                 f"{file}: not the data but a pointer to it, of Git LFS. Run git lfs pull in that "
                 "repository, or download the file."
             )
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Raise DataError if the operating system refuses to read `file` in the block."""
+    try:
+        yield
+    except OSError as error:
+        # Errors of the operating system have a number, those of gzip, bz2 and pyarrow do not.
+        if error.errno is None:
+            raise
+        raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
 
 
 def kind_of(value: Any) -> str:
@@ -122,17 +139,31 @@ def _json_rows(file: Path) -> Iterator[Row]:
             return
         lines = chain([line], stream)
         if next(_line_rows("", line)).damage:
-            content = line + stream.read()
-            values, problem, _ = _values(content)
-            if not problem:
-                # Objects over several lines.
-                for item, value in enumerate(values, start=1):
-                    yield _object(f"{file}, item {item}", value)
-                return
-            lines = io.BytesIO(content)
+            head = line + stream.read(_MAX_FIRST_OBJECT_BYTES) + stream.readline()
+            lines = chain(io.BytesIO(head), stream)
+            if _extends_beyond(line, head):
+                content = head + stream.read()
+                values, problem, _ = _values(content)
+                if not problem:
+                    for item, value in enumerate(values, start=1):
+                        yield _object(f"{file}, item {item}", value)
+                    return
+                lines = io.BytesIO(content)
         for number, content in enumerate(lines, start=first):
             if content.strip():
                 yield from _line_rows(f"{file}:{number}", content)
+
+
+def _extends_beyond(line: bytes, head: bytes) -> bool:
+    """Whether the JSON values at the begin of `head` extend beyond its first line, so that a line
+    is no object."""
+    try:
+        length, text, end = len(line.decode().rstrip(_BLANKS)), head.decode(errors="replace"), 0
+        while end < length:
+            _, end = _DECODER.raw_decode(text, _end_of_blanks(text, end))
+    except (ValueError, RecursionError):
+        return False
+    return end > length
 
 
 def _line_rows(place: str, line: bytes) -> Iterator[Row]:
@@ -193,10 +224,15 @@ def _values(content: bytes) -> tuple[list[Any], str, str]:
                 column = error.pos + 1
                 return [], f"not JSON ({error.msg}, column {column})", remedy
             values.append(value)
-            end += len(text) - end - len(text[end:].lstrip(_BLANKS))
+            end = _end_of_blanks(text, end)
         return values, "", ""
     except (ValueError, RecursionError) as error:
         return [], _unreadable(error), ". Correct the line or remove it."
+
+
+def _end_of_blanks(text: str, start: int) -> int:
+    blanks = _BLANK_RUN.match(text, start)
+    return blanks.end() if blanks else start
 
 
 def _unreadable(error: Exception) -> str:
@@ -299,25 +335,13 @@ def _rows_of(batch: Any) -> Iterator[dict[str, Any] | str]:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     """Open a file that may be compressed. Raises DataError if it cannot be opened or read."""
-    import fsspec
-
     try:
-        if file.suffix.lower() == ".zst":
-            import pyarrow
-
-            with pyarrow.input_stream(str(file), compression="zstd") as raw:
-                yield io.BufferedReader(raw)
-        else:
-            # By the extension, which fsspec wants in lower case.
-            opened: Any = fsspec.open(
-                str(file), "rb", compression=_COMPRESSIONS.get(file.suffix.lower())
-            )
-            with opened as stream:
-                yield stream
+        with readable(file), _decompressed(file) as stream:
+            yield stream
     except _DECOMPRESSION_ERRORS as error:
-        # Errors of the operating system have a number, those of gzip and bz2 do not.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise DataError(f"{file}: cannot be read: {error.strerror}.") from error
+        if file.suffix.lower() not in (".zst", ".zip", *_COMPRESSIONS):
+            # Of pyarrow: what is inside of the file is damaged.
+            raise
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(
             f"{file}: not a {file.suffix} file that can be decompressed ({reason}). Replace it, or "
@@ -325,7 +349,51 @@ def _opened(file: Path) -> Iterator[Any]:
         ) from error
 
 
-_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zip": "zip"}
+@contextmanager
+def _decompressed(file: Path) -> Iterator[Any]:
+    if file.suffix.lower() == ".zst":
+        import pyarrow
+
+        with pyarrow.input_stream(str(file), compression="zstd") as raw:
+            yield io.BufferedReader(raw)
+    elif file.suffix.lower() == ".zip":
+        with zipfile.ZipFile(file) as archive, archive.open(_only_member(file, archive)) as raw:
+            yield raw
+    else:
+        # By the extension, which fsspec wants in lower case.
+        import fsspec
+
+        opened: Any = fsspec.open(
+            str(file), "rb", compression=_COMPRESSIONS.get(file.suffix.lower())
+        )
+        with opened as stream:
+            yield stream
+
+
+def _only_member(file: Path, archive: zipfile.ZipFile) -> zipfile.ZipInfo:
+    """Return the data file of an archive. Raises DataError if it has none, several, or one that
+    Python cannot read."""
+    members = [
+        member
+        for member in archive.infolist()
+        if not member.is_dir() and not member.filename.startswith("__MACOSX/")
+    ]
+    if len(members) != 1:
+        names = ", ".join(member.filename for member in members[:3])
+        more = ", ..." if len(members) > 3 else ""
+        raise DataError(
+            f"{file}: an archive of {len(members)} files{f' ({names}{more})' if members else ''}, "
+            "and it must be of one. Extract it, and set dataset_path to the folder."
+        )
+    is_encrypted = members[0].flag_bits & 1
+    if is_encrypted or members[0].compress_type not in _ZIP_METHODS:
+        problem = "encrypted" if is_encrypted else "compressed by a method that Python cannot read"
+        raise DataError(f"{file}: {problem}. Extract it, and set dataset_path to the folder.")
+    return members[0]
+
+
+_ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
 _READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {"json": _json_rows, "text": _document}
 _BATCHES = {"parquet": _parquet_batches, "arrow": _arrow_batches}
 _TITLES = {"parquet": "a Parquet", "arrow": "an Arrow"}

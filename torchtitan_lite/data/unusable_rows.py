@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, warn_once
 
 _LISTED = 20
 """Maximum conversations listed in an error; the rest is counted."""
@@ -24,7 +24,9 @@ class UnusableRows:
         self._corpus = corpus
         self._count = 0
         self._problems: list[str] = []
-        self._is_damaged = False
+        self._num_damaged = 0
+        self._first_damage = ""
+        self._num_reported = 0
         self._remarks: dict[str, dict[str, Any]] = {}
         self.num_rows = 0
         self.num_empty = 0
@@ -36,7 +38,9 @@ class UnusableRows:
     def add(self, place: str, why: str, *, is_damage: bool = False) -> None:
         """Add the row at `place`. `is_damage`: the file is damaged, which is always an error."""
         self._count += 1
-        self._is_damaged |= is_damage
+        if is_damage:
+            self._num_damaged += 1
+            self._first_damage = self._first_damage or place
         if self._count <= _LISTED:
             self._problems.append(f"{place}: {why}")
 
@@ -49,21 +53,23 @@ class UnusableRows:
         """Raise DataError if there are too many, among all rows or (`is_end` = False) among those
         that are read so far."""
         rows = self.num_rows if is_end else max(self.num_rows, _FIRST_ROWS)
-        if self._is_damaged or self._count > self._corpus.max_unusable_fraction * rows:
+        if self._num_damaged or self._count > self._corpus.max_unusable_fraction * rows:
             raise DataError(self._conversations() if self._corpus.is_chat else self._texts())
 
     def report(self) -> None:
-        """Log the rows that are left out."""
+        """Log the rows that are left out, on rank 0, because all ranks read the same rows. A later
+        call logs their number if there are more."""
         rows = "conversations" if self._corpus.is_chat else "rows"
-        if self._count:
-            logger.warning(
-                "corpus %s: %s of %s %s cannot be used and are left out; the first is %s",
+        if self._count > self._num_reported:
+            warn_once(
+                "corpus %s: %s of %s %s cannot be used and are left out%s",
                 self._corpus.name,
                 f"{self._count:,}",
                 f"{self.num_rows:,}",
                 rows,
-                self._problems[0],
+                "" if self._num_reported else f"; the first is {self._problems[0]}",
             )
+            self._num_reported = self._count
         if self.num_empty:
             logger.info(
                 "corpus %s: %s of %s %s are empty",
@@ -74,7 +80,7 @@ class UnusableRows:
             )
 
         for what, remark in self._remarks.items():
-            logger.warning(
+            warn_once(
                 "corpus %s: %s of %s %s %s; the first is %s",
                 self._corpus.name,
                 f"{remark['count']:,}",
@@ -115,10 +121,15 @@ class UnusableRows:
         listed = "\n".join(
             f"  {line}" for line in self._problems + ([f"and {more} more"] if more else [])
         )
+        remedy = f", or allow up to a fraction by max_unusable_fraction (now {limit:g})"
+        if self._num_damaged:
+            remedy = (
+                f": damage, of {self._num_damaged} of them, is an error whatever "
+                f"max_unusable_fraction is; the first is {self._first_damage}"
+            )
         few = "1 conversation" if self._count == 1 else f"{self._count} conversations"
         return (
             f"{few} of {self._corpus.name} cannot be used:\n{listed}\n"
-            f"Correct or remove them, or allow up to a fraction by max_unusable_fraction (now "
-            f'{limit:g}). A conversation is {{"{column}": [{{"role": "user", '
+            f'Correct or remove them{remedy}. A conversation is {{"{column}": [{{"role": "user", '
             f'"content": "..."}}, {{"role": "assistant", "content": "..."}}, ...]}}.'
         )

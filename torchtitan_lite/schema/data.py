@@ -37,7 +37,7 @@ class CorpusConfig(Section):
 
     dataset_split: str = "train"
     """Split of a data set on the hub, and of a local folder whose file names are those of several
-    splits: train, validation and test. Other local files have no splits."""
+    splits: train, validation and test. Other local files, and text files, have no splits."""
 
     text_column: str = "text"
     """Column with the text of a document. Files of the "text" format have only this one."""
@@ -108,7 +108,7 @@ class DataConfig(Section):
 
     dataset_split: str = "train"
     """Split of a data set on the hub, and of a local folder whose file names are those of several
-    splits: train, validation and test. Other local files have no splits."""
+    splits: train, validation and test. Other local files, and text files, have no splits."""
 
     text_column: str = "text"
     """Column with the text of a document."""

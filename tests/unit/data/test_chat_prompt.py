@@ -58,7 +58,14 @@ def test_a_template_that_rejects_the_messages_says_why(folder: Path) -> None:
         chat_prompt(load_tokenizer(folder), find_template(folder), MESSAGES)
 
 
-def test_the_first_question_ends_before_the_first_answer(tmp_path: Path) -> None:
+def test_the_first_question_ends_before_the_first_answer(folder: Path, tmp_path: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'system' and messages | length == 1 %}"
+        "{{ raise_exception('no user') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer, template = load_tokenizer(folder), find_template(folder)
+
     def question(*conversations: list[str]) -> list[str] | None:
         rows = [
             {"messages": [{"role": role, "content": role} for role in roles]}
@@ -67,12 +74,16 @@ def test_the_first_question_ends_before_the_first_answer(tmp_path: Path) -> None
         (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         text = CorpusConfig(dataset_path=CHAT)
         chat = CorpusConfig(dataset_path=str(tmp_path / "chat.jsonl"), messages_column="messages")
-        found = first_question([text, chat])
+        found = first_question(tokenizer, template, [text, chat])
         return None if found is None else [message["role"] for message in found.messages]
 
     assert question(["system", "user", "assistant", "user", "assistant"]) == ["system", "user"]
     assert question(["user"]) is None
-    assert first_question([CorpusConfig(dataset_path=CHAT)]) is None
+    # Rejected by the template, which accepts the whole conversation.
+    rejected = ["system", "assistant", "user", "assistant"]
+    assert question(rejected, ["user", "assistant"]) == ["user"]
+    assert question(rejected) is None
+    assert first_question(tokenizer, template, [CorpusConfig(dataset_path=CHAT)]) is None
 
 
 def test_the_tools_of_the_first_question_reach_the_template(folder: Path, tmp_path: Path) -> None:
@@ -84,7 +95,6 @@ def test_the_tools_of_the_first_question_reach_the_template(folder: Path, tmp_pa
     (folder / "chat_template.jinja").write_text(source)
     tokenizer, template = load_tokenizer(folder), find_template(folder)
     corpus = CorpusConfig(dataset_path=str(tmp_path / "chat.jsonl"), messages_column="messages")
-    question = first_question([corpus], template.variables)
-    assert question is not None and question.messages == messages[:1]
-    prompt = chat_prompt(tokenizer, template, question.messages, question.variables)
+    prompt = first_question(tokenizer, template, [corpus])
+    assert prompt is not None and prompt.messages == messages[:1]
     assert tokenizer.decode(prompt.ids) == "add1 + 1?"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,28 @@ def test_documents_may_have_the_names_of_metadata(tmp_path: Path) -> None:
     assert texts(corpus) == ["LICENSE.txt", "README.md", "a.md"]
 
 
+@pytest.mark.parametrize("path", ["", "/*.json"], ids=["folder", "glob"])
+def test_data_may_be_named_like_the_state_of_a_data_set(tmp_path: Path, path: str) -> None:
+    for name in ("city", "country", "state"):
+        (tmp_path / f"{name}.json").write_text(ROW % name)
+    corpus = open_corpus(CorpusConfig(dataset_path=f"{tmp_path}{path}"))
+    assert texts(corpus) == ["city", "country", "state"]
+
+
+def test_a_glob_reads_files_with_the_names_of_metadata(tmp_path: Path) -> None:
+    for name in ("a", "dataset_info"):
+        (tmp_path / f"{name}.json").write_text(ROW % name)
+    assert texts(open_corpus(CorpusConfig(dataset_path=f"{tmp_path}/*"))) == ["a", "dataset_info"]
+
+
+def test_metadata_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.json", "state.json", "dataset_info.json", "README.md"):
+        (tmp_path / name).write_text(ROW % name)
+    with caplog.at_level("INFO", "torchtitan_lite"):
+        assert texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path)))) == ["a.json"]
+    assert "is not read: dataset_info.json, state.json, README.md" in caplog.text
+
+
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     import datasets
 
@@ -128,14 +151,20 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        {"train.jsonl": "train", "test.jsonl": "test", "other.jsonl": "other"},
+        {"train.jsonl": "train", "test_1.jsonl": "test", "evaluation/a.jsonl": "test"},
         {"train/a.jsonl": "train", "dev/a.jsonl": "validation"},
         {
             "data/train-00000-of-00001.json": "train",
             "data/validation-00000-of-00001.json": "validation",
             "README.md": "card",
         },
-        {"my_train_file.jsonl": "train", "my_eval_file.jsonl": "test"},
+        {
+            "en/c4-train.00000-of-01024.json": "train",
+            "en/c4-validation.00000-of-00008.json": "validation",
+        },
+        {"wiki-train-00000-of-00001-0a1b.jsonl": "train", "wiki-test.jsonl": "test"},
+        {"dev/train.jsonl": "train", "dev/test.jsonl": "test"},
+        {"train/test-plan.jsonl": "train", "test/training-guide.jsonl": "test"},
     ],
 )
 def test_a_folder_with_several_splits_is_read_by_split(
@@ -146,7 +175,8 @@ def test_a_folder_with_several_splits_is_read_by_split(
         (tmp_path / name).write_text(ROW % text)
     path: dict[str, Any] = {"dataset_path": str(tmp_path)}
     for split in {*names.values()} & {"train", "validation", "test"}:
-        assert texts(open_corpus(CorpusConfig(**path, dataset_split=split))) == [split]
+        chosen = texts(open_corpus(CorpusConfig(**path, dataset_split=split)))
+        assert chosen == [text for text in names.values() if text == split]
     everything = CorpusConfig(dataset_path=f"{tmp_path}/**/*.json*")
     assert len(texts(open_corpus(everything))) == len(names) - ("README.md" in names)
     with pytest.raises(DataError, match=r'of the splits .*but dataset_split = "all"'):
@@ -157,6 +187,45 @@ def test_names_that_only_look_like_splits_are_read(tmp_path: Path) -> None:
     for name in ("train.jsonl", "trainer.jsonl", "contest.jsonl", "latest.jsonl", "value.jsonl"):
         (tmp_path / name).write_text(ROW % name)
     assert len(texts(open_corpus(CorpusConfig(dataset_path=str(tmp_path))))) == 5
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["training-guide.md", "testing-guide.md", "intro.md", "chapter1.md"],
+        ["intro.md", "dev-guide.md", "test-plan.md"],
+        ["train/a.txt", "test/a.txt"],
+        ["my_train_file.jsonl", "my_eval_file.jsonl"],
+        ["intro.jsonl", "dev-guide.jsonl", "test-plan.jsonl"],
+        ["train.jsonl", "test-plan.jsonl"],
+    ],
+)
+def test_words_of_splits_in_other_names_exclude_nothing(
+    tmp_path: Path, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(ROW % name)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    assert len(texts(corpus)) == len(names)
+    is_reported = f"but all {len(names)} files are read: dataset_split applies" in caplog.text
+    assert is_reported == (corpus.format == "json" or "train/a.txt" in names)
+
+
+def test_files_without_a_split_beside_others_are_refused(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text(ROW % name)
+    with pytest.raises(DataError, match=r"splits test, train, and other.jsonl, whose name has non"):
+        open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+
+
+def test_shards_are_of_splits_with_further_names(tmp_path: Path) -> None:
+    for name in ("train_sft", "train_gen", "test_sft"):
+        (tmp_path / f"{name}-00000-of-00001.jsonl").write_text(ROW % name)
+    corpus = CorpusConfig(dataset_path=str(tmp_path), dataset_split="train_sft")
+    assert texts(open_corpus(corpus)) == ["train_sft"]
+    with pytest.raises(DataError, match=r'splits test_sft, .* but dataset_split = "train"'):
+        open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
 
 
 def test_configurations_of_a_data_card_are_reported(
@@ -239,3 +308,19 @@ def test_a_registered_data_set_gives_the_same_texts_streamed(
     assert [row.values["text"] for row in corpus.rows(["text"], state()).rows] == ["two", ""]
     monkeypatch.setitem(REGISTRY.datasets, "mine", Dataset(documents=lambda: values, version="2"))
     assert open_corpus(CorpusConfig(dataset="mine")).fingerprint != corpus.fingerprint
+
+
+def test_rows_of_the_hub_are_counted_from_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    stream = datasets.Dataset.from_dict({"text": ["a", "b", "c"]}).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    (tmp_path / "a.txt").write_text("a")
+    local = open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    corpus = replace(local, name="hub", hub_name="hub", streaming=True)
+    rows = corpus.rows(["text"])
+    assert [next(rows.rows).place for _ in "ab"] == ["hub, row 1", "hub, row 2"]
+    resumed = corpus.rows(["text"], rows.state())
+    assert [row.place for row in resumed.rows] == ["hub, row 1 since the resume"]

@@ -2,6 +2,9 @@
 
 import gzip
 import io
+import time
+import tracemalloc
+import zipfile
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from torchtitan_lite.data import row_files
 from torchtitan_lite.data.conversations import read_conversations
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.documents import read_documents
@@ -26,6 +30,19 @@ TOO_MANY_DIGITS = "an integer has more than 4300 digits, the limit of Python."
 GZIP = gzip.compress(GOOD)
 CONVERT = "Convert the file, for example by iconv -f LATIN1 -t UTF-8."
 
+
+def zipped(*names: str, encrypted: bool = False) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            archive.writestr(name, GOOD)
+    if encrypted:
+        # The flags of the entry in the directory at the end.
+        content.getbuffer()[content.getvalue().rindex(b"PK\x01\x02") + 8] |= 1
+    return content.getvalue()
+
+
+ZIP = zipped("a.jsonl")
 CASES: dict[str, tuple[dict[str, bytes], str]] = {
     "empty": (
         {"a.jsonl": b""},
@@ -107,6 +124,30 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         "DIR/a.txt.bz2: not a .bz2 file that can be decompressed (Invalid data stream). Replace "
         "it, or exclude it from dataset_path.",
     ),
+    "not zip": (
+        {"a.jsonl.zip": GOOD},
+        "DIR/a.jsonl.zip: not a .zip file that can be decompressed (File is not a zip file). "
+        "Replace it, or exclude it from dataset_path.",
+    ),
+    "damaged zip": (
+        {"a.jsonl.zip": ZIP[:37] + b"\xff" * 4 + ZIP[41:]},
+        "DIR/a.jsonl.zip: not a .zip file that can be decompressed (Error -3 while decompressing "
+        "data: invalid block type). Replace it, or exclude it from dataset_path.",
+    ),
+    "zip of two files": (
+        {"a.jsonl.zip": zipped("1.jsonl", "2.jsonl")},
+        "DIR/a.jsonl.zip: an archive of 2 files (1.jsonl, 2.jsonl), and it must be of one. Extract "
+        "it, and set dataset_path to the folder.",
+    ),
+    "zip of no file": (
+        {"a.jsonl.zip": zipped()},
+        "DIR/a.jsonl.zip: an archive of 0 files, and it must be of one. Extract it, and set "
+        "dataset_path to the folder.",
+    ),
+    "encrypted zip": (
+        {"a.jsonl.zip": zipped("a.jsonl", encrypted=True)},
+        "DIR/a.jsonl.zip: encrypted. Extract it, and set dataset_path to the folder.",
+    ),
     "a pointer of Git LFS": (
         {"a.txt": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"},
         "DIR/a.txt: not the data but a pointer to it, of Git LFS. Run git lfs pull in that "
@@ -186,6 +227,10 @@ READABLE: dict[str, tuple[dict[str, bytes], list[str]]] = {
     "blank lines": ({"a.jsonl": b"\n" + GOOD + b"\n \n"}, ["one", "two"]),
     "one object over lines": ({"a.json": b'{\n "text": "one"\n}\n'}, ["one"]),
     "objects over lines": ({"a.json": b'{\n"text": "one"}\n{\n"text": "two"}'}, ["one", "two"]),
+    "objects over lines behind one": (
+        {"a.json": b'{"text": "one"} {\n"text": "two"}'},
+        ["one", "two"],
+    ),
     "two objects in a line": ({"a.jsonl": GOOD[:-1] + GOOD}, ["one", "two", "one", "two"]),
     "carriage returns": ({"a.jsonl": GOOD.replace(b"\n", b"\r")}, ["one", "two"]),
     "Windows line breaks": ({"a.jsonl": GOOD.replace(b"\n", b"\r\n")}, ["one", "two"]),
@@ -193,6 +238,7 @@ READABLE: dict[str, tuple[dict[str, bytes], list[str]]] = {
     "a tab in a text": ({"a.jsonl": b'{"text": "one\ttwo"}\n'}, ["one\ttwo"]),
     "upper case": ({"a.JSONL.GZ": GZIP}, ["one", "two"]),
     "gzip in parts": ({"a.jsonl.gz": GZIP + GZIP}, ["one", "two"] * 2),
+    "zip of a Mac": ({"a.jsonl.zip": zipped("d/", "d/a", "__MACOSX/d/._a")}, ["one", "two"]),
     "a long line": ({"a.jsonl": b'{"text": "%s"}' % (b"x" * 300_000)}, ["x" * 300_000]),
     "control characters": ({"a.jsonl": b'{"text": "a\\u0000b\\ufeff"}'}, ["a\x00b\ufeff"]),
     "a Spark folder": (
@@ -253,6 +299,46 @@ def test_harmless_files_are_read(case: str, tokenizer_folder: Path, tmp_path: Pa
     folder = write(tmp_path / "data", files)
     assert read(folder) == expected
     assert read_stream(folder, tokenizer_folder) == expected
+
+
+def test_objects_over_lines_take_linear_time(tmp_path: Path) -> None:
+    # 4 MB; copying the rest of the text at each object took 26 s.
+    (tmp_path / "a.json").write_bytes(b'{\n"text": "one"\n}\n' * 200_000)
+    start = time.process_time()
+    assert len(read(tmp_path)) == 200_000
+    assert time.process_time() - start < 4
+
+
+def test_a_damaged_first_line_does_not_read_the_file_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "_MAX_FIRST_OBJECT_BYTES", 100)
+    file = tmp_path / "a.jsonl"
+    for damaged in (b'{"text": "x"\n', b'{"text": "caf\xe9"}\n'):
+        file.write_bytes(damaged + b'{"text": "%s"}\n' % (b"x" * 1000) * 5_000)
+        rows = row_files.read_rows([file], "json", ["text"])
+        tracemalloc.start()
+        _, row = next(rows)
+        num_following = sum(1 for _ in rows)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert row.place == f"{file}:1" and row.damage.startswith("not ")
+        assert num_following == 5_000 and peak_bytes < 2e6
+
+
+@pytest.mark.parametrize("refuse", ["corpus", "rows", "pointer"])
+def test_files_that_cannot_be_read_are_named(refuse: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(GOOD)
+    corpus = open_corpus(CorpusConfig(dataset_path=str(tmp_path)))
+    file.unlink()
+    with pytest.raises(DataError, match=r"a.jsonl: cannot be read: No such file or directory.$"):
+        if refuse == "pointer":
+            row_files.refuse_pointer(file)
+        elif refuse == "rows":
+            next(row_files.read_rows([file], "json", ["text"]))
+        else:
+            next(corpus.rows(["text"]).rows)
 
 
 def test_text_is_not_changed(tmp_path: Path) -> None:
@@ -355,6 +441,38 @@ def test_a_stream_without_text_ends_before_its_end(tokenizer_folder: Path, tmp_p
         read_stream(folder, tokenizer_folder)
 
 
+FIRST = "1 of 32 rows cannot be used and are left out; the first is DIR/a.jsonl:1: 'text' is null, "
+
+
+@pytest.mark.parametrize(
+    ("bad_at", "expected"),
+    [([0], [FIRST]), ([0, 40], [FIRST, "2 of 50 rows cannot be used and are left out"])],
+)
+def test_a_stream_names_its_first_problem_once_and_on_rank_0(
+    bad_at: list[int],
+    expected: list[str],
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [b'{"text": null}' if row in bad_at else b'{"text": "x"}' for row in range(50)]
+    folder = write(tmp_path / "data", {"a.jsonl": b"\n".join(rows)})
+
+    def logged(rank: str) -> list[str]:
+        monkeypatch.setenv("RANK", rank)
+        caplog.clear()
+        read_stream(folder, tokenizer_folder, max_unusable_fraction=0.5)
+        return [message.replace(str(folder), "DIR") for message in caplog.messages]
+
+    # The last one is of the next epoch, in which the reader is one run ahead.
+    *messages, _ = logged("0")
+    assert messages == [
+        f"corpus DIR: {message}{'not a text' if message == FIRST else ''}" for message in expected
+    ]
+    assert logged("1") == []
+
+
 def test_parquet_rows_without_text_are_named(tmp_path: Path) -> None:
     files = {
         "a.parquet": parquet({"text": ["x"] * 300 + [None]}),
@@ -371,6 +489,13 @@ def test_parquet_rows_without_text_are_named(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), folder / "c.parquet")
     with pytest.raises(DataError, match=r"c.parquet, row 2: it has text that is not UTF-8. Corr"):
         read(folder / "c.parquet")
+
+
+def test_damaged_pages_of_parquet_are_not_taken_for_compression(tmp_path: Path) -> None:
+    content = parquet({"text": ["x"] * 300})
+    (tmp_path / "a.parquet").write_bytes(content[:4] + b"\xff" * 40 + content[44:])
+    with pytest.raises(DataError, match=r"a.parquet: not a Parquet file that can be read \(.*Repl"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("content", [GOOD, b""], ids=["not xz", "empty"])
@@ -392,3 +517,22 @@ def test_conversations_that_are_not_utf8_are_listed_with_their_position(tmp_path
     assert list(read_conversations(corpus, unusable)) == []
     with pytest.raises(DataError, match=r"chat.jsonl:1: not UTF-8 \(byte 0xe9 in column 47\)"):
         unusable.check()
+
+
+def test_no_fraction_of_damaged_conversations_is_offered(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_bytes(b"{}\n" * 30 + b'{"messages": \n' + b"{}\n")
+    config = CorpusConfig(
+        dataset_path=str(path), messages_column="messages", max_unusable_fraction=1.0
+    )
+    corpus = open_corpus(config)
+    unusable = UnusableRows(corpus)
+    assert list(read_conversations(corpus, unusable)) == []
+    with pytest.raises(DataError) as raised:
+        unusable.check()
+    message = str(raised.value)
+    assert "\n  and 12 more\n" in message
+    assert (
+        f"\nCorrect or remove them: damage, of 1 of them, is an error whatever "
+        f"max_unusable_fraction is; the first is {path}:31. A conversation is "
+    ) in message
