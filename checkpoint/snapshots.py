@@ -26,7 +26,7 @@ from torchtitan_lite.checkpoint.storage.base import Storage, read_error
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, DTYPES, tensor_bytes, tensor_from_bytes
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.log import logger
-from torchtitan_lite.redistribute import Box, Layout, TensorSpec
+from torchtitan_lite.redistribute import Layout, TensorSpec
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.read_plan import held_blocks
 
@@ -233,20 +233,23 @@ class StoredSnapshot:
         )
 
 
-def read_tensor(source: Snapshot, name: str, box: Box | None = None) -> torch.Tensor:
-    """Assemble a tensor, or the elements in `box`, from the parts of its holders. Parts without any
-    of them are not read. Thread-safe, and not collective."""
+def read_tensor(source: Snapshot, name: str, slices: Sequence[slice] | None = None) -> torch.Tensor:
+    """Assemble a tensor, or the elements in `slices`, one per dim with a start and a stop, from the
+    parts of its holders. Parts without any of them are not read. Thread-safe, and not
+    collective."""
     placed = source.tensors[name]
     holders = placed.layout.mesh.holders
-    if len(holders) == 1 and box is None:
+    if len(holders) == 1 and slices is None:
         tensor = torch.empty(placed.shape, dtype=placed.dtype)
         source.read_part(name, holders[0], tensor)
         return tensor
-    box = box or Box((0,) * len(placed.shape), placed.shape)
-    tensor = torch.empty(box.size, dtype=placed.dtype)
+    if slices is None:
+        slices = [slice(0, size) for size in placed.shape]
+    size = [wanted.stop - wanted.start for wanted in slices]
+    tensor = torch.empty(size, dtype=placed.dtype)
     parts: dict[Holder, torch.Tensor] = {}
     for block in held_blocks(placed.layout, _HERE, placed.shape, 0):
-        within = [_within(*each) for each in zip(block.target, box.slices, strict=True)]
+        within = [_within(*each) for each in zip(block.target, slices, strict=True)]
         if any(length <= 0 for _, _, length in within):
             continue
         holder = block.holders[0]
@@ -264,8 +267,8 @@ def read_tensor(source: Snapshot, name: str, box: Box | None = None) -> torch.Te
     return tensor
 
 
-def _within(block: slice, box: slice) -> tuple[int, int, int]:
-    """Return, in one dim, how many elements of a block are before a box, where the others begin in
-    it, and how many it has of them; 0 or less if it has none."""
-    first, end = max(block.start, box.start), min(block.stop, box.stop)
-    return first - block.start, first - box.start, end - first
+def _within(block: slice, wanted: slice) -> tuple[int, int, int]:
+    """Return, in one dim, how many elements of a block are before the wanted ones, where the others
+    begin in those, and how many it has of them; 0 or less if it has none."""
+    first, end = max(block.start, wanted.start), min(block.stop, wanted.stop)
+    return first - block.start, first - wanted.start, end - first

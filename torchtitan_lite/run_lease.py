@@ -97,14 +97,13 @@ class LeasePlaces:
 
 
 def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -> LeasePlaces:
-    """Return the places of a run. That of a replica is in its own folder; checkpoints outside of
-    `dump_folder` have a lease of their own. `checkpoint_root` is empty without checkpoints."""
+    """Return the places of a run. That of a replica is in its own folder; the checkpoints, which
+    another run may name from its own folder, have a lease of their own. `checkpoint_root` is empty
+    without checkpoints."""
     own = dump_folder if replica is None else replica_folder(dump_folder, replica)
     held, missing = [open_lease_file(str(own), _NAME)], ""
     root = checkpoint_root.removeprefix("file://")
-    if not root or _contains(dump_folder, root):
-        root = ""
-    else:
+    if root:
         name = _NAME if replica is None else f"replica_{replica:03d}.{_NAME}"
         try:
             held.append(open_lease_file(root, name))
@@ -365,10 +364,6 @@ def this_machine() -> str:
     with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"{boot} {namespace}"
-
-
-def _contains(folder: Path, root: str) -> bool:
-    return "://" not in root and Path(root).resolve().is_relative_to(folder.resolve())
 
 
 def _is_hidden(pid: int) -> bool:

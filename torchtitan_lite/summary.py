@@ -130,7 +130,8 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
         lines.append(f"Checkpoints  {job.checkpoints.root}/")
     if config.checkpoint.enable and LAUNCHER_PID not in os.environ:
         # A finished run needs more steps to continue.
-        arguments = with_steps(argv, 2 * job.steps) if finished else list(argv)
+        more = 2 * max(job.steps, job.state.step)
+        arguments = with_steps(argv, more) if finished else list(argv)
         lines.append(f"Resume       {shlex.join(start_command(arguments, job.mesh.world_size))}")
     lines.append(f"Report       {shlex.join([*torchtitan_lite(), 'report', str(folder)])}")
     if config.metrics.enable_tensorboard:

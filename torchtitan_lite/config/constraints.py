@@ -532,7 +532,11 @@ def _files(config: Config) -> Iterator[str]:
         paths[f"training.corpora[{index}].dataset_path"] = corpus.dataset_path
     for key, path in paths.items():
         # A URL is looked up by fsspec when it is read.
-        if path is None or "://" in path or glob(str(Path(path).expanduser()), recursive=True):
+        if path is None or "://" in path:
+            continue
+        named = Path(path).expanduser()
+        # An existing name may have brackets, which mean something else in a glob.
+        if named.exists() or glob(str(named), recursive=True):
             continue
         relative = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
         yield f'{key} = "{path}": does not exist{relative}.'

@@ -30,15 +30,24 @@ TURN_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", END_OF_TURN)
 """Special tokens of `DEFAULT_TEMPLATE`."""
 
 DEFAULT_TEMPLATE = """\
+{%- macro text_of(message) %}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {{- part['text'] }}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
 {{- bos_token }}
 {%- for message in messages %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
     {%- if message['role'] == 'assistant' %}
         {%- generation %}
-            {{- message['content'] | trim + '<|eot_id|>' }}
+            {{- text_of(message) | trim + '<|eot_id|>' }}
         {%- endgeneration %}
     {%- else %}
-        {{- message['content'] | trim + '<|eot_id|>' }}
+        {{- text_of(message) | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}

@@ -5,9 +5,9 @@ target follows from the position of its characters. Layer: above chat_template, 
 tokenizer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,14 @@ def tokenize_conversations(
             continue
         finally:
             undefined = chosen.take_undefined()
+        if any(_is_repeated_as_python(message, text) for message in conversation.messages):
+            why = "the template writes a list of parts as Python text: join their texts"
+            unusable.add(conversation.place, why)
+            continue
+        has_calls = any(one.get("tool_calls") for one in conversation.messages)
+        if has_calls and "tool_calls" not in chosen.source:
+            what = f"have tool calls, and {chosen.name} does not read them"
+            unusable.remark(conversation.place, what)
         for name in sorted(undefined):
             unusable.remark(conversation.place, f"lack {name}, and {chosen.name} writes nothing")
         for name, value in conversation.variables.items():
@@ -60,6 +68,12 @@ def tokenize_conversations(
         ConversationTokens(conversation, ids, _token_bounds(begins, ends, spans))
         for (conversation, _, spans), (ids, begins, ends) in zip(rendered, encoded, strict=True)
     ]
+
+
+def _is_repeated_as_python(message: Mapping[str, Any], text: str) -> bool:
+    """Return whether the content of a message is a list, whose Python form is in the text."""
+    content = message.get("content")
+    return isinstance(content, list) and bool(content) and str(content) in text
 
 
 def _rendered(

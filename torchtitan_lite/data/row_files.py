@@ -129,10 +129,7 @@ def _json_rows(file: Path) -> Iterator[Row]:
         )
         line = line.removeprefix(_UTF8_MARK)
         if first == 0:
-            if file.stat().st_size:
-                raise DataError(
-                    f"{file}: no documents, only blank lines. Write documents to it, or exclude it."
-                )
+            # Blank lines alone are no harm beside other files.
             return
         if line.lstrip().startswith(b"["):
             yield from _list_rows(file, first, line + stream.read())

@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint import Snapshot, load_some, newest_step, read_te
 from torchtitan_lite.errors import CheckpointError, MeshError, UserError
 from torchtitan_lite.host_collectives import all_gather_bytes
 from torchtitan_lite.inference.weights import open_saved
-from torchtitan_lite.redistribute import Box, HolderMesh, Layout
+from torchtitan_lite.redistribute import HolderMesh, Layout
 
 Index = int | slice | tuple[int | slice, ...]
 
@@ -49,8 +49,7 @@ class SavedTensor:
             for one, size in zip(indices, self.shape, strict=False)
         ]
         slices += [slice(0, size) for size in self.shape[len(indices) :]]
-        box = Box(tuple(one.start for one in slices), tuple(one.stop - one.start for one in slices))
-        part = read_tensor(self._snapshot, self.name, box)
+        part = read_tensor(self._snapshot, self.name, slices)
         return part[tuple(0 if isinstance(one, int) else slice(None) for one in indices)]
 
     def distribute(self, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -14,7 +14,7 @@ from tests.unit.data.chat_templates import (
     WITH_TOOLS_OF_USER,
     write_tokenizer,
 )
-from torchtitan_lite.data.chat_template import find_template
+from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, find_template
 from torchtitan_lite.data.chat_tokens import tokenize_conversations
 from torchtitan_lite.data.conversations import read_conversations
 from torchtitan_lite.data.corpus import open_corpus
@@ -207,6 +207,32 @@ def test_what_a_template_ignores_or_lacks_is_reported(
     (folder / "chat_template.jinja").write_text("{{ 'You are ' + persona }}" + CHATML)
     with pytest.raises(DataError, match=r"rows.jsonl:1: the template rejects.*'persona' is undef"):
         ids_of(folder, [row])
+
+
+def test_lists_of_parts_are_never_trained_on_as_python_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]}
+    folder = write_tokenizer(tmp_path / "ours", DEFAULT_TEMPLATE)
+    (actual,), unusable = ids_of(folder, [row])
+    assert len(unusable) == 0
+    joined = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    assert actual == theirs(folder, joined)
+    folder = write_tokenizer(
+        tmp_path / "theirs", CHATML.replace("message['content']", "message.content ~ ''")
+    )
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the template writes a list of parts"):
+        ids_of(folder, [row])
+
+
+def test_tool_calls_that_a_template_does_not_read_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tokenizer(tmp_path, DEFAULT_TEMPLATE)
+    _, unusable = ids_of(folder, [{"messages": messages()}])
+    unusable.report()
+    assert "conversation have tool calls, and" in caplog.text.replace(
+        "conversations", "conversation"
+    )
 
 
 def test_tables_have_the_tools_of_their_rows(tmp_path: Path) -> None:

@@ -54,10 +54,6 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         'dataset_path = "DIR": all 2 files are empty (0 bytes), but a corpus needs at least one '
         "document. Write documents to it, or set dataset_path to another file.",
     ),
-    "blank lines": (
-        {"a.jsonl": b"\n\n"},
-        "DIR/a.jsonl: no documents, only blank lines. Write documents to it, or exclude it.",
-    ),
     "a line that is not JSON": (
         {"a.jsonl": GOOD, "b.jsonl": GOOD + b"oops\n" + GOOD},
         "DIR/b.jsonl:3: not JSON (Expecting value, column 1), and each line must be one JSON "
@@ -236,6 +232,10 @@ READABLE: dict[str, tuple[dict[str, bytes], list[str]]] = {
     "Windows line breaks": ({"a.jsonl": GOOD.replace(b"\n", b"\r\n")}, ["one", "two"]),
     "a list of texts": ({"a.json": b'["one", "two"]'}, ["one", "two"]),
     "a tab in a text": ({"a.jsonl": b'{"text": "one\ttwo"}\n'}, ["one\ttwo"]),
+    "blank lines beside good ones": (
+        {"a.jsonl": GOOD, "b.jsonl": b"\n\n", "c.jsonl": b""},
+        ["one", "two"],
+    ),
     "upper case": ({"a.JSONL.GZ": GZIP}, ["one", "two"]),
     "gzip in parts": ({"a.jsonl.gz": GZIP + GZIP}, ["one", "two"] * 2),
     "zip of a Mac": ({"a.jsonl.zip": zipped("d/", "d/a", "__MACOSX/d/._a")}, ["one", "two"]),
