@@ -119,10 +119,10 @@ def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -
     return LeasePlaces(folder=dump_folder, held=tuple(held), other=other, missing=missing)
 
 
-def supervise_run() -> None:
-    """Let the processes that this one starts take over each other's lease, as those of one run.
-    Without effect below another supervisor."""
-    os.environ.setdefault(_SUPERVISOR, f"{os.getpid()} {secrets.token_hex(8)}")
+def supervisor_environment() -> dict[str, str]:
+    """Return the environment variable of processes that this one starts, so that they take over
+    each other's lease, as those of one run: that of the supervisor above, if there is one."""
+    return {_SUPERVISOR: os.environ.get(_SUPERVISOR) or f"{os.getpid()} {new_instance()}"}
 
 
 def joined_instance() -> str:

@@ -5,6 +5,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torchtitan_lite.commands import torchtitan_lite, with_steps
 from torchtitan_lite.errors import TRANSIENT, ConfigError, UserError, is_transient
@@ -14,14 +15,13 @@ from torchtitan_lite.launcher.plan import LaunchPlan, training_plan
 from torchtitan_lite.launcher.resize import parse_ranks
 from torchtitan_lite.launcher.status_view import RecordedView, open_view
 from torchtitan_lite.outputs import LAUNCH_LOGS
-from torchtitan_lite.run_lease import lease_places, supervise_run, wait_until_free
+from torchtitan_lite.run_lease import lease_places, supervisor_environment, wait_until_free
 from torchtitan_lite.standard_streams import make_streams_patient
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Launch the replicas; `others` are the arguments of `train`. Returns the exit status."""
     make_streams_patient()
-    supervise_run()
     try:
         ranks = parse_ranks(options.nproc_per_replica)
         _check(options, ranks)
@@ -40,6 +40,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
             host=options.bind,
             log_dir=options.log_dir,
         )
+        plan = replace(plan, environment={**plan.environment, **supervisor_environment()})
         for replica in range(plan.num_replicas):
             places = lease_places(plan.dump_folder, "", replica)
             wait_until_free(places, waits=plan.waits_for_folder)

@@ -37,7 +37,7 @@ from torchtitan_lite.launcher.supervised import LAUNCHER_PID
 from torchtitan_lite.log import configure_logging, log_once, logger
 from torchtitan_lite.network import address_for_others, names_loopback
 from torchtitan_lite.outputs import output_folder
-from torchtitan_lite.run_lease import supervise_run
+from torchtitan_lite.run_lease import supervisor_environment
 from torchtitan_lite.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ def train(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "--rdzv-endpoint is not supported together with fault_tolerance.enable: omit one."
             )
-        supervise_run()
         if options.endpoint:
             return _train_on_machines(arguments, options, config)
         from torchtitan_lite.run_folder import check_folder
@@ -351,7 +350,7 @@ def _train_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     failed, or 0."""
     command = [sys.executable, "-m", "torchtitan_lite", "train", *arguments]
     with _received_signals() as received:
-        first = run_ranks(command, num_ranks, {**os.environ, **_default_threads()}, received)
+        first = run_ranks(command, num_ranks, {**os.environ, **_of_children()}, received)
     if first is None:
         return 0
     rank, status = first
@@ -467,15 +466,17 @@ def _own_address(options: _Options) -> str:
 def _of_agent(options: _Options) -> dict[str, str]:
     """Return the environment variables of an agent's processes."""
     return {
-        **_default_threads(),
+        **_of_children(),
         _PARENT: str(os.getpid()),
         TRAIN_OPTIONS: shlex.join(options.kept),
     }
 
 
-def _default_threads() -> dict[str, str]:
-    # The processes share the cores.
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+def _of_children() -> dict[str, str]:
+    """Return the environment variables of all processes that this one starts."""
+    # They share the cores.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return {**threads, **supervisor_environment()}
 
 
 @contextmanager
