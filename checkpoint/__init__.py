@@ -38,13 +38,18 @@ if TYPE_CHECKING:
         open_snapshot,
         reject_external,
     )
-    from torchtitan_lite.checkpoint.location import WAYS, find_steps, is_step, newest_step
+    from torchtitan_lite.checkpoint.location import (
+        WAYS,
+        checkpoint_root,
+        find_steps,
+        is_step,
+        newest_step,
+    )
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.manifest import Manifest, layouts_of, read_manifest_alone
     from torchtitan_lite.checkpoint.save_context import (
         NUM_SAVE_SIGNALS,
         Checkpointable,
-        checkpoint_root,
         replica_run_id,
         shared_run_id,
     )
@@ -130,13 +135,12 @@ _MODULES = {
         "replica_name",
         "superseded_message",
     ),
-    "location": ("WAYS", "find_steps", "is_step", "newest_step"),
+    "location": ("WAYS", "checkpoint_root", "find_steps", "is_step", "newest_step"),
     "manager": ("CheckpointManager",),
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),
     "save_context": (
         "NUM_SAVE_SIGNALS",
         "Checkpointable",
-        "checkpoint_root",
         "replica_run_id",
         "shared_run_id",
     ),

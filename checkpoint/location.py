@@ -20,6 +20,11 @@ _CONFIG = "config.toml"
 _DEFAULT_FOLDER = "checkpoint"
 
 
+def checkpoint_root(folder: str, dump_folder: Path) -> str:
+    """Return the folder or the URL of a run's checkpoints: `folder` is checkpoint.folder."""
+    return folder if "://" in folder else str(dump_folder / folder)
+
+
 def find_steps(path: str) -> tuple[str, list[str]]:
     """Return the folder or URL of the checkpoints that `path` names, and the names of their steps,
     ascending: one if `path` is the folder of a step, none if there is no checkpoint (as in a
@@ -69,5 +74,5 @@ def _folders(path: str) -> Iterator[str]:
             folder = tomli.loads(config.read_text())["checkpoint"]["folder"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        yield folder if "://" in folder else str(Path(path, folder))
+        yield checkpoint_root(folder, Path(path))
     yield str(Path(path, _DEFAULT_FOLDER))

@@ -19,13 +19,13 @@ from torchtitan_lite.checkpoint.format import step_name
 from torchtitan_lite.checkpoint.history import HistoryClaim, RunHistory, superseded_message
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.lineage import SnapshotLineage, lineage_name
+from torchtitan_lite.checkpoint.location import checkpoint_root
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import (
     Checkpointable,
     SaveContext,
     SaveSignals,
     agree_on_identity,
-    checkpoint_root,
 )
 from torchtitan_lite.checkpoint.shared_memory.folder import remove_regions
 from torchtitan_lite.checkpoint.snapshots import SavedValues
@@ -64,7 +64,7 @@ class CheckpointManager:
         that train the same run, if there are several; `leases` are those that this process holds
         (`run_lease`), which a commit requires; `last_step` is the run's final step."""
         self._config, self._state, self._mesh = config, state, mesh
-        self.root = checkpoint_root(config, dump_folder)
+        self.root = checkpoint_root(config.folder, dump_folder)
         self._context = SaveContext(
             config=config,
             state=state,

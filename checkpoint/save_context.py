@@ -204,11 +204,6 @@ def capture_error(action: Callable[[], Any]) -> str | None:
     return None
 
 
-def checkpoint_root(config: CheckpointConfig, dump_folder: Path) -> str:
-    """Return the folder or the URL of the run's checkpoints."""
-    return config.folder if "://" in config.folder else str(dump_folder / config.folder)
-
-
 def agree_on_identity(dump_folder: Path, mesh: Mesh, replica: int = 0) -> RunIdentity:
     """Return the run's identity, which the leader reads or creates and broadcasts. Every rank must
     call it."""

@@ -10,6 +10,7 @@ from torchtitan_lite.checkpoint import (
     first_message,
     replica_run_id,
     run_long_on_all_ranks,
+    run_on_all_ranks,
     shared_run_id,
 )
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, user_folder
@@ -37,7 +38,8 @@ from torchtitan_lite.run_lease import (
 def places_of(config: Config) -> LeasePlaces:
     """Return where the run of `config` has its leases."""
     folder = Path(config.job.dump_folder)
-    root = checkpoint_root(config.checkpoint, folder) if config.checkpoint.enable else ""
+    checkpoint = config.checkpoint
+    root = checkpoint_root(checkpoint.folder, folder) if checkpoint.enable else ""
     return lease_places(folder, root, config.fault_tolerance.replica)
 
 
@@ -74,9 +76,7 @@ def hold_folder(config: Config, mesh: Mesh, *, stays: bool) -> Iterator[tuple[st
     try:
         if problem := first_message(run_long_on_all_ranks(acquire)):
             raise FolderInUse(problem)
-        refusal = _hold_snapshots(config, instance, snapshots)
-        if problem := first_message("" if refusal is None else str(refusal)):
-            raise CheckpointError(problem)
+        snapshots += run_on_all_ranks(lambda: _hold_snapshots(config, instance))
         yield folder.places
     except UserError:
         raise
@@ -88,36 +88,33 @@ def hold_folder(config: Config, mesh: Mesh, *, stays: bool) -> Iterator[tuple[st
             lease.release()
 
 
-def _hold_snapshots(
-    config: Config, instance: str, held: list[RunLease]
-) -> UserError | OSError | None:
-    """Add the lease of the run's snapshots on this machine to `held`, on its first rank. Return the
-    error instead of raising it, because all ranks must reach the next collective."""
+def _hold_snapshots(config: Config, instance: str) -> list[RunLease]:
+    """Hold the lease of the run's snapshots on this machine, on its first rank. Raises UserError
+    and OSError."""
     if os.environ.get("LOCAL_RANK", "0") != "0" or not SHARED_MEMORY.is_dir():
-        return None
+        return []
     folder = Path(config.job.dump_folder)
+    run_id = replica_run_id(shared_run_id(folder), config.fault_tolerance.replica or 0)
+    file = open_lease_file(str(user_folder()), f"{run_id}.lease")
+    places = LeasePlaces(folder=folder, held=(file,), other=lambda: ())
+    lease = RunLease(places, instance, on_loss=_stop_writing)
     try:
-        run_id = replica_run_id(shared_run_id(folder), config.fault_tolerance.replica or 0)
-        file = open_lease_file(str(user_folder()), f"{run_id}.lease")
-        places = LeasePlaces(folder=folder, held=(file,), other=lambda: ())
-        lease = RunLease(places, instance, on_loss=_stop_writing)
         lease.acquire(waits=False)
     except FolderInUse as error:
         other = error.holder
-        if other is None or other.folder == str(folder.resolve()):
-            return FolderInUse(
-                f"{folder} is in use by another run on this machine: "
-                f"process {'?' if other is None else other.stop_pid}."
-            )
-        return CheckpointError(
-            f"{folder} has the identity of another run, from whose folder {other.folder} it was "
-            f"copied, and which process {other.stop_pid} trains. Delete {folder / 'run_id'}, so "
-            "that it becomes a run of its own."
+    else:
+        return [lease]
+    # Not as the consequence of an error that may pass.
+    if other is None or other.folder == str(folder.resolve()):
+        process = "?" if other is None else other.stop_pid
+        raise CheckpointError(
+            f"{folder} is in use by another run on this machine: process {process}."
         )
-    except (UserError, OSError) as error:
-        return error
-    held.append(lease)
-    return None
+    raise CheckpointError(
+        f"{folder} has the identity of another run, from whose folder {other.folder} it was "
+        f"copied, and which process {other.stop_pid} trains. Delete {folder / 'run_id'}, so that "
+        "it becomes a run of its own."
+    )
 
 
 def _stop_writing(reason: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-_STATE, _START, _EXIT_CODE = 0, 19, 49
+_STATE, _PARENT, _START, _EXIT_CODE = 0, 1, 19, 49
 """Indices into /proc/PID/stat, counted from the field after the name."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -148,45 +148,30 @@ def wait_readable(descriptors: Iterable[int], timeout_s: float = 0) -> set[int]:
 def exit_status_of(pid: int) -> ExitStatus | None:
     """Return the exit status of a process that its parent has not waited for yet; None if the
     process still runs or is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    if fields[_STATE] != "Z":
+    fields = _stat_fields(pid)
+    if not fields or fields[_STATE] != "Z":
         return None
     return ExitStatus(os.waitstatus_to_exitcode(int(fields[_EXIT_CODE])))
 
 
 def state_of(pid: int) -> str:
     """Return the state letter of a process; empty if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[_STATE]
+    fields = _stat_fields(pid)
+    return fields[_STATE] if fields else ""
 
 
 def start_ticks(pid: int) -> int | None:
     """Return when a process started, in clock ticks after the boot; None if it has ended, even if
     its parent has not waited for it yet."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[_STATE] in ("Z", "X") else int(fields[_START])
+    fields = _stat_fields(pid)
+    return None if not fields or fields[_STATE] in ("Z", "X") else int(fields[_START])
 
 
 def parent_of(pid: int) -> int:
     """Return the parent of a process; 0 if the process is gone or its parent is in another
     namespace."""
-    try:
-        # The name, in parentheses, may contain any characters.
-        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
-    except OSError:
-        return 0
-    return int(after_name.split()[1])
+    fields = _stat_fields(pid)
+    return int(fields[_PARENT]) if fields else 0
 
 
 def children_of(pid: int) -> list[int]:
@@ -223,6 +208,16 @@ def kill_process_group(leader: int) -> None:
     while the group has members."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name; none if the process is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    # The name, in parentheses, may contain any characters.
+    return stat.rpartition(")")[2].split()
 
 
 def _null_separated(pid: int, name: str) -> list[str]:
