@@ -8,7 +8,6 @@ what older tokens did afterwards, in memory or on its way to storage, does not b
 Invariants: tokens increase by one; a token is claimed once; a claim is never visible in part.
 """
 
-import errno
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.lease_file import NoHardLinks, create_whole
 
 _FOLDER = "history"
 _CLAIM = re.compile(r"([0-9]{8})\.json", re.ASCII)
@@ -28,7 +28,6 @@ _KEPT = 16
 """Number of newest claims that are kept."""
 _DRAFT = ".draft-"
 _STALE_DRAFT_S = 3600.0
-_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class SupersededError(CheckpointError):
@@ -106,26 +105,16 @@ class RunHistory:
         """Create a claim durably. Return whether no other process has claimed the token. Raises
         OSError, or CheckpointError if the filesystem has no hard links."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, draft = self._path(claim.token), self.folder / f"{_DRAFT}{os.urandom(8).hex()}"
+        draft = self.folder / f"{_DRAFT}{os.urandom(8).hex()}"
+        content = json.dumps(asdict(claim)).encode()
         try:
-            with draft.open("xb") as file:
-                file.write(json.dumps(asdict(claim)).encode())
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                # In place of a rename, because it fails if the name exists.
-                os.link(draft, path)
-            except FileExistsError:
+            if not create_whole(self._path(claim.token), content, draft=draft):
                 return False
-            except OSError as error:
-                if error.errno not in _NO_HARD_LINKS:
-                    raise
-                raise CheckpointError(
-                    f"The filesystem of {self.folder} has no hard links, which replicas need in "
-                    f"job.dump_folder: {error}"
-                ) from None
-        finally:
-            draft.unlink(missing_ok=True)
+        except NoHardLinks as error:
+            raise CheckpointError(
+                f"The filesystem of {self.folder} has no hard links, which replicas need in "
+                f"job.dump_folder: {error}"
+            ) from None
         Files().sync_folder(self.folder)
         self._remove_old(claim.token)
         return True

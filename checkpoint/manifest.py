@@ -9,6 +9,7 @@ in its length. Layer: above storage and redistribute.
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -99,6 +100,18 @@ class Manifest(_Entry):
     xxh3: str
     """Checksum of everything before it."""
 
+    @cached_property
+    def boxes_by_file(self) -> dict[str, list[tuple[str, BoxEntry]]]:
+        """File -> (tensor, box) of each box in it, in byte order."""
+        found: dict[str, list[tuple[str, BoxEntry]]] = {}
+        for name, tensor in self.tensors.items():
+            for box in tensor.boxes:
+                found.setdefault(box.file, []).append((name, box))
+        return {
+            file: sorted(boxes, key=lambda one: (one[1].bytes, one[0]))
+            for file, boxes in found.items()
+        }
+
     def path(self, folder: str, file: str) -> str:
         """Return the path of `file` in the storage, for a manifest in `folder`."""
         return "/".join(part for part in (folder, self.data, file) if part is not None)
@@ -111,7 +124,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     files, and CheckpointError for another format version.
     """
     manifest = read_manifest_alone(storage, folder)
-    for file, boxes in boxes_by_file(manifest).items():
+    for file, boxes in manifest.boxes_by_file.items():
         check_file(storage, manifest.path(folder, file), boxes)
     return manifest
 
@@ -238,17 +251,6 @@ def _is_partition(layout: Layout) -> bool:
     """Return whether every element has exactly one holder."""
     splitting = {split.axis for splits in layout.splits.values() for split in splits}
     return all(size == 1 or axis in splitting for axis, size in enumerate(layout.mesh.shape))
-
-
-def boxes_by_file(manifest: Manifest) -> dict[str, list[tuple[str, BoxEntry]]]:
-    """Return file -> (tensor, box) of each box in it, in byte order."""
-    found: dict[str, list[tuple[str, BoxEntry]]] = {}
-    for name, tensor in manifest.tensors.items():
-        for box in tensor.boxes:
-            found.setdefault(box.file, []).append((name, box))
-    return {
-        file: sorted(boxes, key=lambda one: (one[1].bytes, one[0])) for file, boxes in found.items()
-    }
 
 
 def check_file(storage: Storage, path: str, boxes: list[tuple[str, BoxEntry]]) -> None:

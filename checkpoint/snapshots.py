@@ -17,7 +17,6 @@ import xxhash
 
 from torchtitan_lite.checkpoint.manifest import (
     BoxEntry,
-    boxes_by_file,
     check_header,
     layouts_of,
     read_manifest,
@@ -105,7 +104,6 @@ class StoredSnapshot:
         self._storage, self._folder, self.ema = storage, folder, ema
         self.where = f"{storage.root}/{folder}"
         self.manifest = manifest = read_manifest(storage, folder)
-        self._files = boxes_by_file(manifest)
         self._opened: set[str] = set()
         """Files whose header was checked."""
         self._boxes: dict[tuple[str, Holder], BoxEntry] = {}
@@ -201,8 +199,9 @@ class StoredSnapshot:
             return
         self._opened.add(file)
         path = self.manifest.path(self._folder, file)
+        boxes = self.manifest.boxes_by_file[file]
         try:
-            problem = check_header(self._storage, path, self._files[file], self.manifest.tensors)
+            problem = check_header(self._storage, path, boxes, self.manifest.tensors)
         except OSError:
             # Reading its tensors reports it.
             return

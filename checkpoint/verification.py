@@ -13,7 +13,6 @@ import xxhash
 from torchtitan_lite.checkpoint.manifest import (
     BoxEntry,
     Manifest,
-    boxes_by_file,
     check_file,
     check_header,
     read_manifest_alone,
@@ -49,7 +48,7 @@ def verify(storage: Storage, folder: str, *, threads: int | None = None) -> list
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         work = [
             (file, boxes, pool.submit(_check_header, storage, folder, file, boxes, manifest))
-            for file, boxes in sorted(boxes_by_file(manifest).items())
+            for file, boxes in sorted(manifest.boxes_by_file.items())
         ]
         sums = [
             [

@@ -25,6 +25,10 @@ still write."""
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
+class NoHardLinks(OSError):
+    """The filesystem has no hard links."""
+
+
 @dataclass(frozen=True)
 class Sight:
     """What a reader saw."""
@@ -38,6 +42,9 @@ class LeaseFile(Protocol):
     """The file. All methods raise OSError if the storage fails."""
 
     where: str
+    unchanged: tuple[Hashable, float] | None
+    """The stamp that was seen last by a reader who waits for a change, and since when
+    (time.monotonic())."""
     renew_s: float
     """Interval between renewals by its holder."""
     lost_s: float
@@ -100,6 +107,7 @@ class _LocalFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self.where = path, str(path)
+        self.unchanged: tuple[Hashable, float] | None = None
 
     def look(self) -> Sight | None:
         try:
@@ -112,26 +120,14 @@ class _LocalFile:
         return Sight(content, (status.st_mtime_ns, status.st_ino, content))
 
     def create(self, content: bytes) -> bool:
-        draft = self._draft(content)
         try:
-            # In place of a rename, because it fails if the name exists.
-            os.link(draft, self._path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
+            return create_whole(self._path, content, draft=self._draft_path())
+        except NoHardLinks:
             return self._create_without_links(content)
-        finally:
-            draft.unlink(missing_ok=True)
-        return True
 
     def replace(self, content: bytes) -> None:
-        draft = self._draft(content)
-        try:
+        with _draft(self._draft_path(), content) as draft:
             os.replace(draft, self._path)
-        finally:
-            draft.unlink(missing_ok=True)
 
     def renew(self, content: bytes) -> None:
         # Needs no space on the disk.
@@ -167,26 +163,12 @@ class _LocalFile:
     def _now_s(self) -> float:
         """Return the time of the filesystem's clock, or of this machine's if nothing can be written
         there."""
-        try:
-            clock = self._draft(b"")
-        except OSError:
-            return time.time()
-        try:
+        with suppress(OSError), _draft(self._draft_path(), b"") as clock:
             return clock.stat().st_mtime
-        finally:
-            clock.unlink(missing_ok=True)
+        return time.time()
 
-    def _draft(self, content: bytes) -> Path:
-        draft = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
-        try:
-            with draft.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        return draft
+    def _draft_path(self) -> Path:
+        return self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
 
     def _create_without_links(self, content: bytes) -> bool:
         # A reader may see it empty, which it takes for a file that was just created.
@@ -198,6 +180,36 @@ class _LocalFile:
         return True
 
 
+def create_whole(path: Path, content: bytes, *, draft: Path) -> bool:
+    """Create a file whose content is durable and never visible in part, by way of the new file
+    `draft` in the same folder. Return False, and change nothing, if it exists. Raises OSError,
+    NoHardLinks among them."""
+    with _draft(draft, content):
+        try:
+            # In place of a rename, because it fails if the name exists.
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_HARD_LINKS:
+                raise NoHardLinks(error.errno, error.strerror) from error
+            raise
+    return True
+
+
+@contextmanager
+def _draft(path: Path, content: bytes) -> Iterator[Path]:
+    """Write a new file durably, which is removed after the block unless it was renamed."""
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
 class _StoredFile:
     """A file in an object store, through fsspec."""
 
@@ -205,6 +217,7 @@ class _StoredFile:
 
     def __init__(self, url: str) -> None:
         self.where = url
+        self.unchanged: tuple[Hashable, float] | None = None
         try:
             from fsspec.core import url_to_fs
 
@@ -289,8 +302,12 @@ def _storage_errors() -> Iterator[None]:
 
 def wait_for_change(file: LeaseFile, seen: Sight) -> Sight | None:
     """Return what the file holds once it differs from `seen`, or `seen` itself if it does not
-    within the time after which its holder counts as lost."""
-    until_s = time.monotonic() + max(0.0, file.lost_s - file.age_s())
+    within the time after which its holder counts as lost. Time in which an earlier call with this
+    `file` has waited for the same counts."""
+    now_s = time.monotonic()
+    if file.unchanged is None or file.unchanged[0] != seen.stamp:
+        file.unchanged = seen.stamp, now_s
+    until_s = min(file.unchanged[1] + file.lost_s, now_s + file.lost_s - file.age_s())
     while True:
         sight = file.look()
         if sight is None or sight.stamp != seen.stamp:

@@ -28,6 +28,7 @@ from torchtitan_lite.run_lease import (
     RunLease,
     lease_places,
     new_instance,
+    occupant,
     taken_over,
 )
 
@@ -169,6 +170,15 @@ def test_a_holder_on_another_machine_counts_while_it_renews(folder: str) -> None
     # A machine that was lost is replaced after the time without a renewal, and no earlier.
     assert 0.3 < time.monotonic() - began_s < 5
     lease.release()
+
+
+def test_the_loss_of_a_holder_is_waited_for_once(folder: str) -> None:
+    file = put(folder, machine="elsewhere")
+    sight = file.look()
+    assert sight is not None and occupant(file, sight, "own") is None
+    began_s = time.monotonic()
+    assert occupant(file, sight, "own") is None
+    assert time.monotonic() - began_s < 0.3
 
 
 def test_a_holder_lost_long_ago_is_replaced_at_once(tmp_path: Path) -> None:
