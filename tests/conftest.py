@@ -4,6 +4,7 @@ access."""
 import os
 import signal
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.launch import RankFailed, record_failure
 from tests.pool import WorkerPool
+from torchtitan_lite.log import logger
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -61,6 +63,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = item.config.getoption("--budget-s")
     if budget_s is not None and time.monotonic() - _STARTED_S > budget_s:
         pytest.skip(f"the time budget of {budget_s:g} s is used up")
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """What a command that runs in this process does to the logger ends with its test."""
+    level, propagate, handlers = logger.level, logger.propagate, logger.handlers
+    with warnings.catch_warnings():
+        yield
+    logger.setLevel(level)
+    logger.propagate, logger.handlers = propagate, handlers
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,13 +11,9 @@ from torchtitan_lite.log import configure_logging, is_live_terminal, logger, war
 
 
 @pytest.fixture(autouse=True)
-def _logger_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "TORCHTITAN_LITE_LOG"):
         monkeypatch.delenv(name, raising=False)
-    before = (logger.level, logger.propagate, logger.handlers)
-    yield
-    logger.level, logger.propagate, logger.handlers = before
-    logger.setLevel(before[0])
 
 
 @pytest.mark.parametrize(
