@@ -46,6 +46,7 @@ ODD_DIMS = llama3.Llama3Dims(
 class Outcome:
     """The results of a job, in values that can be compared."""
 
+    rank: int = 0
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     samples: list[tuple[int, ...]] = field(default_factory=list)
@@ -53,9 +54,9 @@ class Outcome:
     committed: list[bool] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Full parameters after the last step."""
+    """Full parameters after the last step, on rank 0."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Full tensors of the train state after the last step."""
+    """Full tensors of the train state after the last step, on rank 0."""
     resumed_at: int = 0
     finished: bool = False
 
@@ -175,10 +176,10 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
             "dataset_path": str(FIXTURE),
             # Shared by all tests of the process, so that the tokenizer is trained once.
             "cache_folder": str(folder.parents[1] / "cache"),
-            "local_batch_size": 1,
+            "local_batch_size": 2,
             "global_batch_size": 8,
             "seq_len": 24,
-            "steps": 3,
+            "steps": 2,
             "dtype": "float64",
         },
         "optimizer": {"lr": 1e-2},
@@ -223,7 +224,7 @@ def run_job(folder: Path, overrides: Mapping[str, Any], stop_after: int = 0) -> 
 def run_config(config: Config, stop_after: int = 0) -> Outcome:
     """Train `config` in this worker; see `run_job`."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
-    outcome = Outcome()
+    outcome = Outcome(torch.distributed.get_rank())
     # Graphs of the worker's earlier jobs would count towards dynamo's limit per function, as if one
     # job had recompiled them.
     torch.compiler.reset()
@@ -246,7 +247,7 @@ def run_config(config: Config, stop_after: int = 0) -> Outcome:
         outcome.resumed_at = built.job.state.step
         job = replace(built.job, hooks=[*built.job.hooks, watch])
         outcome.finished = train(job)
-        outcome.state = whole(job.state.tensors())
+        outcome.state = whole(job.state.tensors(), on_rank=0)
     outcome.weights = {
         name.removeprefix("model."): tensor
         for name, tensor in outcome.state.items()
@@ -262,31 +263,42 @@ def mesh_for(config: Config) -> Mesh:
     return _mesh(resolve_degrees(config.parallelism, torch.distributed.get_world_size()))
 
 
+def forget_meshes() -> None:
+    """Forget the meshes of this worker, because its process groups end."""
+    _mesh.cache_clear()
+
+
 @cache
 def _mesh(degrees: ParallelDims) -> Mesh:
     return Mesh(detect_device("cpu"), degrees)
 
 
-def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def whole(
+    tensors: Mapping[str, torch.Tensor], on_rank: int | None = None
+) -> dict[str, torch.Tensor]:
     """Return the full tensors, assembled from the boxes of all ranks; with a pipeline, also those
-    of the other stages. Every rank must call it. (`full_tensor` is wrong for uneven strided shards
-    in torch 2.13.)"""
-    local = {
-        name: (
-            tuple(tensor.shape),
-            local_box(tensor).slices,
-            local_tensor(tensor).detach().clone(),
-        )
-        for name, tensor in tensors.items()
-    }
+    of the other stages. Every rank must call it; `on_rank` gets the tensors, and the others get
+    nothing. (`full_tensor` is wrong for uneven strided shards in torch 2.13.)"""
+    local = {}
+    for name, tensor in tensors.items():
+        part = local_tensor(tensor).detach().contiguous()
+        # Bytes are pickled faster than tensors.
+        content = part.view(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b""
+        local[name] = (tuple(tensor.shape), local_box(tensor).slices, part.dtype, content)
+    is_here = on_rank in (None, torch.distributed.get_rank())
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, local)
+    if on_rank is None:
+        torch.distributed.all_gather_object(of_ranks, local)
+    else:
+        torch.distributed.gather_object(local, of_ranks if is_here else None, dst=on_rank)
     full: dict[str, torch.Tensor] = {}
-    for boxes in of_ranks:
-        for name, (shape, slices, part) in boxes.items():
+    for boxes in of_ranks if is_here else []:
+        for name, (shape, slices, dtype, content) in boxes.items():
             if name not in full:
-                full[name] = torch.full(shape, torch.nan, dtype=torch.float64).to(part.dtype)
-            full[name][slices] = part
+                full[name] = torch.full(shape, torch.nan, dtype=torch.float64).to(dtype)
+            if content:
+                part = torch.frombuffer(bytearray(content), dtype=dtype)
+                full[name][slices] = part.view(full[name][slices].shape)
     return full
 
 

@@ -73,6 +73,16 @@ class WorkerPool:
             self.close()
         return [results[rank] for rank in range(self.world_size)]
 
+    def renew(self) -> None:
+        """Start a new world of the same processes: their process groups end, and what libraries
+        have derived for operations is kept."""
+        if self._workers:
+            try:
+                self.run(_renew, _new_store())
+            except RankFailed:
+                # The pool is closed, and the next case starts another one.
+                return
+
     def close(self) -> None:
         """Stop the workers."""
         workers, self._workers = self._workers, []
@@ -90,7 +100,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._log(0).parent.mkdir(parents=True, exist_ok=True)
-        store = os.path.join(tempfile.mkdtemp(prefix="pool-"), "store")
+        store = _new_store()
         for rank in range(self.world_size):
             ours, theirs = self._context.Pipe()
             arguments = (rank, self.world_size, store, str(self._log(rank)), theirs)
@@ -111,16 +121,9 @@ def _serve(rank: int, world_size: int, store: str, log: str, connection: Connect
         HF_DATASETS_OFFLINE="1",
     )
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),  # pyright: ignore[reportPrivateImportUsage]
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=GLOO_TIMEOUT_S),
-    )
+    _join_world(store)
     # Exclude imported modules from the garbage collection after each case.
     gc.freeze()
     while True:
@@ -137,3 +140,29 @@ def _serve(rank: int, world_size: int, store: str, log: str, connection: Connect
         except BaseException:
             traceback.print_exc()
             connection.send((True, traceback.format_exc(), 0))
+
+
+def _new_store() -> str:
+    return os.path.join(tempfile.mkdtemp(prefix="pool-"), "store")
+
+
+def _join_world(store: str) -> None:
+    import torch.distributed as dist
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),  # pyright: ignore[reportPrivateImportUsage]
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        timeout=timedelta(seconds=GLOO_TIMEOUT_S),
+    )
+
+
+def _renew(store: str) -> None:
+    from tests.job import forget_meshes
+    from torchtitan_lite.axis_groups import forget_groups
+
+    forget_meshes()
+    forget_groups()
+    _join_world(store)

@@ -1,7 +1,7 @@
 """Imports modules of the product with one mutation, or so that they record the sites that they
 reach. Started by `site/sitecustomize.py` in every Python process of a mutation test.
 
-`MUTANT=MODULE:INDEX` mutates a site. `MUTANT_BASES=FILE` records sites; that JSON file has the
+`MUTANT=MODULE:MUTATION` mutates a site. `MUTANT_BASES=FILE` records sites; that JSON file has the
 position of the first site of each module. They are recorded in the file `MUTANT_HITS`, one byte
 each, which all processes of a test map into memory.
 """
@@ -42,8 +42,8 @@ class _Mutating(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         from tests.mutants.sites import mutated
 
-        index = int(os.environ["MUTANT"].partition(":")[2])
-        tree = mutated(Path(self.path).read_text(), index)
+        mutation = os.environ["MUTANT"].partition(":")[2]
+        tree = mutated(Path(self.path).read_text(), mutation)
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 
@@ -73,18 +73,18 @@ def install() -> None:
 
 def recording(source: str, module: str) -> ast.Module:
     """Return the tree of a module that calls `reached` before the statement of each site."""
-    from tests.mutants.sites import edits
+    from tests.mutants.sites import sites_of
 
     first = bases().get(module)
     tree = ast.parse(source)
     if first is None:
         return tree
-    calls: dict[ast.stmt, list[int]] = {}
-    for index, (_, _, _, edit) in enumerate(edits(tree)):
-        calls.setdefault(edit.statement, []).append(first + index)
+    calls: dict[tuple[int, int], list[int]] = {}
+    for index, (_, place) in enumerate(sites_of(module, source)):
+        calls.setdefault(place, []).append(first + index)
     for node in ast.walk(tree):
         for name, block in ast.iter_fields(node):
-            if isinstance(block, list) and any(statement in calls for statement in block):
+            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
                 setattr(node, name, _with_calls(block, calls))
     return ast.fix_missing_locations(tree)
 
@@ -112,12 +112,13 @@ def bases() -> dict[str, int]:
     return json.loads(Path(os.environ["MUTANT_BASES"]).read_text())
 
 
-def _with_calls(block: list[ast.stmt], calls: dict[ast.stmt, list[int]]) -> list[ast.stmt]:
-    out = []
+def _with_calls(block: list[ast.stmt], calls: dict[tuple[int, int], list[int]]) -> list[ast.stmt]:
+    statements: list[ast.stmt] = []
     for statement in block:
-        if statement in calls:
-            arguments: list[ast.expr] = [ast.Constant(position) for position in calls[statement]]
+        positions = calls.get((statement.lineno, statement.col_offset))
+        if positions:
+            arguments: list[ast.expr] = [ast.Constant(position) for position in positions]
             call = ast.Call(ast.Name(_REACHED, ast.Load()), arguments, [])
-            out.append(ast.copy_location(ast.Expr(call), statement))
-        out.append(statement)
-    return out
+            statements.append(ast.copy_location(ast.Expr(call), statement))
+        statements.append(statement)
+    return statements

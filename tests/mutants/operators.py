@@ -130,10 +130,10 @@ def _wrong_axes(tree: Tree) -> Iterator[Edit]:
 
 def _wrong_operations(tree: Tree) -> Iterator[Edit]:
     for node in tree.nodes(ast.Attribute):
-        if isinstance(node, ast.Attribute) and node.attr in _OTHER_OPERATION:
-            if ast.unparse(node.value).endswith("ReduceOp"):
-                other = ast.Attribute(node.value, _OTHER_OPERATION[node.attr], node.ctx)
-                yield tree.edit((node, other))
+        assert isinstance(node, ast.Attribute)
+        if node.attr in _OTHER_OPERATION and ast.unparse(node.value).endswith("ReduceOp"):
+            other = ast.Attribute(node.value, _OTHER_OPERATION[node.attr], node.ctx)
+            yield tree.edit((node, other))
     for call in tree.calls():
         if called(call) in _OTHER_FUNCTION and mentions(call, _PARALLEL):
             yield tree.edit((call.func, ast.Name(_OTHER_FUNCTION[called(call)], ast.Load())))
@@ -226,9 +226,9 @@ def _narrowed_dtypes(tree: Tree) -> Iterator[Edit]:
         if node.attr in _NARROWER and ast.unparse(node.value) == "torch":
             yield tree.edit((node, ast.Attribute(node.value, _NARROWER[node.attr], node.ctx)))
     for call in tree.calls():
-        if isinstance(call.func, ast.Attribute) and call.func.attr in ("float", "double"):
-            if not call.args:
-                yield tree.edit((call, call.func.value))
+        is_cast = called_name(call) in ("float", "double") and not call.args
+        if is_cast and isinstance(call.func, ast.Attribute):
+            yield tree.edit((call, call.func.value))
 
 
 def _ignored_fences(tree: Tree) -> Iterator[Edit]:

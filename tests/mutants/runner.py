@@ -100,8 +100,8 @@ def run_all(
     budget_s: float,
     includes_matrix: bool,
 ) -> None:
-    """Run the mutants of `sites`, given with their positions in the recording, `jobs` at a time, and
-    append an outcome each to `results`. No mutant is started after `budget_s`."""
+    """Run the mutants of `sites`, given with their positions in the recording, `jobs` at a time,
+    and append an outcome each to `results`. No mutant is started after `budget_s`."""
     _import_libraries()
     started = time.monotonic()
     waiting = list(sites)
@@ -194,7 +194,7 @@ class _Run:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.chdir(REPOSITORY)
-        os.environ["MUTANT"] = f"{site.module}:{site.index}"
+        os.environ["MUTANT"] = f"{site.module}:{site.mutation}"
         os.environ["MUTANT_OUTCOME"] = str(self._outcome)
         os.environ["PYTHONPATH"] = search_path()
         sys.argv = ["pytest"]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from tests.mutants.general import GENERAL
 from tests.mutants.operators import OPERATORS
 from tests.mutants.runner import Outcome
 from tests.mutants.sites import Site
@@ -15,15 +16,15 @@ def table(drawn: Sequence[Site], outcomes: Mapping[str, Outcome]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     total: Counter[str] = Counter()
-    for operator in OPERATORS:
+    for name in (*(operator.name for operator in OPERATORS), GENERAL):
         of_operator = [
             outcomes[site.id].outcome
             for site in drawn
-            if site.operator == operator.name and site.id in outcomes
+            if site.operator == name and site.id in outcomes
         ]
         counts = Counter(of_operator)
         total += counts
-        lines.append(_row(operator.name, counts))
+        lines.append(_row(name, counts))
     lines.append(_row("**all**", total))
     survivors = [
         f"- {site.id} {site.operator}: {site} ({outcomes[site.id].outcome}, "

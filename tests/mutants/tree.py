@@ -34,12 +34,16 @@ class Tree:
         self.function = function
         self._parents: dict[ast.AST, tuple[ast.AST, str, int | None]] = {}
         self._link(function)
+        self.excluded: list[ast.AST] = []
+        """Docstrings, annotations, and messages of errors and logs."""
+        self._nodes = [
+            node for statement in function.body for node in _nodes(statement, self.excluded)
+        ]
 
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
-        """Yield the nodes of `kinds` in the function and in functions inside of it, without
-        docstrings, annotations, and messages of errors and logs."""
-        for statement in self.function.body:
-            yield from _nodes(statement, kinds)
+        """Return the nodes of `kinds` in the function and in functions inside of it, without those
+        that are `excluded`."""
+        return (node for node in self._nodes if isinstance(node, kinds))
 
     def calls(self) -> Iterator[ast.Call]:
         for node in self.nodes(ast.Call):
@@ -96,19 +100,20 @@ class Tree:
                     self._link(child)
 
 
-def _nodes(node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> Iterator[ast.AST]:
-    if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert) or is_docstring(node):
+def _nodes(node: ast.AST, excluded: list[ast.AST]) -> Iterator[ast.AST]:
+    is_message = isinstance(node, ast.Call) and _MESSAGES.match(called(node))
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert) or is_docstring(node) or is_message:
+        excluded.append(node)
         return
-    if isinstance(node, ast.Call) and _MESSAGES.match(called(node)):
-        return
-    if isinstance(node, kinds):
-        yield node
+    yield node
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list"):
-            continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield from _nodes(child, kinds)
+            if not isinstance(child, ast.AST):
+                continue
+            if name in ("annotation", "returns", "decorator_list"):
+                excluded.append(child)
+            else:
+                yield from _nodes(child, excluded)
 
 
 def is_docstring(node: ast.AST) -> bool:

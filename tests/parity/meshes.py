@@ -171,17 +171,16 @@ def long(*rows: Any) -> list[Any]:
     return [pytest.param(*row, marks=pytest.mark.matrix) for row in tuples]
 
 
-# With SGD in `make test`: each pair of techniques has a row, with as few processes as possible.
+# With SGD in `make test`: each pair of techniques has a row. What a pair shows needs no row alone.
 _SHORT = {
-    *("fsdp-2", "hsdp-2x2", "accumulation-fsdp-2", "recompute-full", "recompute-op"),
-    *("tp-2", "tp-2-recompute-op", "replicate-2-tp-2", "fsdp-2-tp-2"),
-    *("cp-2-allgather", "cp-2-ulysses", "fsdp-2-cp-2", "replicate-2-cp-2-ulysses", "tp-2-cp-2"),
-    *("pp-2", "pp-2-interleaved", "pp-2-zbv", "pp-2-fsdp-2", "replicate-2-pp-2", "pp-2-tp-2"),
-    *("pp-2-cp-2", "ep-2", "ep-2-fsdp-4", "ep-2-etp-2", "hsdp-2x2-ep-2", "ep-2-cp-2"),
-    *("tp-2-ep-2", "tp-2-etp-2", "fsdp-2-tp-2-ep-4", "pp-2-ep-2", "ep-2-recompute-op"),
+    *("hsdp-2x2", "accumulation-fsdp-2", "recompute-full", "recompute-op", "fsdp-2-tp-2"),
+    *("tp-2-recompute-op", "fsdp-2-cp-2", "replicate-2-cp-2-ulysses", "tp-2-cp-2"),
+    *("pp-2-interleaved", "pp-2-zbv", "replicate-2-pp-2", "pp-2-tp-2", "pp-2-cp-2"),
+    *("ep-2-etp-2", "hsdp-2x2-ep-2", "ep-2-cp-2", "tp-2-etp-2", "fsdp-2-tp-2-ep-4", "pp-2-ep-2"),
+    "ep-2-recompute-op",
 }
 # With AdamW: one row for each kind of parameter layout.
-_SHORT_ADAMW = {"fsdp-2", "fsdp-2-tp-2", "cpu-offload", "ep-2-fsdp-4"}
+_SHORT_ADAMW = {"fsdp-2-tp-2", "cpu-offload", "ep-2-fsdp-4"}
 assert MESHES.keys() | EXPERT_MESHES.keys() >= _SHORT | _SHORT_ADAMW
 
 
@@ -213,6 +212,8 @@ def assert_same(
     assert (len(set(expected.targets)) > 1) == unequal_targets
     assert outcome.losses == pytest.approx(expected.losses, rel=tolerance)
     assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
+    if outcome.rank > 0:
+        return
     assert outcome.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
         difference = (outcome.weights[name] - weight).abs().max().item()
@@ -223,6 +224,8 @@ def assert_identical(outcome: Outcome, expected: Outcome) -> None:
     """Assert losses, gradient norms and weights that are equal bit by bit."""
     assert outcome.losses == expected.losses
     assert outcome.grad_norms == expected.grad_norms
+    if outcome.rank > 0:
+        return
     assert outcome.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
         assert torch.equal(outcome.weights[name], weight), name

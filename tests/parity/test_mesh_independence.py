@@ -23,7 +23,7 @@ CP = {"parallelism.context_parallel_degree": 2}
 PP = {"parallelism.pipeline_parallel_degree": 2}
 # Consecutive stages on a rank, which no schedule of torch has.
 ORDER = "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n"
-STEPS = 3
+STEPS = 2
 BATCH = 8
 
 
@@ -43,7 +43,7 @@ def test_initial_weights_are_bitwise_equal_on_every_mesh(
     precision = {"training.dtype": dtype}
     (alone,) = pools(1).run(initial_weights, tmp_path, precision)
     assert len(set(alone.values())) > 10
-    for world_size, mesh in ((2, {}), (4, {}), (4, HSDP), (2, TP), (4, TP), (2, PP), (4, PP)):
+    for world_size, mesh in ((4, HSDP), (4, TP), (4, PP)):
         for weights in pools(world_size).run(initial_weights, tmp_path, {**precision, **mesh}):
             assert weights == alone
     (other_seed,) = pools(1).run(initial_weights, tmp_path, {**precision, "debug.seed": 1})
@@ -61,7 +61,7 @@ def test_initial_weights_are_bitwise_equal_in_every_replica(pools: Pools, tmp_pa
 def test_samples_of_a_step_are_independent_of_the_number_of_ranks(
     pools: Pools, tmp_path: Path
 ) -> None:
-    for world_size, mesh in ((1, {}), (2, {}), (4, HSDP), (4, TP)):
+    for world_size, mesh in ((1, {}), (2, {}), (4, TP)):
         folder = tmp_path / f"{world_size}-{'-'.join(mesh)}"
         overrides = {"debug.sample_ledger": True, "training.steps": STEPS, **mesh}
         outcomes = pools(world_size).run(run_job, folder, overrides)

@@ -38,16 +38,16 @@ from torchtitan_lite.parallel import fsdp, pipeline
 Pools = Callable[[int], WorkerPool]
 
 
-TIED = [("tp-2", "SGD"), ("pp-2-fsdp-2", "SGD")]
+TIED = [("tp-2", "SGD"), ("pp-2", "SGD")]
 TIED_LONG = [
     ("fsdp-2", "SGD"),
     ("fsdp-2", "AdamW"),
     ("pp-2-zbv", "SGD"),
     ("pp-2-zbv", "AdamW"),
-    ("pp-2", "SGD"),
+    ("pp-2-fsdp-2", "SGD"),
     ("pp-2-tp-2", "SGD"),
     *((mesh, "AdamW") for mesh, _ in TIED),
-    ("pp-2", "AdamW"),
+    ("pp-2-fsdp-2", "AdamW"),
     ("pp-2-tp-2", "AdamW"),
 ]
 FLOAT32 = {"training.dtype": "float32"}
@@ -81,7 +81,8 @@ def test_same_training_as_one_process(
 
 
 @pytest.mark.parametrize(
-    "mesh", ["tp-2-whole-sequence", "fsdp-2-tp-2", *long("tp-2", "tp-2-whole-logits", "pp-2-tp-2")]
+    "mesh",
+    ["tp-2-whole-sequence", *long("tp-2", "tp-2-whole-logits", "fsdp-2-tp-2", "pp-2-tp-2")],
 )
 def test_no_redistribution_is_implicit(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
@@ -107,9 +108,10 @@ def test_same_training_with_dropout(
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        *(("llama3", "fsdp-2"), ("llama3", "tp-2"), ("llama3", "pp-2"), ("qwen3", "tp-2-ep-2")),
+        *(("llama3", "tp-2"), ("llama3", "pp-2"), ("qwen3", "tp-2-ep-2")),
         *long(
-            *(("llama3", mesh) for mesh in ("tp-2-whole-logits", "cp-2-allgather", "pp-2-tp-2")),
+            *(("llama3", mesh) for mesh in ("fsdp-2", "tp-2-whole-logits", "cp-2-allgather")),
+            ("llama3", "pp-2-tp-2"),
             *(("qwen3", mesh) for mesh in ("ep-2", "tp-2-ep-2-whole-sequence", "pp-2-ep-2")),
             *(("deepseek_v3", mesh) for mesh in ("fsdp-2", "tp-2", "pp-2")),
         ),
@@ -270,16 +272,10 @@ def test_same_loss_and_norm_in_float32(
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        *(("llama3", mesh) for mesh in ("fsdp-2", "tp-2")),
-        *(("qwen3", mesh) for mesh in ("ep-2", "tp-2-ep-2", "tp-2-etp-2")),
-        *long(*(("llama3", mesh) for mesh in MESHES if mesh not in ("fsdp-2", "tp-2"))),
-        *long(
-            *(
-                ("qwen3", mesh)
-                for mesh in EXPERT_MESHES
-                if mesh not in ("ep-2", "tp-2-ep-2", "tp-2-etp-2")
-            )
-        ),
+        ("llama3", "fsdp-2"),
+        ("qwen3", "tp-2-ep-2"),
+        *long(*(("llama3", mesh) for mesh in MESHES if mesh != "fsdp-2")),
+        *long(*(("qwen3", mesh) for mesh in EXPERT_MESHES if mesh != "tp-2-ep-2")),
     ],
 )
 def test_same_loss_in_bfloat16_compute(
@@ -310,7 +306,9 @@ def test_same_loss_in_bfloat16_compute_with_tied_embeddings(
         {},
         {"activation_checkpoint.mode": "full", "model.dropout": 0.2},
         OP_CHECKPOINT,
-        {"compile.enable": True, "compile.backend": "aot_eager"},
+        pytest.param(
+            {"compile.enable": True, "compile.backend": "aot_eager"}, marks=pytest.mark.matrix
+        ),
         {**OP_CHECKPOINT, "compile.enable": True, "compile.backend": "aot_eager"},
         {"model.name": "qwen3", "model.flavor": "odd_experts"},
         {"model.flavor": "odd_tied"},
@@ -389,18 +387,13 @@ def test_compiled_blocks_train_equally_on_meshes(
         assert_same(outcome, reference(), tolerances.PARITY_FLOAT64)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mesh", "recompute"),
     [
-        ("pp-2-ep-2", "none"),
-        *long(
-            *(
-                (mesh, recompute)
-                for mesh in ("ep-2", "etp-2", "tp-2-ep-2", "ep-2-etp-2", "ep-2-cp-2", "pp-2-ep-2")
-                for recompute in RECOMPUTE
-                if (mesh, recompute) != ("pp-2-ep-2", "none")
-            )
-        ),
+        (mesh, recompute)
+        for mesh in ("ep-2", "etp-2", "tp-2-ep-2", "ep-2-etp-2", "ep-2-cp-2", "pp-2-ep-2")
+        for recompute in RECOMPUTE
     ],
 )
 def test_compiled_experts_train_equally_on_meshes(
@@ -631,7 +624,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["two-stages-per-rank", "uneven", *long("1f1b", "two-stages-per-rank-fsdp-2")]
+    "name", ["uneven", *long("1f1b", "two-stages-per-rank", "two-stages-per-rank-fsdp-2")]
 )
 def test_same_training_in_an_order_from_a_file(
     name: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path

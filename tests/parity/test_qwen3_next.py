@@ -16,13 +16,14 @@ from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 MODEL = {"model.name": "qwen3_next", "model.flavor": "odd"}
+WHOLE_BATCH = {"training.local_batch_size": 8}
 FLOAT64 = 8
 
 
 def exchanged(pools: Pools, folder: Path, overrides: dict[str, Any]) -> list[tuple[str, str, int]]:
     """Return phase, operation and bytes of the exchanges of the first layer, which is recurrent."""
-    settings = {**MODEL, **CP, **overrides, "debug.trace_communication": True}
-    pools(2).run(run_job, folder, {**settings, "training.steps": 2})
+    settings = {**MODEL, **CP, **WHOLE_BATCH, **overrides, "debug.trace_communication": True}
+    pools(2).run(run_job, folder, settings)
     trace = json.loads((folder / "communication_rank_0.json").read_text())
     return [
         (one["phase"], one["operation"], one["num_bytes"])
@@ -38,15 +39,15 @@ def test_the_exchange_of_states_does_not_depend_on_the_length(
     rotation = {"parallelism.context_parallel_rotate_method": method}
     short, long = (
         exchanged(pools, tmp_path / str(length), {"training.seq_len": length, **rotation})
-        for length in (24, 72)
+        for length in (24, 48)
     )
     assert short == long
     linear = ODD_QWEN3_NEXT.linear_attention
     key, value, heads = linear.key_head_dim, linear.value_head_dim, linear.num_value_heads
     channels = 2 * linear.num_heads * key + heads * value
-    # Of two pieces per rank of one sample.
-    inputs = 2 * 2 * (linear.kernel_size - 1) * channels * FLOAT64
-    maps = 2 * 2 * heads * key * (key + value) * FLOAT64
+    # Of two pieces per rank of eight samples.
+    inputs = 8 * 2 * 2 * (linear.kernel_size - 1) * channels * FLOAT64
+    maps = 8 * 2 * 2 * heads * key * (key + value) * FLOAT64
     of_a_sample = [
         ("forward", "all_gather", inputs),
         ("forward", "all_gather", maps),
@@ -58,8 +59,8 @@ def test_the_exchange_of_states_does_not_depend_on_the_length(
 
 def test_pieces_as_short_as_the_convolution(pools: Pools, tmp_path: Path) -> None:
     """Four ranks with two pieces of three positions each."""
-    (alone,) = pools(1).run(run_job, tmp_path / "1", MODEL)
-    mesh = {"parallelism.context_parallel_degree": 4}
+    (alone,) = pools(1).run(run_job, tmp_path / "1", {**MODEL, **WHOLE_BATCH})
+    mesh = {"parallelism.context_parallel_degree": 4, **WHOLE_BATCH}
     for outcome in pools(4).run(run_job, tmp_path / "n", {**MODEL, **mesh}):
         assert_same(outcome, alone, tolerances.PARITY_FLOAT64)
 

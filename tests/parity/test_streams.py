@@ -17,7 +17,7 @@ Pools = Callable[[int], WorkerPool]
 STREAM: dict[str, Any] = {
     "training.streaming": True,
     "training.shuffle_window": 4,
-    "training.local_batch_size": 1,
+    "training.local_batch_size": 2,
     "debug.sample_ledger": True,
 }
 
@@ -73,9 +73,9 @@ def test_one_rank_reads_the_stream_of_a_node(mesh: str, pools: Pools, tmp_path: 
 
 def test_a_stream_resumes_on_another_mesh(pools: Pools, tmp_path: Path) -> None:
     settings = {**STREAM, "checkpoint.enable": True, "checkpoint.interval": 100}
-    (expected,) = pools(1).run(run_job, tmp_path / "one", {**settings, "training.steps": 6})
+    (expected,) = pools(1).run(run_job, tmp_path / "one", {**settings, "training.steps": 3})
     done = 0
-    for mesh, last in (("fsdp-2", 2), ("fsdp-2-tp-2", 4), ("pp-2", 6)):
+    for mesh, last in (("fsdp-2", 1), ("fsdp-2-tp-2", 2), ("pp-2", 3)):
         world_size, overrides = MESHES[mesh]
         moved = {**overrides, **settings, "training.steps": last}
         for outcome in pools(world_size).run(run_job, tmp_path / "moving", moved):
