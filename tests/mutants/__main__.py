@@ -3,7 +3,7 @@
 python -m tests.mutants record [-- PYTEST ARGUMENTS]   run the tests and record what they reach
 python -m tests.mutants run [--seed 0]                 run a drawn set of mutants (resumable)
 python -m tests.mutants table                          print the score by operator, and survivors
-python -m tests.mutants check [--number 12]            run known killers of some mutants again
+python -m tests.mutants check [--number 12]            run the known killers of some mutants
 
 A recording stays valid until the code changes. A mutant is killed if a test that reaches its site
 fails, or takes more than three times as long as without it. A mutant with which the code does not
@@ -13,13 +13,14 @@ run at all (an import or type error) is not counted.
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.mutants.runner import outcomes_in, records_in, run_all, search_path
+from tests.mutants.runner import TestRecord, outcomes_in, records_in, run_all, search_path
 from tests.mutants.sites import REPOSITORY, all_sites, draw, load, save
-from tests.mutants.table import table
+from tests.mutants.table import KILLERS, save_killers, survivors, table
 
 
 def main(argv: list[str]) -> int:
@@ -84,9 +85,44 @@ def _has_survived(outcome: object) -> bool:
 
 def _table(options: argparse.Namespace, arguments: list[str]) -> int:
     sites = load(options.folder / "sites.jsonl")
+    outcomes = outcomes_in(options.folder / "results.jsonl")
     drawn = draw(sites, options.seed, options.per_operator)
-    print(table(drawn, outcomes_in(options.folder / "results.jsonl")))
+    print(table(drawn, outcomes))
+    print("\n".join(["", *survivors(drawn, outcomes)]))
+    if options.save_killers:
+        save_killers(outcomes.values(), sites)
     return 0
+
+
+def _check(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run the known killers of a drawn sample."""
+    killers = json.loads(KILLERS.read_text())
+    sites = [site for site in all_sites() if site.id in killers]
+    if len(sites) < len(killers) / 2:
+        print(
+            f"mutants: only {len(sites)} of {len(killers)} sites of killers.json are left in the "
+            "code. Run `record`, `run` and `table --save-killers`.",
+            file=sys.stderr,
+        )
+        return 1
+    random.Random(options.seed).shuffle(sites)
+    chosen = sites[: options.number]
+    results = options.folder / "check.jsonl"
+    results.unlink(missing_ok=True)
+    records = [
+        TestRecord(killers[site.id], 30.0, False, frozenset([position]))
+        for position, site in enumerate(chosen)
+    ]
+    run_all(
+        list(enumerate(chosen)),
+        records,
+        results,
+        jobs=options.jobs,
+        budget_s=float("inf"),
+        includes_matrix=False,
+    )
+    alive = [one for one in outcomes_in(results).values() if _has_survived(one)]
+    return 1 if alive else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,21 +131,28 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--folder", type=Path, default=Path("outputs/mutants"))
+    drawn = argparse.ArgumentParser(add_help=False)
+    drawn.add_argument("--seed", type=int, default=0)
+    drawn.add_argument("--per-operator", type=int, default=24)
+    jobs = argparse.ArgumentParser(add_help=False)
+    jobs.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     commands = parser.add_subparsers(required=True)
-    for name, run in (("record", _record), ("run", _run), ("table", _table)):
-        command = commands.add_parser(name)
-        command.set_defaults(run=run)
-        command.add_argument("--folder", type=Path, default=Path("outputs/mutants"))
-        if name == "record":
-            continue
-        command.add_argument("--seed", type=int, default=0)
-        command.add_argument("--per-operator", type=int, default=24)
-        if name == "run":
-            command.add_argument("--jobs", type=int, default=2)
-            command.add_argument("--budget-s", type=float, default=float("inf"))
-            command.add_argument("--matrix", action="store_true", help="with the long matrices")
-            command.add_argument("--survivors", action="store_true", help="only these, again")
-            command.add_argument("--only", nargs="*", metavar="ID")
+    commands.add_parser("record", parents=[shared]).set_defaults(run=_record)
+    run = commands.add_parser("run", parents=[shared, drawn, jobs])
+    run.set_defaults(run=_run)
+    run.add_argument("--budget-s", type=float, default=float("inf"))
+    run.add_argument("--matrix", action="store_true", help="with the long matrices")
+    run.add_argument("--survivors", action="store_true", help="only these, again")
+    run.add_argument("--only", nargs="*", metavar="ID")
+    table = commands.add_parser("table", parents=[shared, drawn])
+    table.set_defaults(run=_table)
+    table.add_argument("--save-killers", action="store_true", help="write killers.json")
+    check = commands.add_parser("check", parents=[shared, jobs])
+    check.set_defaults(run=_check)
+    check.add_argument("--seed", type=int, default=0)
+    check.add_argument("--number", type=int, default=12)
     return parser
 
 

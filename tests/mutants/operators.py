@@ -271,23 +271,50 @@ def _is_empty(value: ast.expr) -> bool:
 
 
 OPERATORS: tuple[Operator, ...] = (
-    Operator("collective-dropped", "a collective is not called", "", _dropped_collectives),
-    Operator("collective-doubled", "a sum over ranks is made twice", "", _doubled_collectives),
-    Operator("wrong-axis", "another mesh axis, or the group of all ranks", "", _wrong_axes),
+    Operator(
+        "collective-dropped",
+        "a collective is not called",
+        "NVIDIA/Megatron-LM#1446",
+        _dropped_collectives,
+    ),
+    Operator(
+        "collective-doubled",
+        "a sum over ranks is made twice",
+        "NVIDIA/Megatron-LM#7452",
+        _doubled_collectives,
+    ),
+    Operator(
+        "wrong-axis",
+        "another mesh axis, or the group of all ranks",
+        "ByteDance-Seed/VeOmni#1115",
+        _wrong_axes,
+    ),
     Operator("wrong-operation", "another reduction", "", _wrong_operations),
-    Operator("wrong-divisor", "a division is left out", "", _wrong_divisors),
-    Operator("order-swapped", "two changes of the state are exchanged", "", _swapped_statements),
-    Operator("off-by-one", "a bound or an index differs by one", "", _off_by_one),
+    Operator(
+        "wrong-divisor",
+        "a division is left out",
+        "meta-pytorch/torchtune#2420",
+        _wrong_divisors,
+    ),
+    Operator("order-swapped", "two changes of state are exchanged", "", _swapped_statements),
+    Operator(
+        "off-by-one",
+        "a bound, an index or a comparison differs by one",
+        "verl-project/verl#7401",
+        _off_by_one,
+    ),
     Operator(
         "not-synchronized",
-        "a gradient, buffer or file is not passed on",
-        "",
+        "a gradient, a buffer or a file is not passed on",
+        "pytorch/torchtitan#596",
         _missing_synchronizations,
     ),
-    Operator("wait-removed", "an operation is not waited for", "", _removed_waits),
+    Operator(
+        "wait-removed", "nothing waits for an operation", "pytorch/pytorch#195281", _removed_waits
+    ),
     Operator("condition-negated", "a condition on ranks or steps", "", _negated_conditions),
-    Operator("checksum-ignored", "a checksum or check decides nothing", "", _ignored_checksums),
-    Operator("dtype-narrowed", "a narrower dtype", "", _narrowed_dtypes),
-    Operator("fence-ignored", "a fence, floor or vote decides nothing", "", _ignored_fences),
-    Operator("stale-state", "state outlives a reset", "", _stale_states),
+    Operator("checksum-ignored", "a checksum or a check decides nothing", "", _ignored_checksums),
+    Operator("dtype-narrowed", "a narrower data type", "", _narrowed_dtypes),
+    Operator("fence-ignored", "a fence, a floor or a vote decides nothing", "", _ignored_fences),
+    Operator("stale-state", "state outlives a reset", "huggingface/accelerate#4071", _stale_states),
 )

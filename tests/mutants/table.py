@@ -1,45 +1,87 @@
-"""The score of each operator, and the mutants that survive."""
+"""The mutation score by operator, the mutants that survive, and the tests that kill the others."""
 
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from tests.mutants.general import GENERAL
 from tests.mutants.operators import OPERATORS
 from tests.mutants.runner import Outcome
 from tests.mutants.sites import Site
 
+EQUIVALENT = Path(__file__).with_name("equivalent.json")
+"""Site -> why the mutant cannot behave differently, as two readers agreed."""
+KILLERS = Path(__file__).with_name("killers.json")
+"""Site -> a test of `make test` that kills the mutant."""
+_SURVIVES = ("survived", "unreached")
+
+
+def equivalent_sites() -> dict[str, str]:
+    return json.loads(EQUIVALENT.read_text())
+
 
 def table(drawn: Sequence[Site], outcomes: Mapping[str, Outcome]) -> str:
-    """Return the score by operator as a Markdown table, and a list of survivors."""
+    """Return the score by operator as a Markdown table."""
     lines = [
-        "| mistake | run | killed | by a time-out | survive | not reached | do not run | score |",
-        "|---|---|---|---|---|---|---|---|",
+        "| mistake | as in | mutants | killed | of these by a time-out | equivalent | survive "
+        "| do not run | score | without the exclusion |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     total: Counter[str] = Counter()
-    for name in (*(operator.name for operator in OPERATORS), GENERAL):
-        of_operator = [
-            outcomes[site.id].outcome
-            for site in drawn
-            if site.operator == name and site.id in outcomes
-        ]
-        counts = Counter(of_operator)
+    for name, meaning, precedent in (
+        *((operator.name, operator.meaning, operator.precedent) for operator in OPERATORS),
+        (GENERAL, "an operator of Cosmic Ray, in modules of pure decisions", ""),
+    ):
+        counts = Counter(
+            _kind(site, outcomes) for site in drawn if site.operator == name and site.id in outcomes
+        )
         total += counts
-        lines.append(_row(name, counts))
-    lines.append(_row("**all**", total))
-    survivors = [
-        f"- {site.id} {site.operator}: {site} ({outcomes[site.id].outcome}, "
+        lines.append(_row(f"{name}: {meaning}", precedent, counts))
+    lines.append(_row("all", "", total))
+    return "\n".join(lines)
+
+
+def survivors(drawn: Sequence[Site], outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Describe the mutants that survive, and those that are equivalent."""
+    reasons = equivalent_sites()
+    return [
+        f"{site.id} {site.operator}: {site} "
+        f"({reasons.get(site.id) or outcomes[site.id].outcome}, "
         f"{outcomes[site.id].num_tests} tests)"
         for site in drawn
-        if site.id in outcomes and outcomes[site.id].outcome in ("survived", "unreached")
+        if site.id in outcomes and outcomes[site.id].outcome in _SURVIVES
     ]
-    return "\n".join([*lines, "", *survivors])
 
 
-def _row(name: str, counts: Counter[str]) -> str:
+def save_killers(outcomes: Iterable[Outcome], sites: Iterable[Site]) -> None:
+    """Save the tests of `make test` that kill mutants."""
+    known = {site.id for site in sites}
+    killers = {
+        outcome.site: outcome.test
+        for outcome in outcomes
+        if outcome.outcome == "killed" and not outcome.includes_matrix and outcome.site in known
+    }
+    KILLERS.write_text(json.dumps(dict(sorted(killers.items())), indent=0) + "\n")
+
+
+def _kind(site: Site, outcomes: Mapping[str, Outcome]) -> str:
+    outcome = outcomes[site.id].outcome
+    if outcome in _SURVIVES:
+        return "equivalent" if site.id in equivalent_sites() else "survived"
+    return outcome
+
+
+def _row(name: str, precedent: str, counts: Counter[str]) -> str:
     killed = counts["killed"] + counts["timeout"]
-    counted = counts.total() - counts["broken"]
-    score = f"{100 * killed / counted:.1f} %" if counted else "-"
+    alive = counts["survived"]
     return (
-        f"| {name} | {counts.total()} | {counts['killed']} | {counts['timeout']} "
-        f"| {counts['survived']} | {counts['unreached']} | {counts['broken']} | {score} |"
+        f"| {name} | {precedent} | {counts.total() - counts['broken']} | {killed} "
+        f"| {counts['timeout']} | {counts['equivalent']} | {alive} | {counts['broken']} "
+        f"| {_share(killed, killed + alive)} "
+        f"| {_share(killed, killed + alive + counts['equivalent'])} |"
     )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
