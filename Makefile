@@ -22,11 +22,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread per process: the processes of a run share the cores.
 export OMP_NUM_THREADS ?= 1
 # Tests and checks ask no hub.
-test test-all test-shard test-fake-cuda test-gpu chaos bench: export HF_HUB_OFFLINE = 1
-test test-all test-shard test-fake-cuda test-gpu chaos bench: export HF_DATASETS_OFFLINE = 1
+test test-all test-shard test-fake-cuda test-gpu chaos mutants bench: export HF_HUB_OFFLINE = 1
+test test-all test-shard test-fake-cuda test-gpu chaos mutants bench: export HF_DATASETS_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-shard test-fake-cuda test-gpu chaos check fmt bench docs clean
+.PHONY: help setup train test test-all test-shard test-fake-cuda test-gpu chaos mutants check fmt bench docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,12 @@ test-fake-cuda: $(CUDA_VENV)/.installed $(CUDA_VENV)/libcuda.so.1 ## Run the tes
 
 chaos: setup ## Inject 200 seeded faults into a run, and compare it with an undisturbed run.
 	$(BIN)/python -m tests.chaos --faults 200 $(ARGS)
+
+mutants: setup ## Run drawn mutants of the product against the tests that reach them (hours).
+	$(BIN)/python -m pip install --quiet cosmic-ray==8.7.0
+	$(BIN)/python -m tests.mutants record
+	$(BIN)/python -m tests.mutants run $(ARGS)
+	$(BIN)/python -m tests.mutants table
 
 check: setup ## Lint, format, types, layers, generated docs.
 	$(BIN)/ruff check .
