@@ -48,8 +48,15 @@ def one_process(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Calla
 @pytest.mark.parametrize(
     "mesh",
     [
-        "pp-2",
-        *long("fsdp-2", "tp-2", "cp-2-allgather", "replicate-2-tp-2", "fsdp-2-cp-2", "pp-2-tp-2"),
+        *long(
+            "fsdp-2",
+            "pp-2",
+            "tp-2",
+            "cp-2-allgather",
+            "replicate-2-tp-2",
+            "fsdp-2-cp-2",
+            "pp-2-tp-2",
+        ),
     ],
 )
 def test_same_steps_as_one_process(

@@ -93,7 +93,6 @@ def check(family: str, mesh: str, pools: Pools, tmp_path: Path) -> None:
     ("family", "mesh"),
     [
         ("llama_tied_stretched", "fsdp-2-tp-2"),
-        ("llama4", "ep-2"),
         ("qwen3_next", "tp-2"),
     ],
 )

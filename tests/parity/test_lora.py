@@ -301,7 +301,7 @@ def test_evaluation_and_generation_merge_adapters_into_their_weights(
 ) -> None:
     """The loss and the texts are those of the run's validation, on any mesh."""
     run = tmp_path / "run"
-    settings = {**base("deepseek"), **RUN, **SAMPLED, "optimizer.lr": 0.05}
+    settings = {**base("dense"), **RUN, **SAMPLED, "optimizer.lr": 0.05}
     pools(2).run(run_job, run, {**settings, "parallelism.tensor_parallel_degree": 2})
     events = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     (logged,) = [event["loss"] for event in events if event.get("event") == "validation"]

@@ -86,7 +86,7 @@ def validation_loss(folder: Path, overrides: dict[str, Any]) -> float:
     held_out = {
         "validation.enable": True,
         "validation.local_batch_size": 1,
-        "training.held_out_fraction": 0.3,
+        "training.held_out_fraction": 0.1,
     }
     config = odd_config(folder, {**held_out, **overrides})
     mesh = mesh_for(config)
@@ -99,15 +99,11 @@ def validation_loss(folder: Path, overrides: dict[str, Any]) -> float:
 def test_validation_loss_is_the_same_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
     (alone,) = pools(1).run(validation_loss, tmp_path / "1", {})
     interleaved = {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
-    zbv = {**PP, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
     for world_size, mesh in [
         (2, {}),
-        (2, TP),
         (2, CP),
-        (2, PP),
         (2, interleaved),
         (2, order_from_a_file(tmp_path)),
-        (4, zbv),
     ]:
         for loss in pools(world_size).run(validation_loss, tmp_path / "n", mesh):
             assert loss == pytest.approx(alone, rel=tolerances.PARITY_FLOAT64)

@@ -63,15 +63,16 @@ WRONG_OUTS = {
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 def test_a_sample_of_pairs_on_four_ranks(mesh_shape: tuple[int, ...], pools: Pools) -> None:
-    moves = _sample(HolderMesh.ranks(*mesh_shape), 60)
+    moves = _sample(HolderMesh.ranks(*mesh_shape), 30)
     pools(4).run(one_by_one, moves[:10], [SHARED_MEMORY, COLLECTIVE])
     pools(4).run(all_at_once, moves, OPTIONS)
 
 
 def test_a_sample_of_pairs_on_three_ranks(pools: Pools) -> None:
-    pools(3).run(all_at_once, _sample(HolderMesh.ranks(3), 30), [SHARED_MEMORY, COLLECTIVE])
+    pools(3).run(all_at_once, _sample(HolderMesh.ranks(3), 20), [SHARED_MEMORY, COLLECTIVE])
 
 
+@pytest.mark.matrix
 def test_a_sample_of_pairs_on_eight_ranks(pools: Pools) -> None:
     moves = _sample(HolderMesh.ranks(2, 2, 2), 40)
     pools(8).run(all_at_once, moves, [SHARED_MEMORY, COLLECTIVE])
@@ -81,7 +82,7 @@ def test_relays_on_four_ranks(pools: Pools) -> None:
     """With costs of other machines: relays, and ranks of which only some share memory."""
     mesh = HolderMesh.ranks(2, 2)
     layouts = [Layout(mesh, pair) for pair in itertools.product([R, S0, S1, P], repeat=2)]
-    moves = _moves(_cases(layouts, layouts, 40))
+    moves = _moves(_cases(layouts, layouts, 16))
     costs = [CUDA, CUDA.with_ranks_per_node(2), CPU.with_ranks_per_node(2)]
     pools(4).run(one_by_one, moves, [ExchangeOptions(costs=some) for some in costs])
     nodes = ExchangeOptions(costs=CPU.with_ranks_per_node(2), bucket_bytes=1 << 14)
@@ -145,6 +146,7 @@ def test_when_the_mesh_grows_from_two_to_three(pools: Pools) -> None:
     pools(3).run(all_at_once, _two_to_three(), [SHARED_MEMORY, COLLECTIVE])
 
 
+@pytest.mark.matrix
 def test_when_the_mesh_grows_from_two_to_three_of_four_ranks(pools: Pools) -> None:
     pools(4).run(all_at_once, _two_to_three(), [SHARED_MEMORY, COLLECTIVE])
 

@@ -16,6 +16,8 @@ from torchtitan_lite.report import check_samples
 Pools = Callable[[int], WorkerPool]
 STREAM: dict[str, Any] = {
     "training.streaming": True,
+    # The numbers of targets of the first two steps are equal.
+    "training.steps": 3,
     "training.shuffle_window": 4,
     "training.local_batch_size": 2,
     "debug.sample_ledger": True,
@@ -48,10 +50,10 @@ def run_and_count(folder: Path, overrides: dict[str, Any]) -> tuple[Outcome, int
 @pytest.mark.parametrize(
     "mesh",
     [
-        "fsdp-2-tp-2",
+        "tp-2",
         *(
             pytest.param(mesh, marks=pytest.mark.matrix)
-            for mesh in ("fsdp-4", "cp-2-allgather", "pp-2", "pp-2-tp-2-fsdp-2")
+            for mesh in ("fsdp-2-tp-2", "fsdp-4", "cp-2-allgather", "pp-2", "pp-2-tp-2-fsdp-2")
         ),
     ],
 )
@@ -73,9 +75,9 @@ def test_one_rank_reads_the_stream_of_a_node(mesh: str, pools: Pools, tmp_path: 
 
 def test_a_stream_resumes_on_another_mesh(pools: Pools, tmp_path: Path) -> None:
     settings = {**STREAM, "checkpoint.enable": True, "checkpoint.interval": 100}
-    (expected,) = pools(1).run(run_job, tmp_path / "one", {**settings, "training.steps": 3})
+    (expected,) = pools(1).run(run_job, tmp_path / "one", {**settings, "training.steps": 2})
     done = 0
-    for mesh, last in (("fsdp-2", 1), ("fsdp-2-tp-2", 2), ("pp-2", 3)):
+    for mesh, last in (("fsdp-2", 1), ("pp-2", 2)):
         world_size, overrides = MESHES[mesh]
         moved = {**overrides, **settings, "training.steps": last}
         for outcome in pools(world_size).run(run_job, tmp_path / "moving", moved):
