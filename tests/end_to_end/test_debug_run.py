@@ -21,7 +21,7 @@ def test_debug_config_trains_prints_a_sample_and_resumes(tmp_path: Path) -> None
         "--validation.steps=2",
         "--checkpoint.interval=4",
     ]
-    text = launch.run(2, arguments, tmp_path / "log")
+    text = launch.run(2, arguments, tmp_path / "log", as_user=True)
     assert re.search(r"step 6/6 .*loss \d", text)
     assert re.search(r"validation +step 3 +loss \d", text)
     assert re.search(r"Goodput +\d+\.\d% of \d+:\d\d since the first start", text)
