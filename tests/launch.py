@@ -120,9 +120,7 @@ def run(
     **variables: str,
 ) -> str:
     """Run until the process exits, check its exit status, and return its output."""
-    process = start(
-        num_processes, arguments, log, program=program, as_user=as_user, **variables
-    )
+    process = start(num_processes, arguments, log, program=program, as_user=as_user, **variables)
     try:
         actual = process.wait(timeout=240)
     finally:

@@ -23,6 +23,7 @@ Pools = Callable[[int], WorkerPool]
 SETTINGS: dict[str, Any] = {
     "checkpoint.enable": True,
     "checkpoint.interval": 100,
+    "checkpoint.async_mode": "disabled",
     "training.steps": 4,
     "training.local_batch_size": 4,
     "debug.max_skipped_steps": 2,
@@ -101,8 +102,8 @@ def test_stop_ends_the_run_at_the_first_bad_step(pools: Pools, tmp_path: Path) -
     assert min(sample for outcome in resumed for sample in outcome.samples[0]) == 24
 
 
-_STORED = {"checkpoint.interval": 2, "checkpoint.async_mode": "disabled"}
-_IN_MEMORY = {"checkpoint.interval": 100, "checkpoint.ram_interval": 1}
+_STORED = {"checkpoint.interval": 2}
+_IN_MEMORY = {"checkpoint.async_mode": "async", "checkpoint.ram_interval": 1}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ _TORCHRUN = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", _TORCHRUN)
 def test_ranks_die_with_a_killed_torchrun(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
