@@ -23,8 +23,9 @@ from torchtitan_lite.launcher.supervised import rank_environment
 
 REPOSITORY = Path(__file__).parent.parent
 FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["tests.job", "torch._dynamo"])
-
+FORK_SERVER.set_forkserver_preload(
+    ["tests.job", "torch._dynamo", "torchtitan_lite.replica.torchft_manager", "pytest"]
+)
 
 _GRACE_S = 30.0
 """Time that ranks have to stop after another rank failed, as with torchrun."""
@@ -140,7 +141,7 @@ def _run_ranks(
         _run_program(words, {**environment, **own}, REPOSITORY, log)
         os._exit(0)
     # The store has threads, so it is created after the forks.
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _, port in ports:

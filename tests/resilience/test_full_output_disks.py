@@ -20,6 +20,8 @@ from tests import launch
 from tests.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.report.samples import check_samples
 
+pytestmark = pytest.mark.matrix
+
 _STEPS, _FULL_AT, _FREED_AT = 36, 4, 28
 
 
@@ -110,7 +112,7 @@ def _check_state(tmp_path: Path, run: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("fault", ["full", pytest.param("read-only", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("fault", ["full", "read-only"])
 def test_one_process_trains_on_and_completes_its_files(
     fault: str, tmp_path: Path, disk: Path
 ) -> None:
@@ -145,7 +147,6 @@ def test_one_process_trains_on_and_completes_its_files(
     _check_state(tmp_path, run)
 
 
-@pytest.mark.matrix
 def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path: Path, disk: Path) -> None:
     run, log = disk / "run", tmp_path / "log"
     process = launch.start(
@@ -186,7 +187,6 @@ def _rank_of(launcher: subprocess.Popen[bytes], replica: int) -> psutil.Process:
     raise AssertionError(f"replica {replica} does not run")
 
 
-@pytest.mark.matrix
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("is_killed", [False, True], ids=["trains on", "restarts"])
 def test_replicas_train_on(is_killed: bool, tmp_path: Path, disk: Path) -> None:

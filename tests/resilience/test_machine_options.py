@@ -54,18 +54,9 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
     return fails
 
 
-@pytest.mark.parametrize(
-    ("more", "error"),
-    [
-        (["--nnodes=2"], "fingerprint is 2-[0-9a-f]+ here, but 2-0123456789ab on the first"),
-        (["--nnodes=2", "--rdzv-id=other"], "--rdzv-id is other here, but default on the first"),
-        (["--nnodes=4"], "--nnodes is 4 here, but 2 on the first machine"),
-    ],
-)
-def test_a_machine_of_another_run_names_the_difference(
-    endpoint: str, more: list[str], error: str, fails: Fails
-) -> None:
-    line = fails(endpoint, *more)
+def test_a_machine_of_another_run_names_the_difference(endpoint: str, fails: Fails) -> None:
+    line = fails(endpoint, "--nnodes=2")
+    error = "fingerprint is 2-[0-9a-f]+ here, but 2-0123456789ab on the first"
     assert re.search(error, line), line
 
 

@@ -60,7 +60,7 @@ def _check(method: str, num_ranks: int, more: Sequence[str], folder: Path, *, ki
             run.start(1, faults=faults)
             while run.steps(0)[-1]["num_replicas"] == 1:
                 run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)
-            run.wait_for_step(1, run.steps(0)[-1]["step"] + _SYNC)
+            run.wait_for_step(1, run.steps(0)[-1]["step"] + 2 * _SYNC)
             run.stop()
         assert [run.wait(number) for number in run.running] == [0, 0], run.text(0) + run.text(1)
         first, second = _held_out(run, 0), _held_out(run, 1)
