@@ -94,7 +94,7 @@ def _is_rank(process: psutil.Process, replica: int, rank: int) -> bool:
 
 
 @contextmanager
-def killed_at_exit(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
+def killed_at_exit(process: launch.Process, folder: Path) -> Iterator[None]:
     """At the end of the block, kill what is left of a launched run."""
     try:
         yield
@@ -109,7 +109,7 @@ def killed_at_exit(process: subprocess.Popen[bytes], folder: Path) -> Iterator[N
     assert not left
 
 
-def output_of(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> str:
+def output_of(process: launch.Process, log: Path, timeout_s: float = 120) -> str:
     """Return the output of a launcher that must exit with status 0."""
     status = process.wait(timeout=timeout_s)
     text = log.read_text()

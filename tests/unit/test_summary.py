@@ -101,8 +101,8 @@ def test_the_sample_of_a_fine_tuning_answers_a_question_of_its_data(
     question, answer = sample.splitlines()[:2]
     assert question == "user: What does a lighthouse do?"
     assert answer.strip().startswith("assistant:")
-    # Three tokens of the tiny vocabulary, in place of 80.
-    assert len(answer) < 60
+    # 80 tokens have 200 characters.
+    assert len(sample) < 100
 
 
 def test_a_finished_run_ends_well_without_its_sample(pools: Pools, tmp_path: Path) -> None:
