@@ -122,6 +122,19 @@ def copy_tree(folder: Path) -> None:
     folder.mkdir(parents=True)
     for name in _LINKED:
         (folder / name).symlink_to(ROOT / name)
+    copy_configs(folder)
+    # With the stamp by which make finds it complete.
+    (folder / ".venv").mkdir()
+    for entry in user_environment().iterdir():
+        if not entry.name.startswith("."):
+            (folder / ".venv" / entry.name).symlink_to(entry)
+    (folder / ".venv" / ".installed").touch()
+    # The command of an installation.
+    write_command(folder / ".bin" / "torchtitan-lite", 'exec python -m torchtitan_lite "$@"')
+
+
+def copy_configs(folder: Path) -> None:
+    """Copy the configs, with small settings, to a folder below `folder`."""
     (folder / "configs").mkdir()
     for config in (ROOT / "configs").glob("*.toml"):
         text = config.read_text(encoding="utf-8")
@@ -134,14 +147,6 @@ def copy_tree(folder: Path) -> None:
         text = text.replace('dataset = "python_stdlib"', corpus)
         text = text.replace('"tests/assets/', f'"{ROOT}/tests/assets/')
         (folder / "configs" / config.name).write_text(text, encoding="utf-8")
-    # With the stamp by which make finds it complete.
-    (folder / ".venv").mkdir()
-    for entry in user_environment().iterdir():
-        if not entry.name.startswith("."):
-            (folder / ".venv" / entry.name).symlink_to(entry)
-    (folder / ".venv" / ".installed").touch()
-    # The command of an installation.
-    write_command(folder / ".bin" / "torchtitan-lite", 'exec python -m torchtitan_lite "$@"')
 
 
 @dataclass

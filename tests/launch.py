@@ -15,9 +15,10 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from tests.forks import REPOSITORY, ForkedRun
 from tests.job import FIXTURE
 
-REPOSITORY = Path(__file__).parent.parent
+Process = subprocess.Popen[bytes] | ForkedRun
 LOGS = REPOSITORY / "test-logs"
 """Logs of a test session; the file `failures` lists those of failed processes."""
 SMALL: tuple[str, ...] = (
@@ -25,6 +26,7 @@ SMALL: tuple[str, ...] = (
     f"--training.dataset_path={FIXTURE}",
     "--training.held_out_fraction=0",
     "--validation.enable=false",
+    "--validation.sample_tokens=1",
     "--metrics.enable_tensorboard=false",
     "--training.seq_len=32",
     "--training.local_batch_size=2",
@@ -86,13 +88,17 @@ def start(
     *,
     program: Sequence[str] = PROGRAM,
     prefix: Sequence[str] = (),
+    as_user: bool = False,
     **variables: str,
-) -> subprocess.Popen[bytes]:
+) -> Process:
     """Start a run with `variables` added to its environment, and write its output to `log`. A
-    command line `prefix` runs the command that follows it."""
+    command line `prefix` runs the command that follows it. Programs of this repository are forks
+    unless `as_user` requires new interpreters and torchrun."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
+    if program in (PROGRAM, FAULTY_PROGRAM) and not prefix and not as_user:
+        return ForkedRun(num_processes, program, arguments, environment, log)
     with log.open("ab") as file:
         return subprocess.Popen(
             [*prefix, *command(num_processes, arguments, program)],
@@ -110,10 +116,11 @@ def run(
     *,
     status: int = 0,
     program: Sequence[str] = PROGRAM,
+    as_user: bool = False,
     **variables: str,
 ) -> str:
     """Run until the process exits, check its exit status, and return its output."""
-    process = start(num_processes, arguments, log, program=program, **variables)
+    process = start(num_processes, arguments, log, program=program, as_user=as_user, **variables)
     try:
         actual = process.wait(timeout=240)
     finally:
@@ -126,7 +133,7 @@ def run(
 
 
 def wait_for_step(
-    folder: Path, step: int, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120
+    folder: Path, step: int, process: Process, log: Path, timeout_s: float = 120
 ) -> None:
     """Block until the run has written the metrics of `step`."""
     deadline = time.monotonic() + timeout_s
@@ -158,17 +165,20 @@ def time_accounting_of(folder: Path) -> dict[str, Any]:
     return accounting
 
 
-def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def ranks_of(process: Process) -> list[psutil.Process]:
     """Return the running rank processes that `process` started."""
     ranks = []
-    for child in psutil.Process(process.pid).children():
+    children = psutil.Process(process.pid).children()
+    if isinstance(process, ForkedRun):
+        return children if process.num_ranks > 1 else []
+    for child in children:
         with suppress(psutil.NoSuchProcess):
             if {"train.py", "torchtitan_lite", "tests.faulty_trainer"} & set(child.cmdline()):
                 ranks.append(child)
     return ranks
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: Process) -> None:
     """Kill a run and its ranks, if it still runs."""
     if process.poll() is None:
         kill(ranks_of(process))

@@ -1,7 +1,6 @@
 """Replicas in real processes, started as by a user's torchrun, and a lighthouse."""
 
 import secrets
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,8 @@ from torchtitan_lite.lighthouse.server import LighthouseService
 from torchtitan_lite.report import check_samples
 
 HEARTBEAT_TIMEOUT_MS = 2500
+_SLOW = "slow=0.05"
+"""Keeps a replica from taking hundreds of steps while another starts."""
 ENDLESS: tuple[str, ...] = (
     *launch.SMALL,
     "--training.dtype=float64",
@@ -42,7 +43,7 @@ class Replicas:
         self.folder = folder
         self._num_ranks, self._arguments, self._url = num_ranks, arguments, url
         self.token = secret
-        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.running: dict[int, launch.Process] = {}
 
     def start(
         self, number: int, *more: str, faults: str = "", num_ranks: int | None = None
@@ -211,8 +212,8 @@ def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator
 def kill_and_restart(run: Replicas, halt: Path) -> None:
     """Start two replicas, kill one in a step, which it enters once the file `halt` exists, restart
     it, and stop the run once both have trained together again."""
-    run.start(0)
-    run.start(1, faults=f"blocked_by={halt}")
+    run.start(0, faults=_SLOW)
+    run.start(1, faults=f"{_SLOW} blocked_by={halt}")
     run.wait_for_step(0, 4)
     run.wait_for_step(1, 4)
     # Killed between two steps, it would cost the other replica nothing.
@@ -220,7 +221,7 @@ def kill_and_restart(run: Replicas, halt: Path) -> None:
     run.kill(1)
     run.wait_for_step(0, run.steps(0)[-1]["step"] + 3)
     assert run.steps(0)[-1]["num_replicas"] == 1
-    run.start(1)
+    run.start(1, faults=_SLOW)
     returned = run.steps(0)[-1]["step"]
     while run.steps(0)[-1]["num_replicas"] == 1:
         run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)

@@ -27,7 +27,6 @@ from torchtitan_lite.metrics import Event
 from torchtitan_lite.outputs import SAMPLE
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
 
-_SAMPLE_TOKENS = 80
 _SAMPLE_MAX_PARAMS = 2_000_000_000
 """A generating copy of a larger model might not fit into memory next to the training state."""
 
@@ -170,7 +169,11 @@ def _sample(built: Built, config: Config, prompt: str | ChatPrompt) -> str | Non
         except ConfigError:
             return None
     (text,) = generator.texts(
-        job.state, prompt=prompt, count=1, max_new_tokens=_SAMPLE_TOKENS, temperature=0.8
+        job.state,
+        prompt=prompt,
+        count=1,
+        max_new_tokens=config.validation.sample_tokens,
+        temperature=config.validation.sample_temperature,
     )
     return text
 

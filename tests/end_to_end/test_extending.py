@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import run_command
+from tests.docs_commands import copy_configs
+from tests.forks import run_command, run_program
 from tests.launch import REPOSITORY
 
 _FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```\n", re.DOTALL)
@@ -39,9 +40,9 @@ def call(*words: str, folder: Path, status: int = 0) -> str:
 
 def test_example_package(tmp_path: Path) -> None:
     write_files("extending.md", tmp_path)
-    command = ("-m", "torchtitan_lite", "train", "--config", "fruits.toml")
-    text = call(*command, "--nproc=2", "--training.cache_folder=cache", folder=tmp_path)
-    assert "2 processes: dp_shard 2" in text and "tiny_llama" not in text
+    command = ("train", "--config", "fruits.toml", "--training.cache_folder=cache")
+    text = run_command(*command, folder=tmp_path)
+    assert "step 4/4" in text and "tiny_llama" not in text
     folder = tmp_path / "outputs" / "fruits"
     losses = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
     assert [step for step, _ in losses] == [1, 2, 3, 4]
@@ -51,8 +52,7 @@ def test_example_package(tmp_path: Path) -> None:
     resolved = (folder / "config.toml").read_text()
     assert 'name = "pear"' in resolved and "max_norm_after = 0.01" in resolved
     # The run resumes, and a changed override reaches the hook.
-    more = ("--training.steps=5", "--fruit.name=plum", "--training.cache_folder=cache")
-    run_command(*command[2:], *more, folder=tmp_path)
+    run_command(*command, "--training.steps=5", "--fruit.name=plum", folder=tmp_path)
     assert '"plum"' in (folder / "metrics.jsonl").read_text()
     generate = ("generate", str(folder / "checkpoint"), "--prompt=3 apples")
     assert "is not one of" in run_command(*generate, folder=tmp_path, status=1)
@@ -85,16 +85,27 @@ def test_help_lists_the_keys(tmp_path: Path) -> None:
     assert "Which fruit the texts are about." in text
 
 
-def test_python_api_script(tmp_path: Path) -> None:
-    write_files("python_api.md", tmp_path)
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    text = call("train_in_python.py", folder=tmp_path)
-    assert "finished True, step 3, llama3" in text
-    texts, *rest = call("use_in_python.py", folder=tmp_path).partition("rank 0 has")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the script of the docs has trained, on a small corpus."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_files("python_api.md", folder)
+    copy_configs(folder)
+    assert "finished True, step 3, llama3" in run_program("train_in_python.py", folder=folder)
+    return folder
+
+
+def test_python_api_script(trained: Path) -> None:
+    texts, *rest = run_program("use_in_python.py", folder=trained).partition("rank 0 has")
     assert texts.startswith("'import os") and texts.count("length\n") == 2
     assert rest == ["rank 0 has", " (2048, 128) of (2048, 128)\n"]
+
+
+@pytest.mark.matrix
+def test_python_api_script_on_two_ranks(trained: Path) -> None:
+    texts = run_program("use_in_python.py", folder=trained).partition("rank 0 has")[0]
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "use_in_python.py")
-    on_two = call(*torchrun, folder=tmp_path)
+    on_two = call(*torchrun, folder=trained)
     assert texts in on_two
     for rank in range(2):
         assert f"rank {rank} has (1024, 128) of (2048, 128)\n" in on_two

@@ -26,6 +26,7 @@ def test_the_config_learns_conversations(tmp_path: Path, capfd: pytest.CaptureFi
         f"--training.cache_folder={tmp_path / 'cache'}",
         "--training.steps=8",
         "--validation.freq=8",
+        "--validation.sample_tokens=8",
         "--lr_scheduler.warmup_steps=1",
         "--job.device=cpu",
     ]

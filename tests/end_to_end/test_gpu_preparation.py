@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.forks import run_program
 from tests.launch import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_suite.sh"
@@ -56,14 +57,10 @@ def test_versions_are_those_that_the_other_tests_run_on() -> None:
     assert needed - set(carried) - ASSUMED - optional == set()
 
 
-def test_without_a_gpu_the_benchmark_says_so() -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--quick"]
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0
-    assert done.stdout == "benchmarks.gpu needs a GPU, and there is none: nothing was measured.\n"
+def test_without_a_gpu_the_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    text = run_program("-m", "benchmarks.gpu", "--quick")
+    assert text == "benchmarks.gpu needs a GPU, and there is none: nothing was measured.\n"
 
 
 @pytest.fixture(scope="module")

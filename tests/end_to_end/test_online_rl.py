@@ -20,7 +20,7 @@ from examples.online_rl.task import END, encode, reward
 from tests import launch
 
 
-def _start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, steps: int) -> launch.Process:
     return launch.start(
         1,
         ["--out", str(folder), "--steps", str(steps)],
@@ -30,7 +30,7 @@ def _start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def _running(folder: Path, steps: int) -> Iterator[subprocess.Popen[bytes]]:
+def _running(folder: Path, steps: int) -> Iterator[launch.Process]:
     """Run the example until the end of the block. Its jobs die with it."""
     process = _start(folder, steps)
     try:
@@ -60,7 +60,7 @@ def _rollouts(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def _kill(process: subprocess.Popen[bytes], *jobs: str) -> None:
+def _kill(process: launch.Process, *jobs: str) -> None:
     """kill -9 jobs of the example."""
     found = [
         child
@@ -72,7 +72,7 @@ def _kill(process: subprocess.Popen[bytes], *jobs: str) -> None:
         child.send_signal(signal.SIGKILL)
 
 
-def _wait_for_version(folder: Path, version: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_version(folder: Path, version: int, process: launch.Process) -> None:
     deadline = time.monotonic() + 300
     while not (folder / "rollouts" / f"version-{version}.json").exists():
         assert process.poll() is None and time.monotonic() < deadline, _logs(folder)
@@ -88,6 +88,7 @@ def test_the_reward() -> None:
     assert reward("3+4=", [*encode("07"), END]) == 0.0
 
 
+@pytest.mark.matrix
 def test_each_step_trains_on_the_version_before_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     text = _run(folder, steps=4)

@@ -98,9 +98,7 @@ def test_the_command_receives_deltas_from_servers(
     settings = ("--publish.address=127.0.0.1", "--publish.deltas=true", "--publish.dtype=bfloat16")
     with publishing_run(run, *settings, *small_steps, "--publish.keep_versions=8"):
         url = read_json((run / PUBLISHED_FILE).read_bytes())["url"]
-        command = [sys.executable, "-m", "torchtitan_lite", "subscribe", url, "--versions", "4"]
-        # A fork would lack the token.
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        output = run_command("subscribe", url, "--versions", "4")
     first, *later = re.findall(r"MiB changed, (.*)received in", output)
     assert first == "" and len(later) == 3
     assert all(re.fullmatch(r"[0-2]\.\d MiB ", received) for received in later), output

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forks import run_command
 from tests.launch import REPOSITORY, SMALL, wait_until
 
 _started: list[subprocess.Popen[bytes]] = []
@@ -76,22 +77,19 @@ def run_without_end(folder: Path) -> list[str]:
 
 
 def test_an_invalid_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
-    log, folder = tmp_path / "log", tmp_path / "run"
-    process = start("--nproc=3", *SMALL, f"--job.dump_folder={folder}", log=log)
-    assert process.wait(120) == 1
-    assert len(log.read_text().splitlines()) == 1
-    assert "but there are 3 processes" in log.read_text() or "global_batch_size" in log.read_text()
+    folder = tmp_path / "run"
+    own = ("--nproc=3", *SMALL, f"--job.dump_folder={folder}")
+    text = run_command("train", *own, status=1)
+    assert len(text.splitlines()) == 1
+    assert "but there are 3 processes" in text or "global_batch_size" in text
     assert not folder.exists()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("nproc", "number"),
-    [
-        (2, signal.SIGINT),
-        pytest.param(1, signal.SIGINT, marks=pytest.mark.matrix),
-        # A closed terminal.
-        pytest.param(2, signal.SIGHUP, marks=pytest.mark.matrix),
-    ],
+    # SIGHUP: a closed terminal.
+    [(2, signal.SIGINT), (1, signal.SIGINT), (2, signal.SIGHUP)],
 )
 def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
@@ -146,9 +144,10 @@ def test_a_port_in_use_is_one_line_on_all_ranks(tmp_path: Path) -> None:
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
-    wait_until(lambda: has_stepped(folder), 120)
     ranks = ranks_of(process)
+    # A rank arranges this before it imports torch. Otherwise it would report the lost agent.
     process.kill()
     process.wait(60)
     gone, alive = psutil.wait_procs(ranks, timeout=60)
     assert len(gone) == 2 and not alive
+    assert "Error" not in log.read_text() and "ERROR" not in log.read_text()

@@ -13,64 +13,70 @@ from tests.pool import WorkerPool
 from tests.tolerances import PARITY_FLOAT64
 
 Pools = Callable[[int], WorkerPool]
+Meshes = dict[str, tuple[int, dict[str, Any]]]
+"""Number of ranks and settings by name."""
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 TP = {"parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 2}
 CP = {"parallelism.context_parallel_degree": 2}
 PP = {"parallelism.pipeline_parallel_degree": 2}
-MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+MESHES: Meshes = {
     "one process": (1, {}),
     "fsdp-2": (2, {}),
     "fsdp-4": (4, {}),
     "hsdp-2x2": (4, HSDP),
     "tp-2": (2, TP),
+    "pp-2": (2, PP),
     "fsdp-2-tp-2": (4, TP),
     "pp-2-fsdp-2": (4, PP),
     "fsdp-2-cp-2": (4, CP),
     "pp-2-tp-2": (4, {**PP, **TP}),
 }
 EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
-EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+EXPERT_MESHES: Meshes = {
     "one process": (1, EXPERTS),
+    "ep-2": (2, {**EXPERTS, "parallelism.expert_parallel_degree": 2}),
     "fsdp-4": (4, EXPERTS),
     "fsdp-2-ep-2": (4, {**EXPERTS, "parallelism.expert_parallel_degree": 2}),
     "ep-4": (4, {**EXPERTS, "parallelism.expert_parallel_degree": 4}),
     "replicate-2-ep-2": (4, {**EXPERTS, **HSDP, "parallelism.expert_parallel_degree": 2}),
 }
-SAVING = {"checkpoint.enable": True, "checkpoint.interval": 100}
+SAVING = {
+    "checkpoint.enable": True,
+    "checkpoint.interval": 100,
+    # Asynchronous saves: `test_resume`.
+    "checkpoint.async_mode": "disabled",
+    "training.global_batch_size": 4,
+}
 
 
-def with_muon(
-    meshes: dict[str, tuple[int, dict[str, Any]]],
-) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Add Muon in float64: in bfloat16, a weight that another order of sums changes in its last bit
-    may round to another number."""
-    muon = {"optimizer.name": "Muon", "optimizer.muon_dtype": "float64"}
-    return {name: (size, {**settings, **muon}) for name, (size, settings) in meshes.items()}
+def with_settings(meshes: Meshes, more: dict[str, Any]) -> Meshes:
+    return {name: (size, {**settings, **more}) for name, (size, settings) in meshes.items()}
 
 
-SHORT = ("one process", "fsdp-2-tp-2", "pp-2-fsdp-2", "fsdp-2-cp-2", "hsdp-2x2")
-SHORT_EXPERTS = ("one process", "fsdp-2-ep-2", "ep-4")
+MUON = {"optimizer.name": "Muon", "optimizer.muon_dtype": "float64"}
+"""In bfloat16, a weight that another order of sums changes in its last bit may round to another
+number."""
+TIED = {"model.flavor": "odd_tied"}
+SHORT = ("one process", "fsdp-2-tp-2", "pp-2")
+SHORT_EXPERTS = ("one process", "ep-2")
 
 
 @pytest.mark.parametrize(
     "meshes",
     [
-        {name: MESHES[name] for name in SHORT},
-        {name: EXPERT_MESHES[name] for name in SHORT_EXPERTS},
-        with_muon({name: EXPERT_MESHES[name] for name in SHORT_EXPERTS}),
+        with_settings({name: MESHES[name] for name in SHORT}, TIED),
+        with_settings({name: EXPERT_MESHES[name] for name in SHORT_EXPERTS}, MUON),
         pytest.param(MESHES, marks=pytest.mark.matrix),
         pytest.param(EXPERT_MESHES, marks=pytest.mark.matrix),
-        pytest.param(with_muon(MESHES), marks=pytest.mark.matrix),
-        pytest.param(with_muon(EXPERT_MESHES), marks=pytest.mark.matrix),
+        pytest.param(with_settings(MESHES, MUON), marks=pytest.mark.matrix),
+        pytest.param(with_settings(EXPERT_MESHES, MUON), marks=pytest.mark.matrix),
     ],
     ids=[
-        *("dense", "experts", "experts, Muon", "all dense", "all experts"),
+        *("tied", "experts, Muon", "all dense", "all experts"),
         *("all dense, Muon", "all experts, Muon"),
     ],
 )
-def test_a_run_moves_from_mesh_to_mesh(
-    meshes: dict[str, tuple[int, dict[str, Any]]], pools: Pools, tmp_path: Path
-) -> None:
+def test_a_run_moves_from_mesh_to_mesh(meshes: Meshes, pools: Pools, tmp_path: Path) -> None:
     """Each mesh saves once and resumes once."""
     last = 2 * len(meshes)
     always = {**SAVING, "lr_scheduler.total_steps": last}
@@ -90,7 +96,7 @@ def test_a_run_moves_from_mesh_to_mesh(
 @pytest.mark.parametrize("meshes", [MESHES, EXPERT_MESHES], ids=["dense", "experts"])
 @pytest.mark.parametrize("position", range(len(MESHES)))
 def test_every_mesh_resumes_a_checkpoint_of_one(
-    meshes: dict[str, tuple[int, dict[str, Any]]], position: int, pools: Pools, tmp_path: Path
+    meshes: Meshes, position: int, pools: Pools, tmp_path: Path
 ) -> None:
     if position >= len(meshes):
         pytest.skip("this table has fewer meshes")

@@ -4,7 +4,6 @@ with bitwise the weights of an undisturbed run."""
 import json
 import random
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +58,7 @@ def _writers(ranks: list[psutil.Process]) -> list[psutil.Process]:
     ]
 
 
-def _kill(process: subprocess.Popen[bytes], what: str) -> list[psutil.Process]:
+def _kill(process: launch.Process, what: str) -> list[psutil.Process]:
     """Kill processes with SIGKILL and return the writers that ran."""
     ranks = launch.ranks_of(process)
     writers = _writers(ranks)
@@ -273,7 +272,7 @@ def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: P
     # A flush at the end of the grace period would be far too late.
     process = launch.start(_RANKS, [*arguments, "--checkpoint.preemption_grace_s=90"], log)
     try:
-        launch.wait_for_step(run, 20, process, log)
+        launch.wait_for_step(run, 6, process, log)
         writers = _kill(process, "all ranks")
         killed_at = time.monotonic()
         reached = launch.steps_of(run)[-1]["step"]

@@ -20,7 +20,9 @@ from tests import launch
 from tests.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.report.samples import check_samples
 
-_STEPS, _FULL_AT, _FREED_AT = 70, 8, 35
+pytestmark = pytest.mark.matrix
+
+_STEPS, _FULL_AT, _FREED_AT = 36, 4, 28
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def _arguments(tmp_path: Path, run: Path) -> list[str]:
     ]
 
 
-def _wait_for_printed_step(log: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_printed_step(log: Path, step: int, process: launch.Process) -> None:
     deadline = time.monotonic() + 120
     while f"step {step}/" not in log.read_text():
         assert process.poll() is None, log.read_text()[-4000:]
@@ -116,7 +118,7 @@ def test_one_process_trains_on_and_completes_its_files(
 ) -> None:
     run, log = disk / "run", tmp_path / "log"
     process = launch.start(
-        1, _arguments(tmp_path, run), log, program=launch.FAULTY_PROGRAM, FAULTS="slow=0.05"
+        1, _arguments(tmp_path, run), log, program=launch.FAULTY_PROGRAM, FAULTS="slow=0.03"
     )
     try:
         launch.wait_for_step(run, _FULL_AT, process, log)
@@ -145,7 +147,6 @@ def test_one_process_trains_on_and_completes_its_files(
     _check_state(tmp_path, run)
 
 
-@pytest.mark.matrix
 def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path: Path, disk: Path) -> None:
     run, log = disk / "run", tmp_path / "log"
     process = launch.start(
@@ -187,11 +188,7 @@ def _rank_of(launcher: subprocess.Popen[bytes], replica: int) -> psutil.Process:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize(
-    "is_killed",
-    [False, pytest.param(True, marks=pytest.mark.matrix)],
-    ids=["trains on", "restarts"],
-)
+@pytest.mark.parametrize("is_killed", [False, True], ids=["trains on", "restarts"])
 def test_replicas_train_on(is_killed: bool, tmp_path: Path, disk: Path) -> None:
     """The logs of the launcher and of its ranks are on the full disk, too. A replica that is killed
     meanwhile restarts; its lines in memory are lost, and the check of samples says so."""

@@ -94,7 +94,7 @@ def _is_rank(process: psutil.Process, replica: int, rank: int) -> bool:
 
 
 @contextmanager
-def killed_at_exit(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
+def killed_at_exit(process: launch.Process, folder: Path) -> Iterator[None]:
     """At the end of the block, kill what is left of a launched run."""
     try:
         yield
@@ -109,7 +109,7 @@ def killed_at_exit(process: subprocess.Popen[bytes], folder: Path) -> Iterator[N
     assert not left
 
 
-def output_of(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> str:
+def output_of(process: launch.Process, log: Path, timeout_s: float = 120) -> str:
     """Return the output of a launcher that must exit with status 0."""
     status = process.wait(timeout=timeout_s)
     text = log.read_text()
@@ -214,35 +214,38 @@ def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
     }
 
 
-def test_a_replica_that_loses_a_rank_recovers_and_all_finish(tmp_path: Path) -> None:
-    folder, log = tmp_path / "run", tmp_path / "log"
-    process = start(folder, log)
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_a_replica_that_loses_a_rank_recovers_and_all_finish(replicas: int, tmp_path: Path) -> None:
+    folder, log, last = tmp_path / "run", tmp_path / "log", replicas - 1
+    process = start(folder, log, replicas=replicas)
     started_with = {process.pid}
     with killed_at_exit(process, folder):
-        launch.wait_for_step(folder / REPLICAS[1], 4, process, log)
+        launch.wait_for_step(folder / REPLICAS[last], 4, process, log)
         started_with |= {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
-        rank_of(folder, 1).send_signal(signal.SIGKILL)
+        rank_of(folder, last).send_signal(signal.SIGKILL)
         text = output_of(process, log)
     assert not {pid for pid in started_with if psutil.pid_exists(pid)}
-    assert "replica 1: failed, rank 0: killed by SIGKILL" in text
-    assert "replica 1: restarts in 0.2 s" in text
-    assert len(re.findall(r"^.{8} replica \d: finished at step \d+$", text, re.MULTILINE)) == 2
-    assert len(re.findall(r"^replica \d: goodput \d+\.\d% of \d+ s", text, re.MULTILINE)) == 2
-    for name in REPLICAS:
+    assert f"replica {last}: failed, rank 0: killed by SIGKILL" in text
+    assert f"replica {last}: restarts in 0.2 s" in text
+    for line in (
+        r"^.{8} replica \d: finished at step \d+$",
+        r"^replica \d: goodput \d+\.\d% of \d+ s",
+    ):
+        assert len(re.findall(line, text, re.MULTILINE)) == replicas
+    for name in REPLICAS[:replicas]:
         assert launch.steps_of(folder / name)[-1]["step"] == FEW_STEPS
     logs = folder / "launch_logs"
     # It may join later than the other replica, so its first step is unknown.
-    first_attempt = (logs / REPLICAS[1] / "attempt_00" / "rank_0.log").read_text()
+    first_attempt = (logs / REPLICAS[last] / "attempt_00" / "rank_0.log").read_text()
     assert re.search(rf"^step \d+/{FEW_STEPS} ", first_attempt, re.MULTILINE)
     last_step = f"step {FEW_STEPS}/{FEW_STEPS}"
-    assert last_step in (logs / REPLICAS[1] / "attempt_01" / "rank_0.log").read_text()
+    assert last_step in (logs / REPLICAS[last] / "attempt_01" / "rank_0.log").read_text()
     assert not any("torchft::" in path.read_text() for path in logs.rglob("*.log"))
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("replicas", "ranks"), [pytest.param(1, "2", marks=pytest.mark.matrix), (2, "1")]
-)
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, "2"), (2, "1")])
 def test_a_replica_that_others_ask_to_stop_saves_and_is_started_again(
     tmp_path: Path, undisturbed_losses: dict[int, float], replicas: int, ranks: str
 ) -> None:
@@ -265,6 +268,7 @@ def test_a_replica_that_others_ask_to_stop_saves_and_is_started_again(
     assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(200)
 def test_a_replica_is_not_started_again_if_the_launcher_is_asked_to_stop_too(
     tmp_path: Path,

@@ -116,6 +116,7 @@ def test_without_room_for_snapshots_the_last_step_is_saved(
     assert run.losses() == pytest.approx(expected, rel=FAULTS_FLOAT64)
 
 
+@pytest.mark.matrix
 def test_a_mesh_that_does_not_fit_is_rejected(runs: list[SparedRun], tmp_path: Path) -> None:
     run = SparedRun(tmp_path / "run", 2, 1, "--training.steps=100000")
     runs.append(run)

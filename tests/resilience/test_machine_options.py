@@ -1,16 +1,14 @@
 """A machine that does not belong to the run ends with one clear error, and so does one that waits
 for others in vain."""
 
-import os
 import re
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests import launch
+from tests.forks import run_command
 from torchtitan_lite.rendezvous.link import RendezvousLink
 from torchtitan_lite.rendezvous.server import rendezvous_server
 
@@ -38,61 +36,53 @@ def endpoint() -> Iterator[str]:
         link.leave()
 
 
-def _fails(endpoint: str, *more: str, token: str = _TOKEN, num_warnings: int = 0) -> str:
-    """Start a machine, and return the line that it prints after its warnings."""
-    command = [sys.executable, "-m", "torchtitan_lite", "train", f"--rdzv-endpoint={endpoint}"]
-    done = subprocess.run(
-        [*command, *_ARGUMENTS, *more],
-        cwd=launch.REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHTITAN_LITE_TOKEN": token},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    lines = (done.stdout + done.stderr).splitlines()
-    assert len(lines) == num_warnings + 1, lines
-    return lines[-1]
+Fails = Callable[..., str]
 
 
-@pytest.mark.parametrize(
-    ("more", "error"),
-    [
-        (["--nnodes=2"], "fingerprint is 2-[0-9a-f]+ here, but 2-0123456789ab on the first"),
-        (["--nnodes=2", "--rdzv-id=other"], "--rdzv-id is other here, but default on the first"),
-        (["--nnodes=4"], "--nnodes is 4 here, but 2 on the first machine"),
-    ],
-)
-def test_a_machine_of_another_run_names_the_difference(
-    endpoint: str, more: list[str], error: str
-) -> None:
-    line = _fails(endpoint, *more)
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
+    """Return a function that starts a machine, and returns the line that it prints after its
+    warnings."""
+
+    def fails(endpoint: str, *more: str, token: str = _TOKEN, num_warnings: int = 0) -> str:
+        monkeypatch.setenv("TORCHTITAN_LITE_TOKEN", token)
+        own = (f"--rdzv-endpoint={endpoint}", *_ARGUMENTS, *more)
+        lines = run_command("train", *own, status=1).splitlines()
+        assert len(lines) == num_warnings + 1, lines
+        return lines[-1]
+
+    return fails
+
+
+def test_a_machine_of_another_run_names_the_difference(endpoint: str, fails: Fails) -> None:
+    line = fails(endpoint, "--nnodes=2")
+    error = "fingerprint is 2-[0-9a-f]+ here, but 2-0123456789ab on the first"
     assert re.search(error, line), line
 
 
 @pytest.mark.matrix
-def test_another_token_is_rejected(endpoint: str) -> None:
+def test_another_token_is_rejected(endpoint: str, fails: Fails) -> None:
     # Anybody on the way could have answered: it is reported, and asks until its time limit.
     more = ("--nnodes=2", "--rdzv-timeout-s=3")
-    line = _fails(endpoint, *more, token="another secret of them", num_warnings=1)
+    line = fails(endpoint, *more, token="another secret of them", num_warnings=1)
     assert "TORCHTITAN_LITE_TOKEN must be the same" in line
 
 
-def test_a_token_that_is_too_short_is_rejected(endpoint: str) -> None:
-    assert "has 5 characters of at least 16" in _fails(endpoint, "--nnodes=2", token="short")
+def test_a_token_that_is_too_short_is_rejected(endpoint: str, fails: Fails) -> None:
+    assert "has 5 characters of at least 16" in fails(endpoint, "--nnodes=2", token="short")
 
 
 @pytest.mark.matrix
-def test_too_few_machines_are_named() -> None:
+def test_too_few_machines_are_named(fails: Fails) -> None:
     with rendezvous_server("127.0.0.1:0", _TOKEN) as server:
-        line = _fails(server.address, "--nnodes=3", "--rdzv-timeout-s=6")
+        line = fails(server.address, "--nnodes=3", "--rdzv-timeout-s=6")
     assert "1 of 3 machines have joined in 6 s (127.0.0.1 (process" in line
 
 
 @pytest.mark.matrix
-def test_a_rendezvous_that_does_not_answer_is_named() -> None:
+def test_a_rendezvous_that_does_not_answer_is_named(fails: Fails) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    line = _fails(endpoint, "--nnodes=2", "--rdzv-timeout-s=1")
+    line = fails(endpoint, "--nnodes=2", "--rdzv-timeout-s=1")
     assert f"the rendezvous cannot be reached: Nothing answers at {endpoint}" in line

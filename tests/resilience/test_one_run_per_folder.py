@@ -37,7 +37,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _second(folder: Path, log: Path, status: int, *more: str) -> str:
-    arguments = [*launch.SMALL, *_SAVES, "--training.steps=4", f"--job.dump_folder={folder}"]
+    arguments = [*launch.SMALL, *_SAVES, "--training.steps=2", f"--job.dump_folder={folder}"]
     return launch.run(1, [*arguments, *more], log, status=status)
 
 

@@ -24,15 +24,10 @@ _MESHES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mesh", "rank"),
-    [
-        ("fsdp-2", 1),
-        pytest.param("fsdp-2-tp-2", 2, marks=pytest.mark.matrix),
-        pytest.param("fsdp-4", 0, marks=pytest.mark.matrix),
-        pytest.param("pp-2-fsdp-2", 1, marks=pytest.mark.matrix),
-        pytest.param("ep-4", 3, marks=pytest.mark.matrix),
-    ],
+    [("fsdp-2", 1), ("fsdp-2-tp-2", 2), ("fsdp-4", 0), ("pp-2-fsdp-2", 1), ("ep-4", 3)],
 )
 def test_a_spare_takes_the_place_of_a_killed_rank(
     mesh: str, rank: int, runs: list[SparedRun], tmp_path: Path

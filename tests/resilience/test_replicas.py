@@ -17,7 +17,6 @@ from tests.replicas import (
 
 _ARGUMENTS: tuple[str, ...] = (
     *ENDLESS,
-    "--training.seq_len=128",
     # Three rounds, which two replicas cannot split evenly.
     "--training.global_batch_size=6",
     "--metrics.enable_tensorboard=true",

@@ -14,7 +14,6 @@ _SYNC = 4
 _ARGUMENTS: tuple[str, ...] = (
     *launch.SMALL,
     "--training.dtype=float64",
-    "--training.seq_len=64",
     "--training.global_batch_size=4",
     "--training.held_out_fraction=0.25",
     "--validation.enable=true",
@@ -49,15 +48,16 @@ def _check(method: str, num_ranks: int, more: Sequence[str], folder: Path, *, ki
     settings = [f"--fault_tolerance.semi_sync_method={method}", *more]
     steps = 100_000 if kill else 6 * _SYNC
     with replicas(folder, num_ranks, [*_ARGUMENTS, *settings, f"--training.steps={steps}"]) as run:
-        run.start(0)
-        run.start(1)
+        faults = "slow=0.03" if kill else ""
+        run.start(0, faults=faults)
+        run.start(1, faults=faults)
         if kill:
             run.wait_for_step(0, _SYNC + 1)
             run.wait_for_step(1, _SYNC + 1)
             run.kill(1)
-            run.wait_for_step(0, run.steps(0)[-1]["step"] + 2 * _SYNC)
+            run.wait_for_step(0, run.steps(0)[-1]["step"] + _SYNC)
             assert run.steps(0)[-1]["num_replicas"] == 1
-            run.start(1)
+            run.start(1, faults=faults)
             while run.steps(0)[-1]["num_replicas"] == 1:
                 run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)
             run.wait_for_step(1, run.steps(0)[-1]["step"] + 2 * _SYNC)

@@ -33,8 +33,8 @@ def stop_one_rank(folder: Path, log: Path, number: signal.Signals) -> int:
     return step
 
 
-def test_sigint_to_one_rank_saves(tmp_path: Path) -> None:
-    stop_one_rank(tmp_path / "run", tmp_path / "log", signal.SIGINT)
+def test_sigterm_to_one_rank_saves(tmp_path: Path) -> None:
+    stop_one_rank(tmp_path / "run", tmp_path / "log", signal.SIGTERM)
 
 
 @pytest.mark.matrix
@@ -59,10 +59,11 @@ def test_a_signal_to_one_rank_saves_and_resumes_bitwise(
         assert torch.equal(actual[name], tensor), name
 
 
+@pytest.mark.matrix
 def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = [*launch.SMALL, f"--job.dump_folder={folder}", "--training.steps=100000"]
-    process = launch.start(2, arguments, log)
+    process = launch.start(2, arguments, log, as_user=True)
     try:
         launch.wait_for_step(folder, 2, process, log)
         process.send_signal(signal.SIGTERM)

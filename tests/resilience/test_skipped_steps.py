@@ -23,6 +23,7 @@ Pools = Callable[[int], WorkerPool]
 SETTINGS: dict[str, Any] = {
     "checkpoint.enable": True,
     "checkpoint.interval": 100,
+    "checkpoint.async_mode": "disabled",
     "training.steps": 4,
     "training.local_batch_size": 4,
     "debug.max_skipped_steps": 2,
@@ -74,8 +75,6 @@ def test_a_skipped_step_changes_only_the_cursor(dtype: str, pools: Pools, tmp_pa
         assert outcome.finished
     used = sorted(sample for outcome in outcomes for sample in outcome.samples[2])
     assert used == list(range(16, 24))
-    uninterrupted = pools(2).run(run_job, tmp_path / "other", {**settings, "training.steps": 1})
-    assert uninterrupted[0].losses == outcomes[0].losses[:1]
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run_and_save_the_last_good_state(
@@ -101,8 +100,8 @@ def test_stop_ends_the_run_at_the_first_bad_step(pools: Pools, tmp_path: Path) -
     assert min(sample for outcome in resumed for sample in outcome.samples[0]) == 24
 
 
-_STORED = {"checkpoint.interval": 2, "checkpoint.async_mode": "disabled"}
-_IN_MEMORY = {"checkpoint.interval": 100, "checkpoint.ram_interval": 1}
+_STORED = {"checkpoint.interval": 2}
+_IN_MEMORY = {"checkpoint.async_mode": "async", "checkpoint.ram_interval": 1}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ _TORCHRUN = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", _TORCHRUN)
 def test_ranks_die_with_a_killed_torchrun(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -26,7 +27,7 @@ def test_ranks_die_with_a_killed_torchrun(
     own = [*_TORCHRUN[kind], "--nproc-per-node=2", "--rdzv-backend=c10d"]
     own += ["--rdzv-endpoint=localhost:0", "train.py", *_ENDLESS, f"--job.dump_folder={run}"]
     monkeypatch.setattr(launch, "command", lambda *ignored: own)
-    process = launch.start(2, (), log)
+    process = launch.start(2, (), log, as_user=True)
     ranks: list[psutil.Process] = []
     try:
         launch.wait_for_step(run, 3, process, log)
@@ -43,7 +44,8 @@ def test_ranks_die_if_torchrun_is_killed_while_they_start(tmp_path: Path) -> Non
     """At the earliest time at which the ranks exist: most have not set PR_SET_PDEATHSIG yet."""
     log = tmp_path / "log"
     ranks: list[psutil.Process] = []
-    process = launch.start(2, [*_ENDLESS, f"--job.dump_folder={tmp_path / 'run'}"], log)
+    arguments = [*_ENDLESS, f"--job.dump_folder={tmp_path / 'run'}"]
+    process = launch.start(2, arguments, log, as_user=True)
     try:
         launch.wait_until(lambda: launch.ranks_of(process), 60)
         # Stopped first, so that it starts no further rank.

@@ -31,7 +31,7 @@ POINTS = [(victim, n) for victim, most in OPERATIONS.items() for n in range(1, m
 _ATTEMPTS = 3
 """The number of operations varies: if the other writer creates a folder first, the victim does
 fewer."""
-FAST = [point for i, point in enumerate(POINTS) if i % 15 == 7]
+FAST = [point for i, point in enumerate(POINTS) if i % 31 == 7]
 
 
 def _wait_until_gone(pids: list[int]) -> None:

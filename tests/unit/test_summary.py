@@ -96,11 +96,13 @@ def end(folder: Path, overrides: dict[str, Any], has_template: bool = True) -> s
 def test_the_sample_of_a_fine_tuning_answers_a_question_of_its_data(
     pools: Pools, tmp_path: Path
 ) -> None:
-    (text,) = pools(1).run(end, tmp_path / "chat", CHAT)
+    (text,) = pools(1).run(end, tmp_path / "chat", CHAT | {"validation.sample_tokens": 3})
     sample = text.partition("A sample of the model:")[2].partition("Outputs")[0].strip()
     question, answer = sample.splitlines()[:2]
     assert question == "user: What does a lighthouse do?"
     assert answer.strip().startswith("assistant:")
+    # 80 tokens have 200 characters.
+    assert len(sample) < 100
 
 
 def test_a_finished_run_ends_well_without_its_sample(pools: Pools, tmp_path: Path) -> None:

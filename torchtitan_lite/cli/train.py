@@ -285,9 +285,8 @@ def _check_spelling(word: str) -> None:
     reported with the keys."""
     # Only an agent's own.
     known = ["--config", "--help", *(_OPTIONS.keys() - {"--resized"})]
-    if not word.startswith("--") or tables_with(Config, word.removeprefix("--")):
-        return
-    if meant := similar_option(word, known):
+    meant = similar_option(word, known) if word.startswith("--") else None
+    if meant and not tables_with(Config, word.removeprefix("--")):
         raise ConfigError(f"{word} is not an option of train. Did you mean {meant}?")
 
 

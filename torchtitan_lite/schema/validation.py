@@ -61,10 +61,10 @@ class ValidationConfig(Section):
     to the assistant; empty: the first question of its data."""
 
     sample_tokens: Annotated[int, at_least(1)] = 80
-    """Maximum tokens of such a text."""
+    """Maximum tokens of such a text, and of the sample that a finished run prints."""
 
     sample_temperature: Annotated[float, at_least(0)] = 0.8
-    """Temperature of these texts; 0 takes the most likely token."""
+    """Temperature of these texts and of that sample; 0 takes the most likely token."""
 
     dataloader: DataLoaderConfig = DataLoaderConfig()
     """`[validation.dataloader]`: how batches are loaded."""

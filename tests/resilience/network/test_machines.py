@@ -40,7 +40,8 @@ def _check_losses(run: Machines, expected: list[float]) -> None:
     assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)
 
 
-@pytest.mark.parametrize("source", ["memory", pytest.param("storage", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("source", ["memory", "storage"])
 def test_a_spare_machine_replaces_a_killed_one(
     source: str, expected: list[float], tmp_path: Path
 ) -> None:

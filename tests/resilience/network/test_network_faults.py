@@ -78,13 +78,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "link down for 3 s" else pytest.mark.matrix)
-        for name in FAULTS
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_costs_its_own_time(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     with network_replicas(tmp_path / "run", fault.num_replicas) as run:
