@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.cli import main
+from torchtitan_lite.config.__main__ import main as check_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher import goodput
+from torchtitan_lite.launcher import plan as plan_module
 from torchtitan_lite.launcher.logs import (
     ReplicaProgress,
     TorchftLogFilter,
@@ -53,7 +55,13 @@ def test_unsupported_arguments(arguments: list[str], error: str) -> None:
     assert error in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_plan(config: str) -> None:
+def test_plan(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Checked in this process, which has imported torch.
+    monkeypatch.setattr(
+        plan_module,
+        "_check_ranks",
+        lambda ranks, arguments: check_config([",".join(map(str, ranks)), "--", *arguments]),
+    )
     plan = training_plan(
         ["--config", config, "--training.steps=3"],
         num_replicas=2,
