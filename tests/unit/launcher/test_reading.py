@@ -1,6 +1,7 @@
 """Inputs of the launcher: arguments, logs, metrics."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,13 @@ def test_unsupported_arguments(arguments: list[str], error: str) -> None:
 
 
 def test_plan(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Checked in this process, which has imported torch.
-    monkeypatch.setattr(
-        plan_module,
-        "_check_ranks",
-        lambda ranks, arguments: check_config([",".join(map(str, ranks)), "--", *arguments]),
-    )
+    checked: list[int] = []
+
+    def check(ranks: Sequence[int], arguments: Sequence[str]) -> None:
+        """Check the config in this process, which has imported torch."""
+        checked.append(check_config([",".join(map(str, ranks)), "--", *arguments]))
+
+    monkeypatch.setattr(plan_module, "_check_ranks", check)
     plan = training_plan(
         ["--config", config, "--training.steps=3"],
         num_replicas=2,
@@ -77,6 +79,7 @@ def test_plan(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
         host="127.0.0.1",
         log_dir=None,
     )
+    assert checked == [0]
     command = " ".join(plan.group_command(1, RunMesh(4)))
     assert command.endswith(
         f"-m torchtitan_lite train --nproc=4 --spares=0 --config {config} --training.steps=3 "

@@ -35,12 +35,16 @@ def _serve(there: socket.socket, train_s: float, module: str) -> None:
                     time.sleep(60)
                 time.sleep(60)
         # Raises if the groups of an earlier attempt were kept.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         time.sleep(train_s)
         return 0
 
+    def warm_up() -> None:
+        import_module(module)
+
     os.environ[CHANNEL] = str(there.detach())
-    sys.exit(serve(train, lambda: import_module(module)))
+    sys.exit(serve(train, warm_up))
 
 
 @contextmanager

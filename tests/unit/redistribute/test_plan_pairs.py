@@ -14,7 +14,8 @@ from tests.redistribution.reference import check_bound, replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
 
 SHAPES = [(8, 12), (5, 7), (3, 0)]
-# By mesh: every n-th of all pairs and shapes. Primes, so that no layout is skipped.
+# By mesh: every n-th of all pairs and shapes. Prime and no divisor of the number of layouts, so that
+# none is skipped.
 EVERY = {(4,): 5, (2, 2): 31, (3, 2): 101, (2, 2, 2): 20011}
 EVERY_IN_MATRIX = {(4,): 1, (2, 2): 1, (3, 2): 1, (2, 2, 2): 151}
 
@@ -53,7 +54,7 @@ _BY_SHAPE = pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
 @_BY_HOLDERS
 @_BY_SHAPE
 def test_the_bound_of_a_round_holds_for_large_tensors(shape: tuple[int, ...], first: int) -> None:
-    _check_bounds(shape, first, 11)
+    _check_bounds(shape, first, 7)
 
 
 @pytest.mark.matrix
