@@ -1,6 +1,7 @@
 """Fixtures and options of all tests: worker pools, shards, and an environment without hub
 access."""
 
+import gc
 import os
 import signal
 import time
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (chosen if is_chosen else others).append(item)
         items[:] = chosen
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exclude modules and tests from garbage collections: many tests collect explicitly, and each
+    collection would visit a million of their objects."""
+    gc.collect()
+    gc.freeze()
 
 
 _STARTED_S = time.monotonic()

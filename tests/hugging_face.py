@@ -2,40 +2,20 @@
 
 Their sizes cover edge cases: grouped heads, a head width other than dim / heads, a vocabulary size
 that no number of ranks divides, RoPE scaling from a context that is shorter than the samples.
+
+transformers needs 3 s of CPU time to import. It is imported in the functions that call it, because
+the ranks of a test import this module only for names.
 """
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 
 from tests.job import FIXTURE
 from torchtitan_lite.checkpoint.loading import open_snapshot
@@ -43,6 +23,9 @@ from torchtitan_lite.checkpoint.snapshots import Snapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 from torchtitan_lite.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCAB_SIZE = 517
 CHAT_TEMPLATE = (
@@ -80,21 +63,31 @@ _YARN_ROPE: dict[str, Any] = {
 _DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 20000.0}
 
 
-def _llama(**more: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**_COMMON, intermediate_size=80, **more))
+def _new_model(model_type: str, **sizes: Any) -> "PreTrainedModel":
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
 
 
-def _qwen3_moe(**more: Any) -> PreTrainedModel:
+def _llama(**more: Any) -> "PreTrainedModel":
+    return _new_model("llama", **_COMMON, intermediate_size=80, **more)
+
+
+def _qwen3(**more: Any) -> "PreTrainedModel":
+    sizes: dict[str, Any] = {"intermediate_size": 80, "rope_parameters": _DEFAULT_ROPE}
+    return _new_model("qwen3", **_COMMON, **sizes, **more)
+
+
+def _qwen3_moe(**more: Any) -> "PreTrainedModel":
     sizes: dict[str, Any] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 40,
     }
-    config = Qwen3MoeConfig(**_COMMON, **sizes, rope_parameters=_DEFAULT_ROPE, **more)
-    return Qwen3MoeForCausalLM(config)
+    return _new_model("qwen3_moe", **_COMMON, **sizes, rope_parameters=_DEFAULT_ROPE, **more)
 
 
-def _qwen3_next(**more: Any) -> PreTrainedModel:
+def _qwen3_next(**more: Any) -> "PreTrainedModel":
     sizes: dict[str, Any] = {
         "num_hidden_layers": 4,
         "num_experts": 4,
@@ -108,19 +101,19 @@ def _qwen3_next(**more: Any) -> PreTrainedModel:
         "initializer_range": 0.16,
         "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.25},
     }
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**_COMMON | sizes | more))
+    return _new_model("qwen3_next", **_COMMON | sizes | more)
 
 
-def _mixtral() -> PreTrainedModel:
+def _mixtral() -> "PreTrainedModel":
     sizes: dict[str, Any] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "intermediate_size": 40,
     }
-    return MixtralForCausalLM(MixtralConfig(**_COMMON, **sizes, rope_parameters=_DEFAULT_ROPE))
+    return _new_model("mixtral", **_COMMON, **sizes, rope_parameters=_DEFAULT_ROPE)
 
 
-def _deepseek(config: type, model: type, **more: Any) -> PreTrainedModel:
+def _deepseek(version: int, **more: Any) -> "PreTrainedModel":
     sizes: dict[str, Any] = {
         "num_key_value_heads": 6,
         "kv_lora_rank": 24,
@@ -138,10 +131,11 @@ def _deepseek(config: type, model: type, **more: Any) -> PreTrainedModel:
         "initializer_range": 0.16,
     }
     common = {name: value for name, value in _COMMON.items() if name != "head_dim"}
-    return model(config(**{**common, **sizes, "rope_parameters": _YARN_ROPE, **more}))
+    sizes["rope_parameters"] = _YARN_ROPE
+    return _new_model(f"deepseek_v{version}", **common | sizes | more)
 
 
-def gpt_oss(**more: Any) -> PreTrainedModel:
+def gpt_oss(**more: Any) -> "PreTrainedModel":
     """Return a model of this family with some sizes changed. Its widths consist of whole blocks of
     MXFP4."""
     sizes: dict[str, Any] = {
@@ -158,10 +152,10 @@ def gpt_oss(**more: Any) -> PreTrainedModel:
             "original_max_position_embeddings": 64,
         },
     }
-    return GptOssForCausalLM(GptOssConfig(**_COMMON | sizes | more))
+    return _new_model("gpt_oss", **_COMMON | sizes | more)
 
 
-def _llama4(**more: Any) -> PreTrainedModel:
+def _llama4(**more: Any) -> "PreTrainedModel":
     sizes: dict[str, Any] = {
         "num_hidden_layers": 4,
         "num_local_experts": 4,
@@ -171,10 +165,10 @@ def _llama4(**more: Any) -> PreTrainedModel:
         "floor_scale": 7,
         "rope_parameters": _DEFAULT_ROPE,
     }
-    return Llama4ForCausalLM(Llama4TextConfig(**_COMMON | sizes | more))
+    return _new_model("llama4_text", **_COMMON | sizes | more)
 
 
-_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+_FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "gpt_oss": gpt_oss,
     "llama4": lambda: _llama4(use_qk_norm=True),
     "llama4_some_experts": lambda: _llama4(
@@ -185,14 +179,8 @@ _FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "llama": lambda: _llama(rope_parameters=_DEFAULT_ROPE, rms_norm_eps=3e-5),
     "llama_tied_stretched": lambda: _llama(rope_parameters=_SCALED_ROPE, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**_COMMON, intermediate_size=80, rope_parameters=_DEFAULT_ROPE)
-    ),
-    "qwen3_tied": lambda: Qwen3ForCausalLM(
-        Qwen3Config(
-            **_COMMON, intermediate_size=80, rope_parameters=_DEFAULT_ROPE, tie_word_embeddings=True
-        )
-    ),
+    "qwen3": _qwen3,
+    "qwen3_tied": lambda: _qwen3(tie_word_embeddings=True),
     "qwen3_moe": lambda: _qwen3_moe(norm_topk_prob=True),
     "qwen3_moe_raw_weights": lambda: _qwen3_moe(norm_topk_prob=False),
     "qwen3_next": lambda: _qwen3_next(norm_topk_prob=True),
@@ -203,11 +191,9 @@ _FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         rope_parameters={**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
     ),
     "mixtral": _mixtral,
-    "deepseek_v3": lambda: _deepseek(
-        DeepseekV3Config, DeepseekV3ForCausalLM, q_lora_rank=20, norm_topk_prob=True
-    ),
+    "deepseek_v3": lambda: _deepseek(3, q_lora_rank=20, norm_topk_prob=True),
     "deepseek_v3_plain_queries": lambda: _deepseek(
-        *(DeepseekV3Config, DeepseekV3ForCausalLM),
+        3,
         q_lora_rank=None,
         n_group=1,
         topk_group=1,
@@ -215,19 +201,17 @@ _FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         rope_parameters=_DEFAULT_ROPE,
     ),
     "deepseek_v2": lambda: _deepseek(
-        *(DeepseekV2Config, DeepseekV2ForCausalLM),
+        2,
         q_lora_rank=20,
         topk_method="group_limited_greedy",
         routed_scaling_factor=3.0,
     ),
-    "deepseek_v2_lite": lambda: _deepseek(
-        DeepseekV2Config, DeepseekV2ForCausalLM, q_lora_rank=None, n_group=1, topk_group=1
-    ),
+    "deepseek_v2_lite": lambda: _deepseek(2, q_lora_rank=None, n_group=1, topk_group=1),
 }
 FAMILIES = tuple(_FAMILIES)
 
 
-def make_model(family: str) -> PreTrainedModel:
+def make_model(family: str) -> "PreTrainedModel":
     """Return the same model in each call, in float32, with norm weights other than 1 and biases
     other than 0."""
     torch.manual_seed(5)
@@ -274,6 +258,8 @@ def update_config(folder: Path, **values: Any) -> None:
 
 def add_tokenizer(folder: Path) -> Path:
     """Add a tokenizer trained on the text fixture, with fewer ids than the model, to a folder."""
+    from transformers import PreTrainedTokenizerFast
+
     raw = ByteLevelBPETokenizer()
     raw.train([str(FIXTURE)], vocab_size=500, special_tokens=["<s>", "</s>"], show_progress=False)
     wrapped = PreTrainedTokenizerFast(
@@ -317,6 +303,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def assert_loads_in_transformers(folder: Path, vocab_size: int, tolerance: float) -> None:
     """Check that transformers loads an exported folder, with the logits that the model has here;
     the tolerance is relative to their standard deviation."""
+    from transformers import AutoModelForCausalLM
+
     tokens_BS = torch.randint(0, vocab_size, (2, 31), generator=torch.Generator().manual_seed(1))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ours = our_model(folder)

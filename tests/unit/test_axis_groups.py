@@ -1,9 +1,6 @@
 """Process groups of the axes: created once, with their timeouts and names, and left for others."""
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.forks import FORK_SERVER
 from tests.pool import GLOO_TIMEOUT_S, WorkerPool
 from torchtitan_lite import axis_groups, torch_compat
 from torchtitan_lite.axis_groups import AxisGroups, abort_all_groups, forget_groups
@@ -116,25 +114,18 @@ def join_after_a_failure(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("of_rank", ["consecutive_worlds", "join_after_a_failure"])
+@pytest.mark.parametrize("of_rank", [consecutive_worlds, join_after_a_failure])
 def test_processes_join_another_world(
-    of_rank: str, tmp_path_factory: pytest.TempPathFactory
+    of_rank: Callable[[int, str], None], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """In the first case, an equal world reuses what was derived, and another does not."""
     folder = tmp_path_factory.mktemp("stores")
-    code = f"import sys; from tests.unit.test_axis_groups import {of_rank} as run; "
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", f"{code}run({rank}, {str(folder)!r})"],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    processes = [FORK_SERVER.Process(target=of_rank, args=(rank, str(folder))) for rank in range(2)]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 class RenamedMesh:
@@ -164,7 +155,10 @@ def test_caches_are_cleared_if_the_groups_of_a_mesh_are_kept_elsewhere(
 def test_all_caches_that_may_hold_a_group_are_found() -> None:
     prefixes = ("torch.distributed.", "torchtitan_lite.")
     found = {id(one) for one in lru_caches(*prefixes)}
+    # Those of modules that the tests have imported were frozen.
+    gc.unfreeze()
     caches = [one for one in gc.get_objects() if type(one) is _lru_cache_wrapper]
+    gc.freeze()
     missing = {
         f"{one.__module__}.{one.__qualname__}"
         for one in caches

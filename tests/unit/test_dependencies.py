@@ -1,6 +1,7 @@
 """The declared dependencies are exactly those that the shipped modules import."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -114,6 +115,7 @@ def _distributions(modules: Iterable[str]) -> Iterator[str]:
             yield DISTRIBUTIONS.get(top, top).replace("_", "-")
 
 
+@functools.cache
 def _imported() -> dict[str, Path]:
     return {name: path for path in _shipped() for name in _imports(path)}
 

@@ -1,16 +1,23 @@
 """Data: corpora, tokenizer, packing and the sample order.
 
 Which samples a step uses, and in which order, is a pure function of the settings, the seed and the
-cursor, independent of the ranks. Layer: above errors, log, section, rng and spec; below config.
+cursor, independent of the ranks. Names are imported when first used: processes that tokenize import
+this package and no torch. Layer: above errors, log, section, rng and spec; below config.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# The function has the name of its module: imported later, it would be hidden by the module.
 from torchtitan_lite.data.batch_sizes import BatchSizes, batch_sizes
-from torchtitan_lite.data.loader import DataLoader
-from torchtitan_lite.data.node_streams import share_streams_on_node
-from torchtitan_lite.data.opening import OpenedData, open_data, open_validation
-from torchtitan_lite.data.order import SampleOrder, microbatch_indices
-from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.data.validation import ValidationData
+
+if TYPE_CHECKING:
+    from torchtitan_lite.data.loader import DataLoader
+    from torchtitan_lite.data.node_streams import share_streams_on_node
+    from torchtitan_lite.data.opening import OpenedData, open_data, open_validation
+    from torchtitan_lite.data.order import SampleOrder, microbatch_indices
+    from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+    from torchtitan_lite.data.validation import ValidationData
 
 __all__ = [
     "BatchSizes",
@@ -26,3 +33,20 @@ __all__ = [
     "open_validation",
     "share_streams_on_node",
 ]
+
+_MODULES = {
+    "loader": ("DataLoader",),
+    "node_streams": ("share_streams_on_node",),
+    "opening": ("OpenedData", "open_data", "open_validation"),
+    "order": ("SampleOrder", "microbatch_indices"),
+    "tokenizer": ("Tokenizer", "load_tokenizer"),
+    "validation": ("ValidationData",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module (PEP 562)."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -25,7 +25,7 @@ def _training(seed: int, steps: int) -> Iterator[tuple[float, float]]:
         yield loss, math.exp(noise.gauss(0, 0.3)) * (1 + 4 / (1 + step / 30))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.matrix) for n in (1, 2))])
 def test_a_normal_run_has_no_spikes(seed: int) -> None:
     detector, history = _detector(on_spike="stop"), History()
     loss = norm = 1.0

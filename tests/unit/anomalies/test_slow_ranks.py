@@ -55,7 +55,13 @@ def test_noise_names_nobody(ranks: int, jitter: float, seeds: int, steps: int) -
 
 
 @pytest.mark.parametrize(
-    ("ranks", "jitter", "within"), [(2, 0.03, 80), (2, 0.1, 280), (8, 0.1, 280), (64, 0.1, 280)]
+    ("ranks", "jitter", "within"),
+    [
+        (2, 0.03, 80),
+        (2, 0.1, 280),
+        (8, 0.1, 280),
+        pytest.param(64, 0.1, 280, marks=pytest.mark.matrix),
+    ],
 )
 def test_a_rank_that_is_slower_by_a_third_is_named_once_until_it_ends(
     ranks: int, jitter: float, within: int

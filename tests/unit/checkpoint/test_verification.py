@@ -31,7 +31,7 @@ def _loaded(root: Path | str, like: dict[str, torch.Tensor], mesh: Mesh) -> dict
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(200, id="200"), pytest.param(1000, id="1000", marks=pytest.mark.matrix)]
+    "number", [pytest.param(100, id="100"), pytest.param(1000, id="1000", marks=pytest.mark.matrix)]
 )
 def test_all_damage_is_detected_and_the_file_named(
     tmp_path: Path, mesh: Mesh, number: int, caplog: pytest.LogCaptureFixture

@@ -89,10 +89,9 @@ def test_another_window_is_another_order(opened: Opener) -> None:
         opened(streaming=True).loader.load_state(state)
 
 
-@pytest.mark.parametrize("num_workers", [1, 4])
-def test_workers_that_tokenize_change_nothing(opened: Opener, num_workers: int) -> None:
+def test_workers_that_tokenize_change_nothing(opened: Opener) -> None:
     settings = {"streaming": True, "held_out_fraction": 0.2, "shuffle_window": 8}
-    workers = {"dataloader": {"num_workers": num_workers}}
+    workers = {"dataloader": {"num_workers": 3}}
     alone, shared = opened(**settings).loader, opened(**settings, **workers).loader
     for first in range(0, 600, 200):
         samples = range(first, first + 200)
@@ -107,9 +106,12 @@ def test_a_killed_worker_is_replaced(opened: Opener, caplog: pytest.LogCaptureFi
     children = psutil.Process().children()
     victims = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
     assert len(victims) == 2
+    # They start in half a second, and without torch's memory.
+    files = {Path(used.path).name for child in victims for used in child.memory_maps()}
+    assert not [name for name in files if name.startswith("libtorch")]
     victims[0].kill()
     # More than what the workers have tokenized ahead.
-    assert same(alone.load([range(40, 2000)], step=0), shared.load([range(40, 2000)], step=0))
+    assert same(alone.load([range(40, 800)], step=0), shared.load([range(40, 800)], step=0))
     assert "it is replaced" in caplog.text
 
 

@@ -1,5 +1,6 @@
 """The estimate of the configured mesh: extrapolated traces equal complete ones."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torchtitan_lite.cli.parsers import DEVICES
 from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.device import ACCELERATORS
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.estimate import as_values, estimate, memory_picture, text
+from torchtitan_lite.estimate import Estimate, as_values, estimate, memory_picture, text
 from torchtitan_lite.estimate.extrapolation import RankStep
 from torchtitan_lite.estimate.memory import KINDS, Kind
 from torchtitan_lite.estimate.work import Work, collective_seconds
@@ -43,11 +44,33 @@ def _config(num_layers: int, **overrides: Any) -> Config:
     return config_from(values, "the test")
 
 
+@functools.cache
+def _plain() -> Estimate:
+    """The configuration with 6 layers on two ranks: several tests read it."""
+    return estimate(_config(6), 2, "h200", search=False)
+
+
+_MUON = _config(
+    7,
+    **{
+        "optimizer.name": "Muon",
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "2",
+    },
+)
+
+
+@functools.cache
+def _with_muon() -> Estimate:
+    return estimate(_MUON, 4, "h200", search=False)
+
+
 def test_frozen_weights_have_no_gradients_and_no_state() -> None:
-    whole = estimate(_config(4), 1, "cpu")
-    adapted = estimate(_config(4, **{"model.converters": ["lora"]}), 1, "cpu")
-    num_bytes = 4 * (adapted.num_parameters - whole.num_parameters)
-    assert 0 < num_bytes < 4 * whole.num_parameters / 10
+    adapted = estimate(_config(6, **{"model.converters": ["lora"]}), 1, "cpu")
+    num_parameters = _plain().num_parameters
+    num_bytes = 4 * (adapted.num_parameters - num_parameters)
+    assert 0 < num_bytes < 4 * num_parameters / 10
+    assert adapted.time is None and adapted.fits is None and adapted.search is None
 
     def most(kind: Kind) -> float:
         return max(point.bytes[kind] for point in adapted.ranks[0].points)
@@ -58,30 +81,7 @@ def test_frozen_weights_have_no_gradients_and_no_state() -> None:
     assert adapted.checkpoint_bytes == pytest.approx(3 * num_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "num_layers", "overrides"),
-    [
-        (4, 8, {}),
-        pytest.param(4, 8, {"activation_checkpoint.mode": "full"}, marks=pytest.mark.matrix),
-        (
-            4,
-            9,
-            {
-                "activation_checkpoint.mode": "selective",
-                "activation_checkpoint.selective_ac_option": "2",
-            },
-        ),
-        pytest.param(8, 30, PP4, marks=pytest.mark.matrix),
-        (4, 8, {"optimizer.name": "Muon"}),
-    ],
-    ids=["fsdp", "recompute", "recompute-every-second", "pipeline", "muon"],
-)
-def test_few_blocks_predict_all(
-    world_size: int, num_layers: int, overrides: dict[str, Any]
-) -> None:
-    config = _config(num_layers, **overrides)
-    few = estimate(config, world_size, "cpu")
-    whole = estimate(config, world_size, "cpu", extrapolate=False)
+def _check_few_blocks(few: Estimate, whole: Estimate) -> None:
     for one, other in zip(few.ranks, whole.ranks, strict=True):
         assert len(one.traced_blocks) == 2
         assert len(other.traced_blocks) == 1
@@ -94,30 +94,49 @@ def test_few_blocks_predict_all(
         assert few.traffic[axis].num_bytes == pytest.approx(traffic.num_bytes, rel=1e-3)
 
 
+def test_few_blocks_predict_all() -> None:
+    """FSDP, two kinds of optimizer, and recomputation of every second block."""
+    whole = estimate(_MUON, 4, "h200", search=False, extrapolate=False)
+    _check_few_blocks(_with_muon(), whole)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("world_size", "num_layers", "overrides"),
+    [(4, 8, {}), (4, 8, {"activation_checkpoint.mode": "full"}), (8, 30, PP4)],
+    ids=["fsdp", "recompute", "pipeline"],
+)
+def test_few_blocks_of_each_technique_predict_all(
+    world_size: int, num_layers: int, overrides: dict[str, Any]
+) -> None:
+    config = _config(num_layers, **overrides)
+    few = estimate(config, world_size, "cpu")
+    _check_few_blocks(few, estimate(config, world_size, "cpu", extrapolate=False))
+
+
 def test_weights_and_optimizer_are_those_of_the_shards() -> None:
-    config = _config(6)
-    found = estimate(config, 4, "cpu")
+    found = _plain()
     (rank,) = found.ranks
-    assert found.num_parameters == 4 * rank.num_parameters
+    assert found.num_parameters == 2 * rank.num_parameters
     assert rank.peak.bytes["weights"] == 4 * rank.num_parameters
     # AdamW: two moments, and a count per parameter.
     assert rank.peak.bytes["optimizer"] == pytest.approx(8 * rank.num_parameters, rel=0.01)
     assert found.checkpoint_bytes == 12 * found.num_parameters
-    assert found.time is None and found.fits is None and found.search is None
 
 
 def test_muon_has_one_slot_per_matrix_and_shares_the_iterations() -> None:
-    config = _config(6, **{"optimizer.name": "Muon"})
-    found = estimate(config, 4, "h200", search=False)
+    found = _with_muon()
+    num_layers = 7
     dim, width, vocabulary = 128, 384, 2048
     shapes = [(dim, dim), (dim // 2, dim), (dim // 2, dim), (dim, dim)]
     shapes += [(width, dim), (dim, width), (width, dim)]
-    matrices = 6 * sum(rows * columns for rows, columns in shapes)
-    assert found.num_parameters == matrices + 2 * vocabulary * dim + 13 * dim
+    matrices = num_layers * sum(rows * columns for rows, columns in shapes)
+    norms = (2 * num_layers + 1) * dim
+    assert found.num_parameters == matrices + 2 * vocabulary * dim + norms
     slots = matrices + 2 * (found.num_parameters - matrices)
     assert found.checkpoint_bytes == 4 * (found.num_parameters + slots)
     iteration = NewtonSchulz(steps=5, dtype=torch.bfloat16)
-    flops = 6 * sum(iteration.flops(shape) for shape in shapes)
+    flops = num_layers * sum(iteration.flops(shape) for shape in shapes)
     (rank,) = found.ranks
     assert rank.update.flops == pytest.approx(flops / 4)
     # To the owner and back in bfloat16, but for the quarter that it has.
@@ -125,8 +144,7 @@ def test_muon_has_one_slot_per_matrix_and_shares_the_iterations() -> None:
 
 
 def test_flops_without_recomputation_are_those_of_the_model() -> None:
-    config = _config(6)
-    found = estimate(config, 1, "h200", search=False)
+    found = _plain()
     assert found.time is not None
     # Matrix products and attention are counted; the formula has nothing else.
     model_flops = found.time.mfu * found.time.step_s * ACCELERATORS["h200"].peak_flops
@@ -134,7 +152,7 @@ def test_flops_without_recomputation_are_those_of_the_model() -> None:
 
 
 def test_recomputation_costs_flops_and_saves_memory() -> None:
-    plain = estimate(_config(6), 2, "h200", search=False)
+    plain = _plain()
     recomputed = estimate(
         _config(6, **{"activation_checkpoint.mode": "full"}), 2, "h200", search=False
     )
@@ -187,8 +205,12 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     "schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.matrix)]
 )
 def test_layers_and_stages_are_those_of_the_model(schedule: str) -> None:
-    degrees = {"parallelism.pipeline_parallel_degree": 2, "activation_checkpoint.mode": "full"}
+    degrees: dict[str, Any] = {
+        "parallelism.pipeline_parallel_degree": 2,
+        "activation_checkpoint.mode": "full",
+    }
     degrees["parallelism.pipeline_parallel_schedule"] = schedule
+    degrees["training.global_batch_size"] = 4
     found = estimate(_config(14, **degrees), 2, "cpu")
     first, last = found.ranks
 
@@ -210,16 +232,16 @@ def test_layers_and_stages_are_those_of_the_model(schedule: str) -> None:
 
 @pytest.mark.parametrize("extrapolate", [True, False])
 def test_forward_and_backward_run_through_the_layers_of_the_model(extrapolate: bool) -> None:
-    found = estimate(_config(9), 1, "cpu", extrapolate=extrapolate)
+    found = _plain() if extrapolate else estimate(_config(6), 1, "cpu", extrapolate=False)
     (rank,) = found.ranks
-    for phase, ends in (("forward", ("layer 0", "layer 8")), ("backward", ("layer 8", "layer 0"))):
+    for phase, ends in (("forward", ("layer 0", "layer 5")), ("backward", ("layer 5", "layer 0"))):
         units = [point.unit for point in rank.points if point.phase == phase]
         layers = [unit for unit in units if unit.startswith("layer ")]
         assert (layers[0], layers[-1]) == ends
 
 
 def test_text_and_values_name_every_kind() -> None:
-    found = estimate(_config(4), 2, "h200", search=False)
+    found = _plain()
     assert all(kind in text(found) and f">{kind}<" in memory_picture(found) for kind in KINDS)
     assert set(as_values(found)["ranks"][0]["peak_bytes_by_kind"]) == set(KINDS)
 

@@ -167,7 +167,7 @@ def test_layers_that_differ_end_a_search_sooner() -> None:
 
 
 def test_the_model_agrees_with_every_trace() -> None:
-    config = _config(2)
+    config = _config(2, **{"training.global_batch_size": 4})
     model = _model(config)
     steps = [_traced(config, degrees) for degrees in (ParallelDims(tp=2), ParallelDims(cp=2))]
     for step in steps:
@@ -197,9 +197,13 @@ def _check_own_result(config: Config, world_size: int, device: str) -> Estimate:
 
 def test_rows_are_traced_and_the_best_is_selected_by_its_overrides() -> None:
     config = _config(
-        2, **{"training.global_batch_size": 8, "parallelism.tensor_parallel_degree": 2}
+        2, **{"training.global_batch_size": 4, "parallelism.tensor_parallel_degree": 2}
     )
-    found = _check_own_result(config, 2, "h200")
+    found = estimate(config, 2, "h200")
+    assert found.search is not None
+    row = found.search.meshes[0]
+    alone = estimate(with_degrees(config, row.degrees), 2, "h200", search=False)
+    assert (row.fullest.peak_bytes, row.time) == (alone.fullest.peak_bytes, alone.time)
     values = as_values(found)
     rows = values["best_meshes"]
     assert [row["mesh"] for row in rows if row["is_configured"]] == [values["mesh"]]

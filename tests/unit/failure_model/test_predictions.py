@@ -27,8 +27,10 @@ BY_NAME = {one.name: one for one in STRATEGIES}
 OFTEN = Scenario(mtbf_h=500.0)
 
 
-def goodputs(scenario: Scenario, num_ranks: int = 512, seed: int = 0) -> dict[str, float]:
-    found = predict(scenario, STRATEGIES, num_ranks, failures=1500, seed=seed)
+def goodputs(
+    scenario: Scenario, num_ranks: int = 512, seed: int = 0, failures: int = 1500
+) -> dict[str, float]:
+    found = predict(scenario, STRATEGIES, num_ranks, failures=failures, seed=seed)
     return {one.strategy.name: one.shares.goodput for one in found}
 
 
@@ -44,21 +46,22 @@ def test_the_parts_are_all_of_the_time(mtbf_h: float, num_ranks: int) -> None:
 
 
 def test_equal_seeds_give_equal_predictions() -> None:
-    assert goodputs(OFTEN) == goodputs(OFTEN)
-    assert goodputs(OFTEN) != goodputs(OFTEN, seed=1)
+    expected = goodputs(OFTEN, failures=200)
+    assert goodputs(OFTEN, failures=200) == expected
+    assert goodputs(OFTEN, failures=200, seed=1) != expected
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
 def test_more_failures_never_give_more_goodput(strategy: Strategy) -> None:
     found = [
-        predict(Scenario(mtbf_h=mtbf_h), [strategy], 1024, failures=3000, seed=2)[0].shares.goodput
-        for mtbf_h in (50_000, 10_000, 2_000, 500, 100)
+        predict(Scenario(mtbf_h=mtbf_h), [strategy], 1024, failures=2000, seed=2)[0].shares.goodput
+        for mtbf_h in (50_000, 2_000, 100)
     ]
     assert found == sorted(found, reverse=True)
     assert found[0] > 0.95 > found[-1]
 
 
-@pytest.mark.parametrize("num_ranks", [64, 1024, 16384])
+@pytest.mark.parametrize("num_ranks", [64, 16384])
 def test_spares_and_buddies_are_never_worse(num_ranks: int) -> None:
     """With the same saves and snapshots at no cost: what differs is only the recovery."""
     scenario = replace(OFTEN, snapshot_s_per_gib=0.0, async_save_s_per_gib=OFTEN.save_s_per_gib)
@@ -80,8 +83,8 @@ def test_a_reserve_saves_waiting() -> None:
 
 def test_a_hundred_thousand_ranks_are_simulated_in_seconds() -> None:
     began_s = time.process_time()
-    (*_, found) = predict(Scenario(), STRATEGIES, 100_000, failures=1000, seed=0)
-    assert time.process_time() - began_s < 20
+    (*_, found) = predict(Scenario(), STRATEGIES, 100_000, failures=200, seed=0)
+    assert time.process_time() - began_s < 4
     assert found.num_ranks == 100_000 and 0 < found.shares.goodput < 1
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.hugging_face import add_tokenizer, make_folder
 from tests.pool import WorkerPool
@@ -39,6 +38,13 @@ def loaded(folder: Path) -> LoadedModel:
     return load_model(folder, device="cpu")
 
 
+def in_transformers(kind: str, folder: Path, **options: Any) -> Any:
+    """Load a folder with transformers, which the ranks of a test do not import."""
+    import transformers
+
+    return getattr(transformers, kind).from_pretrained(folder, **options)
+
+
 def state_of_the_process() -> dict[str, Any]:
     """Return what loading and generating must not change."""
     logger = logging.getLogger("torchtitan_lite")
@@ -61,8 +67,8 @@ def test_greedy_text_is_that_of_transformers_and_of_the_command(
     loaded = load_model(folder, device="cpu")
     texts = generate(loaded, PROMPTS, max_new_tokens=12, temperature=0)
     assert state_of_the_process() == before
-    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs = in_transformers("AutoModelForCausalLM", folder, dtype=torch.float32)
+    tokenizer = in_transformers("AutoTokenizer", folder)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         # Like every document in training, a prompt begins with the token of a beginning.
         ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(prompt).input_ids]])
@@ -110,7 +116,7 @@ def test_logits_are_those_of_transformers_before_and_after_generating(
     folder = add_tokenizer(make_folder(tmp_path / "hf", family))
     loaded = load_model(str(folder), device="cpu")
     tokens_BS = torch.randint(0, 500, (2, 19), generator=torch.Generator().manual_seed(1))
-    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = in_transformers("AutoModelForCausalLM", folder, dtype=torch.float32)
     with torch.no_grad():
         expected_BSV = theirs(tokens_BS).logits
     actual_BSV = loaded.logits(tokens_BS)

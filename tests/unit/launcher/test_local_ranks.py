@@ -14,18 +14,17 @@ from torchtitan_lite.launcher.local_ranks import run_ranks
 from torchtitan_lite.launcher.processes import ExitStatus
 
 _STORE = """
-import os
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.host_collectives import all_gather_ints
+import os, socket
 from torchtitan_lite.launcher.supervised import STORE_LISTENER
-from torchtitan_lite.mesh import start_mesh
-from torchtitan_lite.process_exit import exit_process
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 assert (STORE_LISTENER in os.environ) == (os.environ["RANK"] == "0")
-with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")):
-    assert all_gather_ints(int(os.environ["RANK"])) == [0, 1]
-exit_process(0)
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if STORE_LISTENER in os.environ:
+    listener = socket.socket(fileno=int(os.environ[STORE_LISTENER]))
+    listener.settimeout(60)
+    assert listener.getsockname()[1] == address[1]
+    listener.accept()[0].sendall(b"a value")
+else:
+    assert socket.create_connection(address, 60).recv(7) == b"a value"
 """
 _LEAVES = """
 import os, signal, sys, time

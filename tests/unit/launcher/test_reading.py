@@ -1,13 +1,16 @@
 """Inputs of the launcher: arguments, logs, metrics."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from torchtitan_lite.cli import main
+from torchtitan_lite.config.__main__ import main as check_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher import goodput
+from torchtitan_lite.launcher import plan as plan_module
 from torchtitan_lite.launcher.logs import (
     ReplicaProgress,
     TorchftLogFilter,
@@ -53,7 +56,14 @@ def test_unsupported_arguments(arguments: list[str], error: str) -> None:
     assert error in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_plan(config: str) -> None:
+def test_plan(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+
+    def check(ranks: Sequence[int], arguments: Sequence[str]) -> None:
+        """Check the config in this process, which has imported torch."""
+        checked.append(check_config([",".join(map(str, ranks)), "--", *arguments]))
+
+    monkeypatch.setattr(plan_module, "_check_ranks", check)
     plan = training_plan(
         ["--config", config, "--training.steps=3"],
         num_replicas=2,
@@ -69,6 +79,7 @@ def test_plan(config: str) -> None:
         host="127.0.0.1",
         log_dir=None,
     )
+    assert checked == [0]
     command = " ".join(plan.group_command(1, RunMesh(4)))
     assert command.endswith(
         f"-m torchtitan_lite train --nproc=4 --spares=0 --config {config} --training.steps=3 "

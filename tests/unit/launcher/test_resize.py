@@ -137,10 +137,6 @@ def test_the_launcher_rejects_it_before_it_starts_anything(
     assert main(["launch", *own, "--", *arguments]) == 2
     assert "global_batch_size = -1 follows the mesh" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    typo = [*SMALL, "--trainning.steps=3", f"--job.dump_folder={tmp_path / 'run'}"]
-    assert main(["launch", "--replicas=1", "--", *typo]) == 2
-    assert "Did you mean [training]?" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
     assert main(["launch", "--replicas=1", "--slots-file=x", "--", *arguments]) == 2
     assert "--slots-file has no effect" in capsys.readouterr().err
 

@@ -80,7 +80,7 @@ def test_resume_continues_the_same_history(run, tmp_path):
 def test_heavy_packages_are_imported_on_first_use():
     code = (
         "import sys, torchtitan_lite.metrics\n"
-        "heavy = {'tensorboard', 'torch.utils.tensorboard', 'rich', 'wandb'}\n"
+        "heavy = {'tensorboard', 'torch.utils.tensorboard', 'rich', 'wandb', 'prometheus_client'}\n"
         "sys.exit(str(heavy & sys.modules.keys()) if heavy & sys.modules.keys() else 0)\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

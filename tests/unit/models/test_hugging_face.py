@@ -4,6 +4,7 @@ gradients."""
 import json
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -271,8 +272,13 @@ def test_sizes_of_an_unknown_flavor_are_checked() -> None:
             model_spec(ModelConfig(flavor="mine", dims=dims))
 
 
-@pytest.mark.parametrize("pad_token_id", [3, -2, 10**6])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "pad_token_id"),
+    [
+        *((family, 3) for family in FAMILIES),
+        *product(("llama", "llama_tied_stretched"), (-2, 10**6)),
+    ],
+)
 def test_the_embedding_of_padding_gets_the_gradient_of_transformers(
     family: str, pad_token_id: int, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 runs in its own process, because such a process group would stay in the caches of this one."""
 
 import math
-import multiprocessing
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -14,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.forks import FORK_SERVER
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, resolve_degrees
 from torchtitan_lite.models import model_spec
@@ -55,8 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_shards_of_a_large_mesh_cover_the_model(case: str) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as process:
+    with ProcessPoolExecutor(1, mp_context=FORK_SERVER) as process:
         held, of_stages, num_params, peak_gib = process.submit(_last_rank, *CASES[case]).result()
     # Uneven shards of a dim leave some ranks slightly less than others.
     assert of_stages == num_params

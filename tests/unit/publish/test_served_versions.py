@@ -11,7 +11,7 @@ from tests.fuzzing import FEW_OR_MANY, forged_server, fuzz, json_objects, json_v
 from tests.unit.publish.conftest import SECRET, Publish, complete, received, remote_subscriber
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY
 from torchtitan_lite.errors import PublishError
-from torchtitan_lite.publish import Subscriber, Target
+from torchtitan_lite.publish import Subscriber, Target, sources
 from torchtitan_lite.publish.publisher import Publisher
 from torchtitan_lite.publish.sources import (
     INDEX_VERSION,
@@ -19,11 +19,12 @@ from torchtitan_lite.publish.sources import (
     VersionGone,
     open_publication,
 )
-from torchtitan_lite.rpc import state_client
-from torchtitan_lite.rpc.state_server import MAX_ROWS, FramedState, StateServer
+from torchtitan_lite.rpc import state_client, state_server
+from torchtitan_lite.rpc.state_server import FramedState, StateServer
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
-_NUM_ROWS = 2 * MAX_ROWS + 7
+_MAX_ROWS = 1 << 10
+_NUM_ROWS = 2 * _MAX_ROWS + 7
 _NUMBERS = torch.arange(_NUM_ROWS * 3, dtype=torch.int32).to(torch.uint8).reshape(-1, 3)
 
 
@@ -33,7 +34,11 @@ def _published(publish: Publish, port: int, numbers: torch.Tensor, version: int 
     return publisher
 
 
-def test_many_short_rows_are_received(publish: Publish, port: int) -> None:
+def test_many_short_rows_are_received(
+    publish: Publish, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sources, state_server):
+        monkeypatch.setattr(module, "MAX_ROWS", _MAX_ROWS)
     _published(publish, port, _NUMBERS)
     with remote_subscriber(port) as subscriber:
         (rank,) = subscriber.publication.ranks

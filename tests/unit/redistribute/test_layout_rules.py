@@ -2,9 +2,8 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from tests.forks import FORK_SERVER
 from tests.redistribution.layouts import layouts, mesh_shapes, meshes, shapes
 from tests.redistribution.reference import coordinates, dims_of, elements_of
 from torchtitan_lite.errors import LayoutError
@@ -183,12 +183,16 @@ def test_copies_and_pickles_are_equal() -> None:
 
 
 def test_a_layout_from_another_process_is_found_by_its_hash() -> None:
-    # String hashes differ between processes.
-    program = (
-        "import pickle, sys\n"
-        "from torch.distributed.tensor import Shard\n"
-        "from torchtitan_lite.redistribute import HolderMesh, Layout\n"
-        "sys.stdout.buffer.write(pickle.dumps(Layout(HolderMesh.ranks(2), [Shard(0)])))\n"
-    )
-    sent = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
-    assert pickle.loads(sent) in {Layout(HolderMesh.ranks(2), [S0])}
+    # String hashes differ between this process and the fork server.
+    here, there = FORK_SERVER.Pipe()
+    process = FORK_SERVER.Process(target=_send_layout, args=(there,))
+    process.start()
+    assert here.recv() in {Layout(HolderMesh.ranks(2), [S0])}
+    process.join()
+
+
+def _send_layout(pipe: Connection) -> None:
+    layout = Layout(HolderMesh.ranks(2), [S0])
+    # Were the hash kept, it would be sent.
+    hash(layout)
+    pipe.send(layout)

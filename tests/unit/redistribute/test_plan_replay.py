@@ -18,7 +18,7 @@ from torchtitan_lite.torch_compat import strided_shard
 PLANS = settings(
     deadline=None,
     derandomize=True,
-    max_examples=300,
+    max_examples=100,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -54,7 +54,7 @@ def test_between_meshes_with_common_holders(data: st.DataObject) -> None:
     _check(data, data.draw(meshes(range(12))), data.draw(meshes(range(6, 18))))
 
 
-@settings(PLANS, max_examples=150)
+@PLANS
 @given(st.data(), st.sampled_from(sorted(WORLDS)))
 def test_when_the_holders(data: st.DataObject, world: str) -> None:
     before, after = WORLDS[world]

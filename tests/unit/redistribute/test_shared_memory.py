@@ -1,6 +1,5 @@
 """Ranks that wait in shared memory notice at once that a peer has died."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.forks import FORK_SERVER
 from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supported
 
@@ -39,9 +39,8 @@ def _wait_for_a_dead_peer(rank: int, store: str, folder: Path, *, writes: bool) 
 
 @pytest.mark.parametrize("writes", [False, True])
 def test_a_dead_peer_is_noticed_unless_it_did_its_part(writes: bool, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(
+        FORK_SERVER.Process(
             target=_wait_for_a_dead_peer,
             args=(rank, str(tmp_path / "store"), tmp_path),
             kwargs={"writes": writes},

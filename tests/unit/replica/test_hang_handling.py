@@ -1,6 +1,7 @@
 """A hanging rank: the watchdog ends it with its stacks, and the flight recorder names the
 collective in which it waits. The tests of the launcher cover its requests to ranks."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -11,28 +12,40 @@ from pathlib import Path
 import pytest
 from torch._C import _distributed_c10d
 
+from tests.forks import exit_status, send_output_to
 from torchtitan_lite.launcher.hang_detection import flight_record_file, read_flight_record
-from torchtitan_lite.torch_compat import flight_record
-
-_BEGINNING = """
-import ctypes, time
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.replica.hang_handling import HangWatchdog, phase_limits_s
-dog = HangWatchdog(phase_limits_s(1.5), has_launcher=False)
+from torchtitan_lite.torch_compat import flight_record
 
-def enter(phase):
-    dog.entered(phase, 0)
+_LIMIT_S = 1.0
 
-def hung_here():
+
+def hung_here(keeps_interpreter: bool) -> None:
+    if keeps_interpreter:
+        ctypes.PyDLL(None).sleep(60)
     time.sleep(60)
-"""
-_HANGS = {
-    "in Python": "enter(Phase.COMPUTE)\nhung_here()",
-    "in compiled code that keeps the interpreter": (
-        "def hung_here():\n    ctypes.PyDLL(None).sleep(60)\nenter(Phase.COMPUTE)\nhung_here()"
-    ),
-    "waiting for others": "enter(Phase.COMMUNICATION)\nhung_here()",
-}
+
+
+def _hang(phase: Phase, keeps_interpreter: bool, output: str) -> None:
+    send_output_to(output)
+    dog = HangWatchdog(phase_limits_s(_LIMIT_S), has_launcher=False)
+    dog.entered(phase, 0)
+    hung_here(keeps_interpreter)
+
+
+def _advance_slowly(output: str) -> None:
+    """Take longer than the timeout in total, but each time far shorter: a slow machine is not a
+    hang."""
+    send_output_to(output)
+    dog = HangWatchdog(phase_limits_s(_LIMIT_S), has_launcher=False)
+    for _ in range(8):
+        dog.entered(Phase.COMPUTE, 0)
+        time.sleep(_LIMIT_S / 7)
+    dog.entered(Phase.BETWEEN, 0)
+    time.sleep(1.1 * _LIMIT_S)
+
+
 _RANK = """
 import sys, time
 from pathlib import Path
@@ -62,29 +75,23 @@ exit_process(0)
 """
 
 
-def _run(program: str) -> tuple[int, str, float]:
-    started = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-c", _BEGINNING + program], capture_output=True, text=True, timeout=50
-    )
-    return ended.returncode, ended.stderr, time.monotonic() - started
+@pytest.mark.parametrize(
+    ("phase", "keeps_interpreter"),
+    [(Phase.COMPUTE, False), (Phase.COMPUTE, True), (Phase.COMMUNICATION, False)],
+    ids=["in Python", "in compiled code that keeps the interpreter", "waiting for others"],
+)
+def test_a_hanging_process_ends_with_its_stacks(
+    phase: Phase, keeps_interpreter: bool, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    assert exit_status(_hang, phase, keeps_interpreter, str(output), timeout_s=50) == 1
+    assert "Timeout" in output.read_text() and "hung_here" in output.read_text()
 
 
-@pytest.mark.parametrize("hang", _HANGS)
-def test_a_hanging_process_ends_with_its_stacks(hang: str) -> None:
-    status, output, _ = _run(_HANGS[hang])
-    assert status == 1
-    assert "Timeout" in output and "hung_here" in output
-
-
-def test_progress_resets_the_timeout() -> None:
-    # Longer than the timeout in total, but each time far shorter: a slow machine is not a hang.
-    program = (
-        "for _ in range(8):\n    enter(Phase.COMPUTE)\n    time.sleep(0.2)\n"
-        "enter(Phase.BETWEEN)\ntime.sleep(1.7)"
-    )
-    status, output, _ = _run(program)
-    assert (status, output) == (0, "")
+def test_progress_resets_the_timeout(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    assert exit_status(_advance_slowly, str(output)) == 0
+    assert output.read_text() == ""
 
 
 def test_a_rank_reports_the_collective_in_which_it_waits(tmp_path: Path) -> None:
