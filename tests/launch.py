@@ -98,6 +98,8 @@ def start(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     if program in (PROGRAM, FAULTY_PROGRAM) and not prefix and not as_user:
+        # Callers may read it at once.
+        log.touch()
         return ForkedRun(num_processes, program, arguments, environment, log)
     with log.open("ab") as file:
         return subprocess.Popen(

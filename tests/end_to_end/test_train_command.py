@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.forks import run_command
-from tests.launch import REPOSITORY, SMALL, wait_until
+from tests.launch import REPOSITORY, SMALL, kill, wait_until
 
 _started: list[subprocess.Popen[bytes]] = []
 
@@ -149,5 +149,6 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     process.kill()
     process.wait(60)
     gone, alive = psutil.wait_procs(ranks, timeout=60)
+    kill(alive)
     assert len(gone) == 2 and not alive
     assert "Error" not in log.read_text() and "ERROR" not in log.read_text()
