@@ -300,13 +300,18 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def in_transformers(kind: str, folder: Path, **options: Any) -> Any:
+    """Load a folder with a class of transformers, given by name."""
+    import transformers
+
+    return getattr(transformers, kind).from_pretrained(folder, **options)
+
+
 def assert_loads_in_transformers(folder: Path, vocab_size: int, tolerance: float) -> None:
     """Check that transformers loads an exported folder, with the logits that the model has here;
     the tolerance is relative to their standard deviation."""
-    from transformers import AutoModelForCausalLM
-
     tokens_BS = torch.randint(0, vocab_size, (2, 31), generator=torch.Generator().manual_seed(1))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = in_transformers("AutoModelForCausalLM", folder, dtype=torch.float32)
     ours = our_model(folder)
     with torch.no_grad():
         expected_BSV = theirs(tokens_BS).logits

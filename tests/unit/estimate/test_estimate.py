@@ -205,13 +205,13 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     "schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.matrix)]
 )
 def test_layers_and_stages_are_those_of_the_model(schedule: str) -> None:
-    degrees: dict[str, Any] = {
+    pipeline = {
         "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_schedule": schedule,
         "activation_checkpoint.mode": "full",
+        "training.global_batch_size": 2,
     }
-    degrees["parallelism.pipeline_parallel_schedule"] = schedule
-    degrees["training.global_batch_size"] = 4
-    found = estimate(_config(14, **degrees), 2, "cpu")
+    found = estimate(_config(14, **pipeline), 2, "cpu")
     first, last = found.ranks
 
     def layers(rank: RankStep) -> list[int]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hugging_face import add_tokenizer, make_folder
+from tests.hugging_face import add_tokenizer, in_transformers, make_folder
 from tests.pool import WorkerPool
 from torchtitan_lite.api import ParallelismConfig, generate, load_model, start_mesh
 from torchtitan_lite.cli import main
@@ -36,13 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> LoadedModel:
     return load_model(folder, device="cpu")
-
-
-def in_transformers(kind: str, folder: Path, **options: Any) -> Any:
-    """Load a folder with transformers, which the ranks of a test do not import."""
-    import transformers
-
-    return getattr(transformers, kind).from_pretrained(folder, **options)
 
 
 def state_of_the_process() -> dict[str, Any]:

@@ -14,8 +14,8 @@ from tests.redistribution.reference import check_bound, replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
 
 SHAPES = [(8, 12), (5, 7), (3, 0)]
-# By mesh: every n-th of all pairs and shapes. Prime and no divisor of the number of layouts, so that
-# none is skipped.
+# By mesh: every n-th of all pairs and shapes. Primes that do not divide the number of layouts, so
+# that none is skipped.
 EVERY = {(4,): 5, (2, 2): 31, (3, 2): 101, (2, 2, 2): 20011}
 EVERY_IN_MATRIX = {(4,): 1, (2, 2): 1, (3, 2): 1, (2, 2, 2): 151}
 

@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.faulty_writer import CrashingFiles
 from tests.forks import exit_status
-from tests.hugging_face import FAMILIES, add_tokenizer, make_folder, make_model, tensors_of, tokens
+from tests.hugging_face import (
+    FAMILIES,
+    add_tokenizer,
+    in_transformers,
+    make_folder,
+    make_model,
+    tensors_of,
+    tokens,
+)
 from torchtitan_lite.checkpoint.hugging_face import save_assets, to_hf
 from torchtitan_lite.checkpoint.hugging_face.from_hf import HuggingFaceImport
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
@@ -82,7 +89,7 @@ def test_an_export_generates_the_same_text_with_transformers(family: str, tmp_pa
     theirs: Any = make_model(family)
     expected = theirs.generate(prompt, **settings)
     for one in (exported, bare):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(one)
+        loaded = in_transformers("AutoModelForCausalLM", one)
         assert torch.equal(loaded.generate(prompt, **settings), expected)
 
 
@@ -109,14 +116,14 @@ def test_an_export_has_the_keys_that_transformers_4_reads(family: str, tmp_path:
     if family.startswith("qwen3_moe"):
         assert after["num_experts"] == before["num_local_experts"]
     # Release 5 reads the same as before.
-    read = [AutoConfig.from_pretrained(one) for one in (folder, exported)]
+    read = [in_transformers("AutoConfig", one) for one in (folder, exported)]
     ropes = [dict(one.rope_parameters) for one in read]
     assert {key: ropes[1][key] for key in ropes[0]} == ropes[0]
     tokenizer = json.loads((exported / "tokenizer_config.json").read_bytes())
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert tokenizer["additional_special_tokens"] == ["<x>"]
     assert "extra_special_tokens" not in tokenizer
-    assert AutoTokenizer.from_pretrained(exported).extra_special_tokens == ["<x>"]
+    assert in_transformers("AutoTokenizer", exported).extra_special_tokens == ["<x>"]
 
 
 def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path) -> None:
