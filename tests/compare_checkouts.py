@@ -13,7 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.launch import REPOSITORY, SMALL, command
+from tests.harness.launch import SMALL, command
+from tests.harness.ranks import REPOSITORY
 
 _STEPS = 8
 _MODEL = ("--checkpoint.enable=true", "--checkpoint.interval=4", f"--training.steps={_STEPS}")

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.launch import RankFailed, record_failure
-from tests.pool import WorkerPool
+from tests.harness.ranks import RankFailed, WorkerPool, record_failure
 from torchtitan_lite.log import logger
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.harness import Comparison, report
 from benchmarks.processes import ChildFailed, run_ranks
 from benchmarks.worker import alternate, cpu_s
-from tests.launch import REPOSITORY
+from tests.harness.ranks import REPOSITORY
 
 _NUM_ROWS = {
     "step": 4,

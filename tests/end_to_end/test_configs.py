@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import REPOSITORY
+from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.config import load_config, to_toml
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.models import model_spec

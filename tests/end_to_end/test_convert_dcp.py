@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.forks import run_command
-from tests.launch import SMALL, run
+from tests.harness.launch import SMALL, run
+from tests.harness.ranks import run_command
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.cli import main

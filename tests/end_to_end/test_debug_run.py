@@ -7,8 +7,8 @@ import shlex
 import time
 from pathlib import Path
 
-from tests import launch
-from tests.forks import run_command
+from tests.harness import launch
+from tests.harness.ranks import run_command
 
 
 def test_debug_config_trains_prints_a_sample_and_resumes(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.hugging_face import assert_loads_in_transformers
-from tests.job import FIXTURE
+from tests.harness import launch
+from tests.harness.hugging_face import assert_loads_in_transformers
+from tests.harness.jobs import FIXTURE
+from tests.harness.tolerances import FAULTS_FLOAT64, PRETRAINED_LOGITS
 from tests.resilience.test_launch import REPLICAS, killed_at_exit, losses, output_of, rank_of
-from tests.tolerances import FAULTS_FLOAT64, PRETRAINED_LOGITS
 from torchtitan_lite.cli import main
 
 _STEPS = 200

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests import launch
-from tests.forks import run_command
+from tests.harness import launch
+from tests.harness.ranks import run_command
 from torchtitan_lite.errors import DIVERGED
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_commands import ROOT, Block, Page, blocks, copy_tree, pages, split
+from tests.end_to_end.docs_commands import ROOT, Block, Page, blocks, copy_tree, pages, split
 
 NOT_RUN = {
     r"make test\b": "runs this test",

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.forks import run_command
+from tests.harness import launch
+from tests.harness.ranks import run_command
 
 WRONG = {
     "unknown key": (["--training.step=3"], "Did you mean training.steps"),

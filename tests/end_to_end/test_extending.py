@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_commands import copy_configs
-from tests.forks import run_command, run_program
-from tests.launch import REPOSITORY
+from tests.end_to_end.docs_commands import copy_configs
+from tests.harness.ranks import REPOSITORY, run_command, run_program
 
 _FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```\n", re.DOTALL)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.docs_commands import Page, blocks, copy_tree
+from tests.end_to_end.docs_commands import Page, blocks, copy_tree
 from tests.end_to_end.test_extending import write_files
-from tests.hugging_face import add_tokenizer, make_folder, tensors_of, update_config
+from tests.harness import launch
+from tests.harness.hugging_face import add_tokenizer, make_folder, tensors_of, update_config
 from torchtitan_lite.cli import main
 
 GUIDE = "docs/guides/fine_tuning.md"

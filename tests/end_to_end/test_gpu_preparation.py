@@ -13,8 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.forks import run_program
-from tests.launch import REPOSITORY
+from tests.harness.ranks import REPOSITORY, run_program
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_suite.sh"
 ASSUMED = {

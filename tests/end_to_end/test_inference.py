@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import run_command
-from tests.job import FIXTURE, run_job
-from tests.launch import REPOSITORY, SMALL
-from tests.pool import WorkerPool
+from tests.harness.jobs import FIXTURE, run_job
+from tests.harness.launch import SMALL
+from tests.harness.ranks import REPOSITORY, WorkerPool, run_command
 from torchtitan_lite.data.tokenizer import train_tokenizer
 
 RUN = {

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_checkpoint import TWO_FILES, write_checkpoint
-from tests.snapshots import trainers
+from tests.harness.snapshots import trainers
+from tests.unit.checkpoint.small_checkpoint import TWO_FILES, write_checkpoint
 from torchtitan_lite.cli import inspect
 from torchtitan_lite.cli.parsers import parser
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_commands import user_environment
-from tests.launch import REPOSITORY
+from tests.end_to_end.docs_commands import user_environment
+from tests.harness.ranks import REPOSITORY
 
 NOTEBOOK = REPOSITORY / "docs" / "notebook.ipynb"
 IGNORED = "nbval-ignore-output"

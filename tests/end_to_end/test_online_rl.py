@@ -17,7 +17,8 @@ import torch
 
 from examples.online_rl.rollouts import read_rollouts
 from examples.online_rl.task import END, encode, reward
-from tests import launch
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
 
 
 def _start(folder: Path, steps: int) -> launch.Process:
@@ -151,7 +152,7 @@ def test_the_reward_rises(tmp_path: Path) -> None:
             *("--prompt", "5+7=", "--json", str(answer)),
         ],
         check=True,
-        cwd=launch.REPOSITORY,
+        cwd=REPOSITORY,
         timeout=120,
     )
     (text,) = json.loads(answer.read_text())

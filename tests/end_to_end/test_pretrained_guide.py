@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.docs_commands import ROOT, Page, blocks, copy_tree
-from tests.hugging_face import add_tokenizer, make_folder, tensors_of
-from tests.launch import SMALL, run
-from tests.pool import WorkerPool
+from tests.end_to_end.docs_commands import ROOT, Page, blocks, copy_tree
+from tests.harness.hugging_face import add_tokenizer, make_folder, tensors_of
+from tests.harness.launch import SMALL, run
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.config import load_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.final_export import export_last_save

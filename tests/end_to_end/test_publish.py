@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests import launch
-from tests.forks import run_command
-from tests.publishing import publishing_run
+from tests.end_to_end.publishing import publishing_run
+from tests.harness import launch
+from tests.harness.ranks import run_command
 from torchtitan_lite.publish import Subscriber, Target, hugging_face_targets
 from torchtitan_lite.publish.hugging_face import hugging_face_config
 from torchtitan_lite.publish.sources import PUBLISHED_FILE, read_json

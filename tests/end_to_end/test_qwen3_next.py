@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.hugging_face import assert_loads_in_transformers
-from tests.job import FIXTURE
-from tests.tolerances import PRETRAINED_DELTA
+from tests.harness import launch
+from tests.harness.hugging_face import assert_loads_in_transformers
+from tests.harness.jobs import FIXTURE
+from tests.harness.tolerances import PRETRAINED_DELTA
 from torchtitan_lite.cli import main
 
 

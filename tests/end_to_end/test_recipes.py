@@ -8,7 +8,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests.end_to_end.test_extending import call
-from tests.launch import REPOSITORY, SMALL
+from tests.harness.launch import SMALL
+from tests.harness.ranks import REPOSITORY
 
 _RECIPES = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("## How to add")[2]
 

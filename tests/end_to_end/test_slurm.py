@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch import REPOSITORY, SMALL, steps_of
-from tests.slurm import SCRIPT, write_slurm_commands
+from tests.end_to_end.slurm import SCRIPT, write_slurm_commands
+from tests.harness.launch import SMALL, steps_of
+from tests.harness.ranks import REPOSITORY
 
 
 def _free_ports(count: int) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.forks import run_command
-from tests.launch import REPOSITORY, SMALL, kill, wait_until
+from tests.harness.launch import SMALL, kill, wait_until
+from tests.harness.ranks import REPOSITORY, run_command
 
 _started: list[subprocess.Popen[bytes]] = []
 

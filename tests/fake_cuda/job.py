@@ -1,4 +1,4 @@
-"""Runs of the odd model of `tests.job`, as one rank of a job on a GPU without values."""
+"""Runs of the odd model of `tests.harness.jobs`, as one rank of a job on a GPU without values."""
 
 import logging
 import traceback
@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.fake_cuda.device import FakeDevice
-from tests.forks import FORK_SERVER
-from tests.job import odd_config
+from tests.harness.jobs import odd_config
+from tests.harness.ranks import FORK_SERVER
 from torchtitan_lite.builders import build, build_model
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device

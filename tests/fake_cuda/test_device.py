@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fake_cuda.device import FakeDevice
-from tests.forks import exit_status
+from tests.harness.ranks import exit_status
 from torchtitan_lite.torch_compat import foreach_copy_
 
 _CPU = torch.arange(4)

@@ -10,8 +10,8 @@ from torch import nn
 from tests.fake_cuda.device import FakeDevice
 from tests.fake_cuda.job import observe_in_child
 from tests.fake_cuda.test_meshes import COMPILED, EXPERTS, STEP_BUDGET, TOTALS
-from tests.forks import exit_status
-from tests.job import FIXTURE
+from tests.harness.jobs import FIXTURE
+from tests.harness.ranks import exit_status
 from torchtitan_lite.nn.attention import Attention, FlexKernel
 from torchtitan_lite.nn.attention_sinks import SinkKernel
 from torchtitan_lite.replica.gradient_reducer import GradientReducer

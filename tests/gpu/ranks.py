@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import free_port
-from tests.launch import REPOSITORY, RankFailed
+from tests.harness.ranks import REPOSITORY, RankFailed
 
 
 def run_ranks(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tolerances import (
+from tests.harness.tolerances import (
     CHUNKED_LOSS_BFLOAT16,
     GPU_ATTENTION_BFLOAT16,
     GPU_BFLOAT16_LOSS,

@@ -7,7 +7,7 @@ import pytest
 
 from tests.gpu.ranks import run_ranks
 from tests.gpu.training import train_job
-from tests.tolerances import GPU_BFLOAT16_LOSS, GPU_FLOAT32_LOSS
+from tests.harness.tolerances import GPU_BFLOAT16_LOSS, GPU_FLOAT32_LOSS
 
 pytestmark = pytest.mark.gpu
 

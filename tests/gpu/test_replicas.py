@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.replicas import ENDLESS, check_against_undisturbed_run, kill_and_restart, replicas
+from tests.harness.replicas import (
+    ENDLESS,
+    check_against_undisturbed_run,
+    kill_and_restart,
+    replicas,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 

@@ -10,7 +10,7 @@ from tests.gpu.conftest import Figure
 from tests.gpu.ranks import run_ranks
 from tests.gpu.reference import DEBUG, ONE_BILLION, REFERENCE
 from tests.gpu.training import long_text, train_job
-from tests.tolerances import GPU_BFLOAT16_LOSS, GPU_FLOAT32_LOSS
+from tests.harness.tolerances import GPU_BFLOAT16_LOSS, GPU_FLOAT32_LOSS
 
 pytestmark = pytest.mark.gpu
 

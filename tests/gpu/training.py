@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_case import fill_weights
-from tests.job import FIXTURE
+from tests.harness.jobs import FIXTURE
 from torchtitan_lite.builders import build
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_storage

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.pool import WorkerPool
+from tests.harness.ranks import WorkerPool
 
 _MAX_KEPT = 4
 """Larger pools end with their file: each worker costs memory, and its groups time."""

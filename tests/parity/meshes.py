@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.job import Outcome
+from tests.harness.jobs import Outcome
 
 FSDP: dict[str, Any] = {"parallelism.data_parallel_shard_degree": -1}
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}

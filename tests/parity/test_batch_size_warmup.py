@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests import tolerances
-from tests.job import Outcome, run_job
+from tests.harness import tolerances
+from tests.harness.jobs import Outcome, run_job
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import MESHES, OP_CHECKPOINT, assert_same
-from tests.pool import WorkerPool
 from tests.resilience.test_skipped_steps import run_with_bad_steps
 
 Pools = Callable[[int], WorkerPool]

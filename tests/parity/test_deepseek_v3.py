@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests import tolerances
-from tests.job import Outcome, run_job
-from tests.launch import RankFailed
+from tests.harness import tolerances
+from tests.harness.jobs import Outcome, run_job
+from tests.harness.ranks import RankFailed, WorkerPool
 from tests.parity.meshes import (
     CP,
     EP,
@@ -20,7 +20,6 @@ from tests.parity.meshes import (
     PP,
     assert_same,
 )
-from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 MODEL = {"model.name": "deepseek_v3"}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.job import Outcome, run_job
+from tests.harness.jobs import Outcome, run_job
+from tests.harness.ranks import WorkerPool
+from tests.harness.tolerances import PARITY_FLOAT64
 from tests.parity.meshes import EXPERT_MESHES, EXPERTS, MESHES, long
 from tests.parity.test_inference import RUN, record
-from tests.pool import WorkerPool
-from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.cli import main
 
 Pools = Callable[[int], WorkerPool]

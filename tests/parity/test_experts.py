@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tolerances
-from tests.job import Outcome, mesh_for, odd_config, run_job
-from tests.launch import steps_of
+from tests.harness import tolerances
+from tests.harness.jobs import Outcome, mesh_for, odd_config, run_job
+from tests.harness.launch import steps_of
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES
 from tests.parity.test_mesh_independence import initial_weights, validation_loss
-from tests.pool import WorkerPool
 from torchtitan_lite.builders import build
 from torchtitan_lite.parallel.expert import routers_of
 from torchtitan_lite.preemption import StopRequest

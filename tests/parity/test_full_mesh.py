@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from tests import tolerances
-from tests.job import Outcome, run_job
+from tests.harness import tolerances
+from tests.harness.jobs import Outcome, run_job
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import BATCH_OF_1, HSDP, MESHES, TP, assert_same
-from tests.pool import WorkerPool
 from torchtitan_lite import parallel
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.spec import ModelSpec, modules_matching

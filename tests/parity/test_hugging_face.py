@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.hugging_face import FAMILIES, add_tokenizer, make_folder, update_config
-from tests.job import run_job
+from tests.harness.hugging_face import FAMILIES, add_tokenizer, make_folder, update_config
+from tests.harness.jobs import run_job
+from tests.harness.ranks import WorkerPool
+from tests.harness.tolerances import PARITY_FLOAT64
 from tests.parity.meshes import assert_same
-from tests.pool import WorkerPool
-from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.hugging_face import snapshot
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.job import FIXTURE, mesh_for, odd_config, run_job
+from tests.harness.jobs import FIXTURE, mesh_for, odd_config, run_job
+from tests.harness.ranks import WorkerPool
+from tests.harness.tolerances import PARITY_FLOAT32_LOSS, PARITY_FLOAT64
 from tests.parity.meshes import CP, TP
-from tests.pool import WorkerPool
-from tests.tolerances import PARITY_FLOAT32_LOSS, PARITY_FLOAT64
 from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.cli import evaluate, generate
 from torchtitan_lite.cli.parsers import parser

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests import tolerances
-from tests.hugging_face import add_tokenizer, make_folder, tensors_of, tokens
-from tests.job import Outcome, odd_config, run_job
+from tests.harness import tolerances
+from tests.harness.hugging_face import add_tokenizer, make_folder, tensors_of, tokens
+from tests.harness.jobs import Outcome, odd_config, run_job
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES, assert_identical, assert_same, long
 from tests.parity.test_inference import RUN, record, texts
 from tests.parity.test_parity import COMPILED
-from tests.pool import WorkerPool
 from torchtitan_lite.cli import main
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.final_export import export_last_save

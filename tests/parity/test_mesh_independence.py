@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests import tolerances
-from tests.job import digest, mesh_for, odd_config, run_job, whole
-from tests.pool import WorkerPool
+from tests.harness import tolerances
+from tests.harness.jobs import digest, mesh_for, odd_config, run_job, whole
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.builders import build, build_model
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel.pipeline_stages import join_stages

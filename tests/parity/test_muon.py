@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests import tolerances
-from tests.job import Outcome, run_job
+from tests.harness import tolerances
+from tests.harness.jobs import Outcome, run_job
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import (
     EXPERT_MESHES,
     EXPERTS,
@@ -24,7 +25,6 @@ from tests.parity.meshes import (
     family_case,
     long,
 )
-from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tolerances
-from tests.job import Outcome, run_job
-from tests.launch import RankFailed
+from tests.harness import tolerances
+from tests.harness.jobs import Outcome, run_job
+from tests.harness.ranks import RankFailed, WorkerPool
 from tests.parity.meshes import MESHES, assert_same
-from tests.pool import WorkerPool
 from torchtitan_lite import models
 from torchtitan_lite.inference.kv_cache import KeyValueCache
 from torchtitan_lite.nn.initialize import allocate_memory, initialize, on_meta

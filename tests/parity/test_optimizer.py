@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tolerances
-from tests.job import run_job
+from tests.harness import tolerances
+from tests.harness.jobs import run_job
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES, long
 from tests.parity.test_new_family import run_with_the_file
-from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from tests.pool import WorkerPool
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import check_own_gpus
 

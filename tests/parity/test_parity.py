@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tolerances
-from tests.job import Outcome, run_job
+from tests.harness import tolerances
+from tests.harness.jobs import Outcome, run_job
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import (
     EP,
     EXPERT_MESHES,
@@ -32,7 +33,6 @@ from tests.parity.meshes import (
     long,
     rows,
 )
-from tests.pool import WorkerPool
 from torchtitan_lite.parallel import fsdp, pipeline
 
 Pools = Callable[[int], WorkerPool]

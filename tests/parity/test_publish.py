@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.job import mesh_for, odd_config, whole
+from tests.harness.jobs import mesh_for, odd_config, whole
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES
-from tests.pool import WorkerPool
 from torchtitan_lite.builders import build
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.preemption import StopRequest

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests import tolerances
-from tests.job import ODD_QWEN3_NEXT, run_job
-from tests.launch import RankFailed
+from tests.harness import tolerances
+from tests.harness.jobs import ODD_QWEN3_NEXT, run_job
+from tests.harness.ranks import RankFailed, WorkerPool
 from tests.parity.meshes import CP, assert_same
-from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 MODEL = {"model.name": "qwen3_next", "model.flavor": "odd"}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from tests.pool import WorkerPool
+from tests.harness.ranks import WorkerPool
 from tests.redistribution.layouts import all_layouts
 from tests.redistribution.processes import (
     Move,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pool import WorkerPool
+from tests.harness.ranks import WorkerPool
 from tests.redistribution.processes import device_mesh
 from tests.redistribution.reference import elements_of
 from torchtitan_lite.debug.memory import LiveTensors

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.job import ODD_EXPERTS, mesh_for, odd_config
+from tests.harness.jobs import ODD_EXPERTS, mesh_for, odd_config
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES
-from tests.pool import WorkerPool
 from torchtitan_lite.builders import build
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.models import qwen3

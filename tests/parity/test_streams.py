@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests import tolerances
-from tests.job import FIXTURE, Outcome, run_job
+from tests.harness import tolerances
+from tests.harness.jobs import FIXTURE, Outcome, run_job
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import MESHES, assert_same
-from tests.pool import WorkerPool
 from torchtitan_lite.report import check_samples
 
 Pools = Callable[[int], WorkerPool]

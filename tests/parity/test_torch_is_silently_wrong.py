@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tests.pool import WorkerPool
+from tests.harness.ranks import WorkerPool
 from tests.redistribution.processes import moved
 from tests.redistribution.reference import elements_of
 from torchtitan_lite.redistribute import Layout

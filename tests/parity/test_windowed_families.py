@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests import tolerances
-from tests.job import Outcome, odd_config, run_job
-from tests.launch import RankFailed
+from tests.harness import tolerances
+from tests.harness.jobs import Outcome, odd_config, run_job
+from tests.harness.ranks import RankFailed, WorkerPool
 from tests.parity.meshes import CP, assert_same, long
 from tests.parity.test_deepseek_v3 import ROWS, shared_with
-from tests.pool import WorkerPool
 from torchtitan_lite.config.constraints import check_against
 
 Pools = Callable[[int], WorkerPool]

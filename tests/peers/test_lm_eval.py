@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import tolerances
-from tests.forks import run_command
-from tests.hugging_face import add_tokenizer, make_folder
-from tests.job import FIXTURE
+from tests.harness import tolerances
+from tests.harness.hugging_face import add_tokenizer, make_folder
+from tests.harness.jobs import FIXTURE
+from tests.harness.ranks import run_command
 from tests.peers.environments import run_script
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import tolerances
-from tests.forks import run_command
-from tests.job import FIXTURE, Outcome, run_config
-from tests.launch import run, steps_of
-from tests.pool import WorkerPool
+from tests.harness import tolerances
+from tests.harness.jobs import FIXTURE, Outcome, run_config
+from tests.harness.launch import run, steps_of
+from tests.harness.ranks import WorkerPool, run_command
 from torchtitan_lite.config import parse_command_line
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.data.tokenizer import train_tokenizer

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.forks import run_command
-from tests.hugging_face import filled
-from tests.launch import SMALL
+from tests.harness.hugging_face import filled
+from tests.harness.launch import SMALL
+from tests.harness.ranks import run_command
+from tests.harness.tolerances import LOGITS_FLOAT32
 from tests.peers.environments import run_script
-from tests.tolerances import LOGITS_FLOAT32
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.cli import main

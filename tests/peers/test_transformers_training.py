@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from tests import tolerances
-from tests.hugging_face import add_tokenizer, make_folder
-from tests.job import mesh_for, odd_config, run_job
-from tests.pool import WorkerPool
+from tests.harness import tolerances
+from tests.harness.hugging_face import add_tokenizer, make_folder
+from tests.harness.jobs import mesh_for, odd_config, run_job
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.builders import build
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.spec import IGNORE_INDEX

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests import launch, tolerances
-from tests.forks import run_command
+from tests.end_to_end.publishing import publishing_run
+from tests.harness import launch, tolerances
+from tests.harness.ranks import run_command
 from tests.peers.environments import REPOSITORY, run_script
-from tests.publishing import publishing_run
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]
 NUM_TOKENS = 12

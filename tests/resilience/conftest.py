@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.spared_run import SparedRun
+from tests.resilience.spared_run import SparedRun
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.job import run_job
-from tests.pool import WorkerPool
-from tests.tolerances import PARITY_FLOAT64
+from tests.harness.jobs import run_job
+from tests.harness.ranks import WorkerPool
+from tests.harness.tolerances import PARITY_FLOAT64
 
 Pools = Callable[[int], WorkerPool]
 Meshes = dict[str, tuple[int, dict[str, Any]]]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
 from tests.chaos.faults import FAULT_KINDS
 from tests.chaos.job_view import JobView
 from tests.chaos.memory import MemoryRecord, Sample, growth
-from tests.launch import RankFailed
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY, RankFailed
 
 _ARGUMENTS = (
     *launch.SMALL,
@@ -38,7 +38,7 @@ def _disturb(tmp_path: Path, *options: str, num_ranks: int = 1) -> str:
     with log.open("wb") as file:
         result = subprocess.run(
             [*command, "--", *arguments],
-            cwd=launch.REPOSITORY,
+            cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=file,
             stderr=subprocess.STDOUT,

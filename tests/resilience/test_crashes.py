@@ -12,10 +12,10 @@ import psutil
 import pytest
 import torch
 
-from tests import launch
-from tests.faulty_trainer import CRASH_POINTS
-from tests.snapshots import sessions_of
-from tests.tolerances import PARITY_FLOAT64
+from tests.harness import launch
+from tests.harness.faulty_trainer import CRASH_POINTS
+from tests.harness.snapshots import sessions_of
+from tests.harness.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.shared_memory import folder as shared
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.report import check_samples

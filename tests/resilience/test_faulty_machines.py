@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.replicas import ENDLESS, check_against_undisturbed_run, replicas
+from tests.harness import launch
+from tests.harness.replicas import ENDLESS, check_against_undisturbed_run, replicas
 from tests.resilience.test_launch import REPLICAS, killed_at_exit, start
 from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 

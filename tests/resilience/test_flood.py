@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
-from tests import launch
+from tests.harness import launch
 from tests.resilience.test_launch import killed_at_exit, output_of, processes_of_run, start
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

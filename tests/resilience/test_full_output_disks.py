@@ -16,8 +16,9 @@ import psutil
 import pytest
 import torch
 
-from tests import launch
-from tests.tolerances import FAULTS_FLOAT64
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
+from tests.harness.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.report.samples import check_samples
 
 pytestmark = pytest.mark.matrix
@@ -170,7 +171,7 @@ def _launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen(
             [*command, "--nproc-per-replica=1", "--", *arguments],
-            cwd=launch.REPOSITORY,
+            cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=file,
             stderr=subprocess.STDOUT,

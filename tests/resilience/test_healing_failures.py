@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.replicas import ENDLESS, check_against_undisturbed_run, replicas
+from tests.harness import launch
+from tests.harness.replicas import ENDLESS, check_against_undisturbed_run, replicas
 from torchtitan_lite.outputs import RECEIVES_STATE
 
 

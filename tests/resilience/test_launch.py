@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import launch
-from tests.launch import RankFailed
-from tests.tolerances import FAULTS_FLOAT64
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY, RankFailed
+from tests.harness.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.report import check_samples
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
@@ -49,7 +49,7 @@ def start(
     with log.open("wb") as file:
         return subprocess.Popen(
             [*command, "--", *arguments],
-            cwd=launch.REPOSITORY,
+            cwd=REPOSITORY,
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,

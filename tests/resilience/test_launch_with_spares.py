@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import launch
+from tests.harness import launch
+from tests.harness.tolerances import FAULTS_FLOAT64
 from tests.resilience.test_launch import (
     EXACT,
     REPLICAS,
@@ -23,7 +24,6 @@ from tests.resilience.test_launch import (
     start,
     wait_for_ranks,
 )
-from tests.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.report import check_samples
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
@@ -212,7 +212,7 @@ def resizable_run(
     """Launch two replicas of two ranks, which may have one, and wait until both train."""
     # Slow enough for some resizes before the last step.
     monkeypatch.setenv("RANK_FAULTS", f"slow=0.1 {faults}")
-    more = ["--experimental.custom_import=tests.rank_faults"]
+    more = ["--experimental.custom_import=tests.resilience.rank_faults"]
     more.append(f"--training.steps={_RESIZED_STEPS}")
     own = (*own, f"--slots-file={_give_slots(folder, 2)}")
     with spared_run(folder, log, *more, replicas=2, ranks="1:2", own=own) as process:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.replicas import ENDLESS, Replicas, replicas
+from tests.harness.replicas import ENDLESS, Replicas, replicas
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.verification import verify
 

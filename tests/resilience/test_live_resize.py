@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import launch
-from tests.spared_run import SparedRun
-from tests.tolerances import FAULTS_FLOAT64, RESIZED_FLOAT32_LOSS
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
+from tests.harness.tolerances import FAULTS_FLOAT64, RESIZED_FLOAT32_LOSS
+from tests.resilience.spared_run import SparedRun
 
 _LAST = 60
 _TP = "--parallelism.tensor_parallel_degree=2"
@@ -157,7 +158,7 @@ def test_a_mesh_that_fails_is_left_again(fault: str, runs: list[SparedRun], tmp_
     else:
         command = launch.resize_command(run.folder, 3)
         with subprocess.Popen(
-            command, cwd=launch.REPOSITORY, stderr=subprocess.PIPE, text=True
+            command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
         ) as request:
             launch.wait_until(lambda: "Resizing from" in run.log.read_text(), 60)
             launch.wait_until(lambda: run.resumes(), 60)

@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch
 
-from tests import launch, machines
+from tests.harness import launch
+from tests.resilience import machines
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.errors import DamagedSnapshot
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests import launch
-from tests.forks import run_command
+from tests.harness import launch
+from tests.harness.ranks import run_command
 from torchtitan_lite.rendezvous.link import RendezvousLink
 from torchtitan_lite.rendezvous.server import rendezvous_server
 

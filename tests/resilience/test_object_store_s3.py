@@ -13,8 +13,9 @@ import psutil
 import pytest
 from fsspec.core import url_to_fs
 
-from tests.launch import REPOSITORY, kill
-from tests.s3 import (
+from tests.harness.launch import kill
+from tests.harness.ranks import REPOSITORY
+from tests.resilience.s3 import (
     BUCKET,
     ENVIRONMENT,
     FaultyServer,
@@ -108,7 +109,7 @@ def test_killed_during_a_save(
     tmp_path: Path, mesh: Mesh, s3: FaultyServer, object_name: str
 ) -> None:
     s3.held = held = HeldRequest(rf"/step-\d+/(.+/)?{re.escape(object_name)}$", number=2)
-    command = [sys.executable, "-m", "tests.s3", str(tmp_path / "here"), ROOT]
+    command = [sys.executable, "-m", "tests.resilience.s3", str(tmp_path / "here"), ROOT]
     trainer = subprocess.Popen(command, cwd=REPOSITORY, env=dict(os.environ))
     try:
         assert held.reached.wait(120), trainer.poll()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.comparison import newest_checkpoint_step
-from tests.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
+from tests.harness.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
 from tests.resilience.network.namespaces import unavailable_reason
 
 _ARGUMENTS = (*ENDLESS, "--checkpoint.interval=100000", "--training.global_batch_size=4")

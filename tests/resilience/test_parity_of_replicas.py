@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.replicas import Replicas, replicas
+from tests.harness import launch
+from tests.harness.replicas import Replicas, replicas
 from torchtitan_lite.checkpoint.save_context import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.folder import region_files, run_folder
 from torchtitan_lite.checkpoint.shared_memory.region import Region

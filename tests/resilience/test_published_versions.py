@@ -21,8 +21,8 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.processes import free_port
-from tests import launch
-from tests.forks import FORK_SERVER
+from tests.harness import launch
+from tests.harness.ranks import FORK_SERVER
 from tests.unit.publish.conftest import received
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     SHARED_MEMORY,

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from tests import launch
-from tests.spared_run import SparedRun
+from tests.harness import launch
+from tests.resilience.spared_run import SparedRun
 
 _EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe")
 _MESHES = {
@@ -137,7 +137,9 @@ def test_an_error_of_the_program_ends_the_run(runs: list[SparedRun], tmp_path: P
     text = run.log.read_text()
     assert "in the same way before it made progress" in text
     # Once with progress, and twice without.
-    assert len(re.findall(r"^tests.rank_faults.InjectedError: after", text, re.M)) == 3, text
+    assert (
+        len(re.findall(r"^tests.resilience.rank_faults.InjectedError: after", text, re.M)) == 3
+    ), text
     assert "Connection closed" not in text
 
 

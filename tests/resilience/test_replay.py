@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.job import run_job
-from tests.pool import WorkerPool
+from tests.harness.jobs import run_job
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.errors import MachineFault
 from torchtitan_lite.nn.feed_forward import FeedForward
 

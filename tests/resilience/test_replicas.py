@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests import launch
-from tests.replicas import (
+from tests.harness import launch
+from tests.harness.replicas import (
     ENDLESS,
     Replicas,
     check_against_undisturbed_run,

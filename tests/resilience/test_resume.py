@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.job import Outcome, digest, run_job
-from tests.pool import WorkerPool
+from tests.harness.jobs import Outcome, digest, run_job
+from tests.harness.ranks import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 SAVING: dict[str, Any] = {

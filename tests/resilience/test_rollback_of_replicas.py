@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.replicas import replicas
-from tests.tolerances import FAULTS_FLOAT64
+from tests.harness import launch
+from tests.harness.replicas import replicas
+from tests.harness.tolerances import FAULTS_FLOAT64
 
 _ARGUMENTS: tuple[str, ...] = (
     *launch.SMALL,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.faulty_trainer import CRASH_POINTS
-from tests.replicas import ENDLESS, replicas
+from tests.harness import launch
+from tests.harness.faulty_trainer import CRASH_POINTS
+from tests.harness.replicas import ENDLESS, replicas
 from torchtitan_lite.outputs import replica_folder, sample_ledger
 from torchtitan_lite.report import check_samples
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import launch
-from tests.replicas import Replicas, replicas
+from tests.harness import launch
+from tests.harness.replicas import Replicas, replicas
 
 _SYNC = 4
 _ARGUMENTS: tuple[str, ...] = (

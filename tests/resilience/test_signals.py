@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import launch
+from tests.harness import launch
 
 
 def arguments_of(folder: Path) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.job import Outcome, digest, mesh_for, odd_config, run_job, whole
-from tests.pool import WorkerPool
+from tests.harness.jobs import Outcome, digest, mesh_for, odd_config, run_job, whole
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite import rng
 from torchtitan_lite.builders import build
 from torchtitan_lite.errors import TrainingDiverged

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.job import mesh_for, odd_config
-from tests.pool import WorkerPool
+from tests.harness.jobs import mesh_for, odd_config
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.builders import build
 from torchtitan_lite.events import StepEvent
 from torchtitan_lite.preemption import StopRequest

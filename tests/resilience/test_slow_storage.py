@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import WorkerPool
+from tests.harness.ranks import WorkerPool
 from tests.unit.checkpoint.conftest import SmallState, run_steps
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
 
 _UNSHARE = shutil.which("unshare")
 _STATE_OF_30_MIB = "--training.dtype=float64"
@@ -22,7 +23,7 @@ def _on_small(mounted: Path, mib: int, arguments: list[str], log: Path) -> int:
     with log.open("wb") as output:
         return subprocess.run(
             [_UNSHARE, "--mount", *command],
-            cwd=launch.REPOSITORY,
+            cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,

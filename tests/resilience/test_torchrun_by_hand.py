@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import launch
+from tests.harness import launch
 
 _ENDLESS = (*launch.SMALL, "--training.steps=100000", "--checkpoint.enable=false")
 _TORCHRUN = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
+from tests.harness.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
 from torchtitan_lite.outputs import RECEIVES_STATE
 from torchtitan_lite.report import check_samples
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faulty_writer import PowerLossDisk, RecordingFiles
-from tests.launch import REPOSITORY
-from tests.snapshots import Trainers, verify
+from tests.harness.ranks import REPOSITORY
+from tests.harness.snapshots import Trainers, verify
+from tests.unit.checkpoint.faulty_writer import PowerLossDisk, RecordingFiles
 from torchtitan_lite.checkpoint.background.save import (
     RankSave,
     attempt_token,
@@ -50,7 +50,7 @@ def _run(base: Path, victim: str, crash_at: int) -> tuple[int, list[dict[str, in
     base.mkdir()
     arguments = ["trainer", str(base), str(base / "checkpoint"), victim, str(crash_at)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faulty_writer", *arguments],
+        [sys.executable, "-m", "tests.unit.checkpoint.faulty_writer", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         timeout=120,

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.forks import FORK_SERVER
-from tests.pool import GLOO_TIMEOUT_S, WorkerPool
+from tests.harness.ranks import FORK_SERVER, GLOO_TIMEOUT_S, WorkerPool
 from torchtitan_lite import axis_groups, torch_compat
 from torchtitan_lite.axis_groups import AxisGroups, abort_all_groups, forget_groups
 from torchtitan_lite.device import detect_device

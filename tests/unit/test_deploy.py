@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.slurm import SCRIPT, write_command, write_slurm_commands
+from tests.end_to_end.slurm import SCRIPT, write_command, write_slurm_commands
 from torchtitan_lite.lighthouse.__main__ import _parser as lighthouse_parser
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tolerances import (
+from tests.harness.tolerances import (
     CHUNKED_LOSS_BFLOAT16,
     CHUNKED_LOSS_FLOAT32,
     CHUNKED_LOSS_FLOAT64,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.job import mesh_for, odd_config
-from tests.pool import WorkerPool
+from tests.harness.jobs import mesh_for, odd_config
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.builders import build
 from torchtitan_lite.log import logger
 from torchtitan_lite.preemption import StopRequest, TrainingLeft, stop_on_signals

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.job import mesh_for, odd_config, run_job
-from tests.pool import WorkerPool
+from tests.harness.jobs import mesh_for, odd_config, run_job
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.builders import build, spec_on_device
 from torchtitan_lite.builders.model import with_counted_parameters
 from torchtitan_lite.device import detect_device

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests import launch
 from tests.chaos.comparison import (
     newest_checkpoint_step,
     sample_differences,
@@ -18,9 +17,10 @@ from tests.chaos.comparison import (
     undisturbed_run,
 )
 from tests.chaos.job_view import CommittedStep, committed_steps
-from tests.replicas import ENDLESS, Replicas
+from tests.harness.ranks import REPOSITORY
+from tests.harness.replicas import ENDLESS, Replicas
+from tests.harness.tolerances import FAULTS_FLOAT64
 from tests.resilience.network.namespaces import Network
-from tests.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.launcher.logs import records
 from torchtitan_lite.outputs import METRICS
 
@@ -102,7 +102,7 @@ class NetworkReplicas(Replicas):
                      f"--bind={self.network.address(name)}:{_PORT}",
                      f"--join-timeout-ms={_JOIN_TIMEOUT_MS}",
                      f"--heartbeat-timeout-ms={_HEARTBEAT_TIMEOUT_MS}"],
-                    cwd=launch.REPOSITORY,
+                    cwd=REPOSITORY,
                     env={**os.environ, "TORCHTITAN_LITE_TOKEN": self.token},
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tests import launch
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
 from tests.resilience.network.namespaces import Network
 
 PORT = 29520
@@ -27,7 +28,7 @@ ARGUMENTS: tuple[str, ...] = (
     "--checkpoint.interval=5",
     "--checkpoint.ram_interval=1",
     "--metrics.log_freq=1",
-    "--experimental.custom_import=tests.rank_faults",
+    "--experimental.custom_import=tests.resilience.rank_faults",
 )
 BUDDIES: tuple[str, ...] = (
     "--checkpoint.interval=100000",
@@ -108,7 +109,7 @@ class Machines:
         with self.log(name).open("ab") as log:
             process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "torchtitan_lite", *words],
-                cwd=launch.REPOSITORY,
+                cwd=REPOSITORY,
                 env={**os.environ, **given, **variables},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -232,7 +233,7 @@ def undisturbed_losses(folder: Path, steps: int, *more: str) -> list[float]:
     command = [sys.executable, "-m", "torchtitan_lite", "train", "--nproc=2", *ARGUMENTS, *more]
     done = subprocess.run(
         [*command, f"--job.dump_folder={folder}", f"--training.steps={steps}"],
-        cwd=launch.REPOSITORY,
+        cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

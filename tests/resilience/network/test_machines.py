@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.harness.tolerances import FAULTS_FLOAT64
 from tests.resilience.network.machines import (
     BUDDIES,
     STEP_S,
@@ -17,7 +18,6 @@ from tests.resilience.network.machines import (
     undisturbed_losses,
 )
 from tests.resilience.network.namespaces import unavailable_reason
-from tests.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.rendezvous.timing import LEASE_S, LOST_S, STOP_S
 
 _REASON = unavailable_reason()

@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import launch
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
+from tests.harness.tolerances import FAULTS_FLOAT64, RESIZED_FLOAT32_LOSS
 from tests.resilience.network.machines import STEP_S, Machines, machines, undisturbed_losses
 from tests.resilience.network.namespaces import unavailable_reason
-from tests.tolerances import FAULTS_FLOAT64, RESIZED_FLOAT32_LOSS
 from torchtitan_lite.launcher.resize_request import ResizeState
 
 _REASON = unavailable_reason()
@@ -139,7 +140,7 @@ def test_faults_during_a_resize(
         run.train("a", "b", "c", more=more, RANK_FAULTS="slow=0.8")
         with subprocess.Popen(
             launch.resize_command(run.output, 2, _TP),
-            cwd=launch.REPOSITORY,
+            cwd=REPOSITORY,
             stderr=subprocess.DEVNULL,
         ) as request:
             _wait_for_answer(run, state)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.snapshots import orphan, trainers
+from tests.harness.snapshots import orphan, trainers
 from tests.unit.checkpoint.conftest import Manage, SmallState, run_steps
 from torchtitan_lite.checkpoint import HistoryClaim, RunHistory
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_checkpoint import write_checkpoint
+from tests.unit.checkpoint.small_checkpoint import write_checkpoint
 from torchtitan_lite.checkpoint.location import find_steps, newest_step
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.small_checkpoint import TWO_FILES, damage_file, write_checkpoint
 from tests.unit.checkpoint.conftest import same
+from tests.unit.checkpoint.small_checkpoint import TWO_FILES, damage_file, write_checkpoint
 from torchtitan_lite.checkpoint.loading import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_storage

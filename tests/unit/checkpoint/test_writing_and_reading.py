@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.small_checkpoint import TWO_FILES, replace_manifest, write_checkpoint
 from tests.unit.checkpoint.conftest import (
     Manage,
     SmallState,
@@ -22,6 +21,7 @@ from tests.unit.checkpoint.conftest import (
     same,
     steps_in,
 )
+from tests.unit.checkpoint.small_checkpoint import TWO_FILES, replace_manifest, write_checkpoint
 from torchtitan_lite import rng
 from torchtitan_lite.checkpoint.loading import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot

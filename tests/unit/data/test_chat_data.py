@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.job import Outcome, run_job
-from tests.pool import WorkerPool
+from tests.harness.jobs import Outcome, run_job
+from tests.harness.ranks import WorkerPool
 from tests.unit.data.chat_templates import CHAT, CHATML, write_tokenizer
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.forks import FORK_SERVER
+from tests.harness.ranks import FORK_SERVER
 from torchtitan_lite.data import DataLoader, OpenedData, microbatch_indices, open_data
 from torchtitan_lite.data import node_streams as module
 from torchtitan_lite.data.node_streams import StreamClient, StreamServer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.forks import FORK_SERVER
+from tests.harness.ranks import FORK_SERVER
 from torchtitan_lite.data import open_data, token_cache
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus

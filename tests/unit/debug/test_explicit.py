@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tests.pool import WorkerPool
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.debug import explicit_redistribution

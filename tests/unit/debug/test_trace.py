@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.job import MANY_EXPERTS, ODD_DIMS, Outcome, run_job
+from tests.harness.jobs import MANY_EXPERTS, ODD_DIMS, Outcome, run_job
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import CP, FSDP, MESHES, TP
-from tests.pool import WorkerPool
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.debug import traced_step

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.job import odd_config, run_job
+from tests.harness.jobs import odd_config, run_job
+from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import CP, FSDP, HSDP, OP_CHECKPOINT, PP
-from tests.pool import WorkerPool
 from torchtitan_lite.device import ACCELERATORS
 from torchtitan_lite.estimate.trace import StepTrace, trace_step
 from torchtitan_lite.mesh import resolve_degrees

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.replay_trace import replay
-from tests.launch import REPOSITORY
+from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.failure_model import read_trace
 from torchtitan_lite.launcher.resize import SlotsFile
 

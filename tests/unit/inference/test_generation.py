@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tolerances import LOGITS_FLOAT32, PARITY_FLOAT64
+from tests.harness.tolerances import LOGITS_FLOAT32, PARITY_FLOAT64
 from tests.unit.models.tiny import (
     DEEPSEEK,
     DEEPSEEK_V2,

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hugging_face import add_tokenizer, in_transformers, make_folder
-from tests.pool import WorkerPool
+from tests.harness.hugging_face import add_tokenizer, in_transformers, make_folder
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.api import ParallelismConfig, generate, load_model, start_mesh
 from torchtitan_lite.cli import main
 from torchtitan_lite.device import detect_device

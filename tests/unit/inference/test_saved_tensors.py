@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from tests.hugging_face import make_folder, tensors_of
-from tests.pool import WorkerPool
-from tests.small_checkpoint import write_checkpoint
+from tests.harness.hugging_face import make_folder, tensors_of
+from tests.harness.ranks import WorkerPool
+from tests.unit.checkpoint.small_checkpoint import write_checkpoint
 from torchtitan_lite.api import saved_tensors
 from torchtitan_lite.errors import (
     CheckpointError,

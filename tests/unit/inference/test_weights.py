@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hugging_face import add_tokenizer, make_folder
-from tests.job import FIXTURE
-from tests.small_checkpoint import replace_manifest, write_checkpoint
+from tests.harness.hugging_face import add_tokenizer, make_folder
+from tests.harness.jobs import FIXTURE
+from tests.unit.checkpoint.small_checkpoint import replace_manifest, write_checkpoint
 from torchtitan_lite.checkpoint.hugging_face.folder import save_assets
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import Config, to_record

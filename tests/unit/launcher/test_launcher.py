@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.launch import REPOSITORY
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
 from tests.unit.launcher.fakes import fake
 from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 

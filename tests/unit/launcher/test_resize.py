@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import SMALL
+from tests.harness.launch import SMALL
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import load_config
 from torchtitan_lite.config.compatibility import check_rank_counts, check_resize_arguments

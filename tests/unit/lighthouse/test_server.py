@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from tests.fuzzing import FEW_OR_MANY, fuzz, json_objects, json_values
-from tests.launch import wait_until
+from tests.harness.launch import wait_until
+from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects, json_values
 from tests.unit.lighthouse.clients import LighthouseClients, ReceivedQuorum, connect_clients
 from torchtitan_lite.errors import LighthouseError, RpcError
 from torchtitan_lite.lighthouse import client, messages

@@ -22,7 +22,7 @@ import grpc
 import pytest
 from torchft.coordination import LighthouseServer
 
-from tests.launch import wait_until
+from tests.harness.launch import wait_until
 from tests.unit.lighthouse.clients import LighthouseClients, ReceivedQuorum
 from torchtitan_lite.lighthouse import messages
 from torchtitan_lite.lighthouse.rules import QuorumSettings

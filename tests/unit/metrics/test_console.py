@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.forks import FORK_SERVER, send_output_to
+from tests.harness.ranks import FORK_SERVER, send_output_to
 from torchtitan_lite.durations import clock
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.metrics import Event, StepRecord

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import exit_status
+from tests.harness.ranks import exit_status
 from torchtitan_lite.metrics.goodput import KINDS, GoodputTracker, TimeLedger, process_age_s
 from torchtitan_lite.phases import Phase
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.forks import exit_status
+from tests.harness.ranks import exit_status
 from torchtitan_lite.metrics import Event
 from torchtitan_lite.metrics.jsonl import JsonLines
 

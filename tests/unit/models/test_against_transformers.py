@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tests.tolerances import LOGITS_FLOAT32, LOGITS_FLOAT64, ROPE_FLOAT32
+from tests.harness.tolerances import LOGITS_FLOAT32, LOGITS_FLOAT64, ROPE_FLOAT32
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding, rotate

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-from tests.hugging_face import make_folder, tensors_of
-from tests.tolerances import (
+from tests.harness.hugging_face import make_folder, tensors_of
+from tests.harness.tolerances import (
     ATTENTION_FLOAT64,
     COUNTED_FLOPS,
     LOGITS_FLOAT32,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests import hugging_face
-from tests.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
+from tests.harness import hugging_face
+from tests.harness.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
 from tests.unit.models.tiny import GPT_OSS, tiny_samples
 from torchtitan_lite.checkpoint.conversion import expected_shapes
 from torchtitan_lite.checkpoint.hugging_face.mxfp4 import dequantize

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.hugging_face import (
+from tests.harness.hugging_face import (
     FAMILIES,
     VOCAB_SIZE,
     make_folder,
@@ -24,7 +24,7 @@ from tests.hugging_face import (
     tokens,
     update_config,
 )
-from tests.tolerances import PRETRAINED_DELTA, PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
+from tests.harness.tolerances import PRETRAINED_DELTA, PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.loss import cross_entropy
@@ -128,7 +128,7 @@ def _theirs(name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
         return gradients[f"{start}.linear_attn.{_LINEAR[rest[0]]}"]
     if rest[0].endswith("_conv"):
         whole = gradients[f"{start}.linear_attn.conv1d.weight"]
-        # The sizes of tests/hugging_face.py.
+        # The sizes of tests/harness/hugging_face.py.
         return dict(zip("qkv", whole.split([20, 20, 84]), strict=True))[rest[0][0]]
     if rest[0] == "sinks":
         return gradients[f"{start}.self_attn.sinks"]

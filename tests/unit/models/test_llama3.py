@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.tolerances import COUNTED_FLOPS
+from tests.harness.tolerances import COUNTED_FLOPS
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.loss import cross_entropy

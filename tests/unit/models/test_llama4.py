@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
+from tests.harness.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
 from torchtitan_lite.checkpoint.conversion import expected_shapes
 from torchtitan_lite.cli import main
 from torchtitan_lite.errors import ConfigError

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests.tolerances import COUNTED_FLOPS, LOGITS_FLOAT32, LOGITS_FLOAT64
+from tests.harness.tolerances import COUNTED_FLOPS, LOGITS_FLOAT32, LOGITS_FLOAT64
 from tests.unit.models.tiny import QWEN3 as DENSE
 from tests.unit.models.tiny import QWEN3_EXPERTS as SPARSE
 from tests.unit.models.tiny import tiny_samples, tiny_targets

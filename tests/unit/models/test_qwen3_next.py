@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from tests.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
-from tests.tolerances import LOGITS_FLOAT64
+from tests.harness.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
+from tests.harness.tolerances import LOGITS_FLOAT64
 from tests.unit.models.tiny import QWEN3_NEXT, tiny_samples, tiny_targets
 from torchtitan_lite.checkpoint.conversion import expected_shapes
 from torchtitan_lite.cli import main

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.models import qwen3_like
+from tests.harness.jobs import qwen3_like
 from torchtitan_lite.models import llama3
 from torchtitan_lite.models.deepseek_v3 import DeepseekV3Dims
 from torchtitan_lite.models.gpt_oss import GptOssDims

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tolerances import ATTENTION_FLOAT64
+from tests.harness.tolerances import ATTENTION_FLOAT64
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
 from torchtitan_lite.nn.attention import AttentionMask, BlockContext, SDPAKernel
 from torchtitan_lite.nn.grouped_query import GroupedQuery

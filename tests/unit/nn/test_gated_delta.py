@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tolerances import DELTA_FLOAT32, DELTA_FLOAT64
+from tests.harness.tolerances import DELTA_FLOAT32, DELTA_FLOAT64
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.gated_delta import GatedDelta, gated_delta_rule, short_convolution

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from tests.tolerances import GOLDEN_DIGEST
+from tests.harness.tolerances import GOLDEN_DIGEST
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn import initialize as module
 from torchtitan_lite.nn.initialize import draw_box, initialize

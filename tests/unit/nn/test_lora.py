@@ -8,8 +8,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from tests.job import ODD_DEEPSEEK, ODD_DIMS, ODD_EXPERTS
-from tests.tolerances import LOGITS_FLOAT32, MERGED_FLOAT64
+from tests.harness.jobs import ODD_DEEPSEEK, ODD_DIMS, ODD_EXPERTS
+from tests.harness.tolerances import LOGITS_FLOAT32, MERGED_FLOAT64
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import deepseek_v3, llama3, qwen3
 from torchtitan_lite.nn.initialize import allocate_memory, draw_box, initialize, on_meta

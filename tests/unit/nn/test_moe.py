@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.tolerances import GROUPED_BFLOAT16, MOE_FLOAT64
+from tests.harness.tolerances import GROUPED_BFLOAT16, MOE_FLOAT64
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.nn.grouped_linear import (
     _is_aligned,

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.tolerances import ROPE_FLOAT32
+from tests.harness.tolerances import ROPE_FLOAT32
 from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding, rotate
 
 

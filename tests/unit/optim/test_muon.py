@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.tolerances import NEWTON_SCHULZ_FLOAT64
+from tests.harness.tolerances import NEWTON_SCHULZ_FLOAT64
 from tests.unit.models.tiny import (
     QWEN3_EXPERTS,
     tiny_decoder,

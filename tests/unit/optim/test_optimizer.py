@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tolerances import NORM_FLOAT32, OPTIMIZER_FLOAT32, SCHEDULE
+from tests.harness.tolerances import NORM_FLOAT32, OPTIMIZER_FLOAT32, SCHEDULE
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import logger

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tests.pool import WorkerPool
+from tests.harness.ranks import WorkerPool
 from torchtitan_lite.nn.rows import take_rows
 from torchtitan_lite.parallel.autograd_collectives import exchange_rows, shard_rows, unshard_rows
 

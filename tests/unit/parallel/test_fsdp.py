@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.tolerances import CHUNKED_LOSS_BFLOAT16
+from tests.harness.tolerances import CHUNKED_LOSS_BFLOAT16
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.device import Device, detect_device
 from torchtitan_lite.loss import cross_entropy

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.forks import FORK_SERVER
+from tests.harness.ranks import FORK_SERVER
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, resolve_degrees
 from torchtitan_lite.models import model_spec

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import launch
-from tests.forks import FORK_SERVER
+from tests.harness import launch
+from tests.harness.ranks import FORK_SERVER
 from tests.unit.publish.conftest import Publish, open_publisher, received
 from torchtitan_lite.checkpoint.shared_memory import (
     PUBLISHED,

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fuzzing import FEW_OR_MANY, forged_server, fuzz, json_objects, json_values, raw_messages
+from tests.unit.fuzzing import (
+    FEW_OR_MANY,
+    forged_server,
+    fuzz,
+    json_objects,
+    json_values,
+    raw_messages,
+)
 from tests.unit.publish.conftest import SECRET, Publish, complete, received, remote_subscriber
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY
 from torchtitan_lite.errors import PublishError

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from tests import launch
+from tests.harness import launch
 from tests.unit.rank_recovery.conftest import FakeProcess
 from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.errors import ConfigError

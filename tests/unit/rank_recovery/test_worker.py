@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.forks import FORK_SERVER
+from tests.harness.ranks import FORK_SERVER
 from torchtitan_lite.rank_recovery.channel import Channel
 from torchtitan_lite.rank_recovery.worker import CHANNEL, Recovery, serve
 from torchtitan_lite.rendezvous.timing import lease_clock_s

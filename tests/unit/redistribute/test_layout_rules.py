@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from tests.forks import FORK_SERVER
+from tests.harness.ranks import FORK_SERVER
 from tests.redistribution.layouts import layouts, mesh_shapes, meshes, shapes
 from tests.redistribution.reference import coordinates, dims_of, elements_of
 from torchtitan_lite.errors import LayoutError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from tests.forks import exit_status
+from tests.harness.ranks import exit_status
 from torchtitan_lite.redistribute import HolderMesh, Layout, intersections, partition, plan
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.torch_compat import strided_shard

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.forks import FORK_SERVER
+from tests.harness.ranks import FORK_SERVER
 from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supported
 

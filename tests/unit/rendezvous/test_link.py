@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from tests import launch
-from tests.fuzzing import FEW_OR_MANY, fuzz, json_objects
+from tests.harness import launch
+from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from torchtitan_lite.errors import MACHINE_FAULT, RpcError
 from torchtitan_lite.rendezvous import link as link_module
 from torchtitan_lite.rendezvous.link import RendezvousLink

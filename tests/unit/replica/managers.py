@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.launch import wait_until
+from tests.harness.launch import wait_until
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.lighthouse.client import notify_left, status
 from torchtitan_lite.lighthouse.rules import QuorumSettings

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchft.coordination import ManagerClient, ManagerServer
 
-from tests.fuzzing import FEW_OR_MANY, fuzz, json_objects
-from tests.launch import wait_until
+from tests.harness.launch import wait_until
+from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from tests.unit.lighthouse.clients import AuthenticatedClient
 from torchtitan_lite.errors import ReplicaError, RpcError
 from torchtitan_lite.lighthouse.member import Member

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from tests.fuzzing import forged_server
-from tests.launch import wait_until
+from tests.harness.launch import wait_until
 from tests.unit.checkpoint.conftest import SmallState
+from tests.unit.fuzzing import forged_server
 from torchtitan_lite import rng
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.healing.client import (

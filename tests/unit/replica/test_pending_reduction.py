@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torchft.manager import _ManagedWork
 from torchft.process_group import ProcessGroupGloo, _WorkAcceleratorTimeout
 
-from tests.launch import wait_until
+from tests.harness.launch import wait_until
 from torchtitan_lite.replica.torchft_manager import (
     PendingHostReduction,
     PendingReduction,

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launch import wait_until
+from tests.harness.launch import wait_until
 from tests.unit.replica.managers import (
     Replica,
     form_quorum,

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from hypothesis import strategies as st
 
-from tests.fuzzing import (
+from tests.unit.fuzzing import (
     FEW_OR_MANY,
     ForgedServer,
     forged_server,

@@ -15,7 +15,7 @@ import grpc
 import psutil
 import pytest
 
-from tests.launch import wait_until
+from tests.harness.launch import wait_until
 from torchtitan_lite import network
 from torchtitan_lite.rpc import gate
 from torchtitan_lite.rpc.authentication import ServerSessions

@@ -11,8 +11,8 @@ from contextlib import closing, suppress
 import psutil
 import pytest
 
-from tests.fuzzing import forged_server
-from tests.launch import wait_until
+from tests.harness.launch import wait_until
+from tests.unit.fuzzing import forged_server
 from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc import descriptors, http_server
 from torchtitan_lite.rpc.deadline_reader import DeadlineReader

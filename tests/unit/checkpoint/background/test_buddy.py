@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from tests.fuzzing import FEW_OR_MANY, fuzz, json_objects
-from tests.launch import wait_until
-from tests.snapshots import content, description, slot_bytes_of, snapshot
+from tests.harness.launch import wait_until
+from tests.harness.snapshots import content, description, slot_bytes_of, snapshot
+from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from torchtitan_lite.checkpoint.background import buddy
 from torchtitan_lite.checkpoint.background.buddy import BuddySettings, CopyOrder
 from torchtitan_lite.checkpoint.buddies import BuddyProcess

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.faulty_writer import RecordingFiles, SlowFiles
-from tests.snapshots import Trainers, snapshot, trainers, verify
+from tests.harness.snapshots import Trainers, snapshot, trainers, verify
+from tests.unit.checkpoint.faulty_writer import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
 from torchtitan_lite.checkpoint.background.flush import Attempt, GracePeriod, flush
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.launch import REPOSITORY, wait_until
-from tests.snapshots import orphan, snapshot, trainers, verify
+from tests.harness.launch import wait_until
+from tests.harness.ranks import REPOSITORY
+from tests.harness.snapshots import orphan, snapshot, trainers, verify
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import WriterProcess
@@ -209,7 +210,7 @@ _CHUNKS = 8 << 20
 def _slow(seconds: float, number: int) -> list[str]:
     """Return a writer whose first writes are slow."""
     arguments = ["slow", str(seconds), str(number)]
-    return [sys.executable, "-m", "tests.faulty_writer", *arguments]
+    return [sys.executable, "-m", "tests.unit.checkpoint.faulty_writer", *arguments]
 
 
 @pytest.mark.parametrize(("grace_s", "slow", "stored"), [(0.4, 2, []), (60.0, 1, [7])])

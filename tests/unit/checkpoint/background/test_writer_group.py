@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.snapshots import Trainers, description, trainers
+from tests.harness.snapshots import Trainers, description, trainers
 from torchtitan_lite.checkpoint.background.writer_group import (
     SINGLE_REPLICA,
     WriterGroup,

@@ -13,9 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.faulty_writer import CrashingFiles
-from tests.forks import exit_status
-from tests.hugging_face import (
+from tests.harness.hugging_face import (
     FAMILIES,
     add_tokenizer,
     in_transformers,
@@ -24,6 +22,8 @@ from tests.hugging_face import (
     tensors_of,
     tokens,
 )
+from tests.harness.ranks import exit_status
+from tests.unit.checkpoint.faulty_writer import CrashingFiles
 from torchtitan_lite.checkpoint.hugging_face import save_assets, to_hf
 from torchtitan_lite.checkpoint.hugging_face.from_hf import HuggingFaceImport
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.hugging_face import make_folder
+from tests.harness.hugging_face import make_folder
 from torchtitan_lite.checkpoint.hugging_face import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.storage import open_parent_storage
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.hugging_face import make_folder, our_model
+from tests.harness.hugging_face import make_folder, our_model
 from torchtitan_lite.checkpoint.hugging_face import snapshot
 from torchtitan_lite.checkpoint.hugging_face.folder import INDEX, is_hugging_face
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot

@@ -15,10 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.faulty_writer import SlowFiles
-from tests.forks import FORK_SERVER
-from tests.hugging_face import make_folder
-from tests.pool import GLOO_TIMEOUT_S, WorkerPool
+from tests.harness.hugging_face import make_folder
+from tests.harness.ranks import FORK_SERVER, GLOO_TIMEOUT_S, WorkerPool
+from tests.unit.checkpoint.faulty_writer import SlowFiles
 from torchtitan_lite.checkpoint.conversion import TargetExists, lock_folder
 from torchtitan_lite.checkpoint.hugging_face import partial_folder
 from torchtitan_lite.checkpoint.hugging_face.export import ExportFile, ExportTensor

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.models import qwen3_like
-from tests.pool import WorkerPool
+from tests.harness.jobs import qwen3_like
+from tests.harness.ranks import WorkerPool
 from tests.unit.models.tiny import DEEPSEEK as TINY_DEEPSEEK
 from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
 from torchtitan_lite.checkpoint.interchange.from_dcp import ConversionResult, convert_from_dcp

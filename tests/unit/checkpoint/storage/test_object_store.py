@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.snapshots import content, read_safetensors
+from tests.harness.snapshots import content, read_safetensors
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     build_manifest,

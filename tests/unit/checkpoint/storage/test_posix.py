@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.snapshots import content
+from tests.harness.snapshots import content
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.snapshots import read_safetensors
+from tests.harness.snapshots import read_safetensors
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     PartBox,

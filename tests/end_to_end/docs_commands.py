@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from tests.job import FIXTURE
-from tests.slurm import write_command
+from tests.end_to_end.slurm import write_command
+from tests.harness.jobs import FIXTURE
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
     r"(?:^<!-- test: (?P<before>[^\n]*?) -->\n)?"
     r"^```bash\n(?P<text>.*?)^```$"

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from tests import launch
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.checkpoint.shared_memory import folder as shared
 from torchtitan_lite.errors import CheckpointError
 
@@ -26,7 +27,7 @@ _SMALL = (
     "--checkpoint.interval=100000",
     "--checkpoint.ram_interval=1",
     "--metrics.log_freq=1",
-    "--experimental.custom_import=tests.rank_faults",
+    "--experimental.custom_import=tests.resilience.rank_faults",
 )
 
 
@@ -45,7 +46,7 @@ class SparedRun:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *spares, *self.arguments],
-                cwd=launch.REPOSITORY,
+                cwd=REPOSITORY,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "RANK_FAULTS": given},
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,7 +1,7 @@
 """Checkpoint writers and trainers that crash at a chosen operation, and a disk that loses data that
 was not synced.
 
-`python -m tests.faulty_writer` runs such a writer or trainer.
+`python -m tests.unit.checkpoint.faulty_writer` runs such a writer or trainer.
 """
 
 import copy
@@ -238,13 +238,13 @@ def _trainer(base: str, root: str, victim: str, crash_at: int) -> None:
     the trainer's death; with "alone-", one of them does because the leader's writer is dead too.
     The operations of the victim are counted in `base/count-VICTIM`."""
     mode, _, victim = victim.rpartition("-")
-    import tests.snapshots as snapshots
+    import tests.harness.snapshots as snapshots
 
     if victim == "trainer":
         CrashingRegion.crash_at, CrashingRegion.count = crash_at, Path(base) / "count-trainer"
         snapshots.Region = CrashingRegion
     run = snapshots.Trainers(Path(base), root, 2, run_id="ab" * 16, large_elements=3000)
-    command = [sys.executable, "-m", "tests.faulty_writer", "writer"]
+    command = [sys.executable, "-m", "tests.unit.checkpoint.faulty_writer", "writer"]
     for rank, region in enumerate(run.regions):
         crash = [str(crash_at if victim == str(rank) else 0), f"{base}/count-{rank}"]
         settings = snapshots.WriterSettings(keep_latest_k=1, preemption_grace_s=20, others_s=0.2)

@@ -1,6 +1,7 @@
 """A local S3 server (moto) that fails some requests, and a trainer that saves to it.
 
-`python -m tests.s3 DUMP_FOLDER ROOT` trains and saves after each step until it is killed.
+`python -m tests.resilience.s3 DUMP_FOLDER ROOT` trains and saves after each step, until it is
+killed.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "deploy/slurm/torchtitan_lite.sbatch"
+SCRIPT = Path(__file__).parents[2] / "deploy/slurm/torchtitan_lite.sbatch"
 _SRUN = """
 output=/dev/stdout
 while [[ "$1" == --* ]]; do

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 
-from tests.job import FIXTURE
+from tests.harness.jobs import FIXTURE
 from torchtitan_lite.checkpoint.loading import open_snapshot
 from torchtitan_lite.checkpoint.snapshots import Snapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage

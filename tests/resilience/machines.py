@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tests import launch
+from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
 
 _HOLDER = "mount -t tmpfs none /dev/shm && echo ready && exec sleep infinity"
 
@@ -141,7 +142,7 @@ class MachinesRun:
                         subprocess.Popen(
                             [*machine.command(), sys.executable, "train.py",
                              *self.arguments, *arguments],
-                            cwd=launch.REPOSITORY,
+                            cwd=REPOSITORY,
                             env=environment,
                             stdout=log,
                             stderr=subprocess.STDOUT,

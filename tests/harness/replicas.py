@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import launch
-from tests.tolerances import FAULTS_FLOAT64
+from tests.harness import launch
+from tests.harness.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.checkpoint.save_context import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
 from torchtitan_lite.lighthouse.rules import QuorumSettings
@@ -49,7 +49,7 @@ class Replicas:
         self, number: int, *more: str, faults: str = "", num_ranks: int | None = None
     ) -> None:
         """Start or restart a replica with additional arguments, and with `faults` as
-        `tests.faulty_trainer` reads them."""
+        `tests.harness.faulty_trainer` reads them."""
         own = [
             f"--job.dump_folder={self.folder}",
             "--fault_tolerance.enable=true",

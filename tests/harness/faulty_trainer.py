@@ -1,6 +1,6 @@
 """`train.py` with injected faults, which the variable FAULTS names.
 
-`FAULTS="nan=24 killed_at=30" python -m tests.faulty_trainer ARGUMENTS`
+`FAULTS="nan=24 killed_at=30" python -m tests.harness.faulty_trainer ARGUMENTS`
 
 Positions are positions in the order of samples at which a step begins. Everything else is as in
 `train.py`.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.snapshots import sessions_of
+from tests.harness.snapshots import sessions_of
 from torchtitan_lite import trainer
 from torchtitan_lite.builders import state as build_state
 from torchtitan_lite.checkpoint import copier, sync_saver

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,12 +14,10 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from tests.forks import REPOSITORY, ForkedRun
-from tests.job import FIXTURE
+from tests.harness.jobs import FIXTURE
+from tests.harness.ranks import REPOSITORY, ForkedRun, RankFailed
 
 Process = subprocess.Popen[bytes] | ForkedRun
-LOGS = REPOSITORY / "test-logs"
-"""Logs of a test session; the file `failures` lists those of failed processes."""
 SMALL: tuple[str, ...] = (
     "--config=configs/llama3_debug.toml",
     f"--training.dataset_path={FIXTURE}",
@@ -36,28 +33,8 @@ SMALL: tuple[str, ...] = (
 )
 """Arguments for the debug config on the text fixture; a step takes milliseconds."""
 PROGRAM: tuple[str, ...] = ("train.py",)
-FAULTY_PROGRAM: tuple[str, ...] = ("-m", "tests.faulty_trainer")
+FAULTY_PROGRAM: tuple[str, ...] = ("-m", "tests.harness.faulty_trainer")
 """The same with injected faults, which the variable FAULTS names."""
-
-
-class RankFailed(AssertionError):
-    """Failure of a process that a test started; `log` holds its output."""
-
-    def __init__(self, message: str, log: Path) -> None:
-        super().__init__(message)
-        self.log = log
-
-
-def record_failure(log: Path) -> None:
-    """Add the log of a failed process to the list that CI prints from. A log outside LOGS is copied
-    there."""
-    LOGS.mkdir(exist_ok=True)
-    if LOGS not in log.parents:
-        copy = LOGS / f"{log.parent.name}-{log.name}"
-        shutil.copy(log, copy)
-        log = copy
-    with (LOGS / "failures").open("a") as failures:
-        failures.write(f"{log}\n")
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float) -> float:
@@ -175,7 +152,9 @@ def ranks_of(process: Process) -> list[psutil.Process]:
         return children if process.num_ranks > 1 else []
     for child in children:
         with suppress(psutil.NoSuchProcess):
-            if {"train.py", "torchtitan_lite", "tests.faulty_trainer"} & set(child.cmdline()):
+            if {"train.py", "torchtitan_lite", "tests.harness.faulty_trainer"} & set(
+                child.cmdline()
+            ):
                 ranks.append(child)
     return ranks
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from tests.models import qwen3_like
 from torchtitan_lite.builders import build
 from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, ParallelDims, resolve_degrees
 from torchtitan_lite.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3, qwen3_next
+from torchtitan_lite.models.llama3 import Llama3Dims
+from torchtitan_lite.models.qwen3 import Qwen3Dims
 from torchtitan_lite.nn.grouped_query import Temperature
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import YarnScaling
@@ -27,7 +28,15 @@ from torchtitan_lite.torch_compat import local_tensor
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
 
-FIXTURE = Path(__file__).parent / "assets" / "fixture.jsonl"
+_SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_dim", "vocab_size")
+
+
+def qwen3_like(dims: Llama3Dims, **changes: Any) -> Qwen3Dims:
+    """Dimensions of a Qwen3 with the sizes of a Llama, except for `changes`."""
+    return Qwen3Dims(**{name: getattr(dims, name) for name in _SIZES} | changes)
+
+
+FIXTURE = Path(__file__).parents[1] / "assets" / "fixture.jsonl"
 
 ODD_DIMS = llama3.Llama3Dims(
     dim=36,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests import launch
+from tests.harness import launch
 from torchtitan_lite.checkpoint.shared_memory import free_run
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.publish.sources import PUBLISHED_FILE

@@ -1,0 +1,1 @@
+"""What tests share: processes, jobs, replicas, checkpoints, and the table of tolerances."""
