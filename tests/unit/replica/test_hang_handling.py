@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch._C import _distributed_c10d
 
-from torchtitan_lite.launcher.hang_detection import flight_record_file, read_flight_record
+from torchtitan_lite.launcher.flight_records import flight_record_file, read_flight_record
 from torchtitan_lite.torch_compat import flight_record
 
 _BEGINNING = """
