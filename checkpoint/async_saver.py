@@ -9,7 +9,9 @@ Invariant: the newest snapshot that all ranks have stays in its slot until a new
 Layer: above save_context, copier and background.
 """
 
+import logging
 import math
+import re
 import signal
 import threading
 import time
@@ -32,6 +34,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import release_rank
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.tensors import local_tensors
+from torchtitan_lite.diagnosis import WRITER, Cause, Diagnosis, report, report_text
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 
@@ -39,6 +42,8 @@ NUM_SLOTS = 3
 """Slots per region: the newest complete one, the one being filled, and the one being written.
 Buddy copies add `buddies.NUM_EXTRA_SLOTS`."""
 _HEARTBEAT_S = 0.02
+_OF_ANOTHER_RANK = re.compile(r"CheckpointError: rank \d+: ")
+"""Error of the leader's writer after that of another rank."""
 _WARNING_S = 30.0
 MAX_STEP_FRACTION = 0.03
 """Maximum fraction of step time that snapshots may cost if no interval is given."""
@@ -91,6 +96,10 @@ class AsynchronousSaver:
         self._backoff = RetryBackoff()
         self.saved_step: int | None = None
         self.saved_values: dict[str, Any] = {}
+        self.last_write_s = 0.0
+        """Seconds of this rank's last write of its part of a checkpoint; 0 before the first."""
+        self._dead_writer: int | None = None
+        """Process id of the writer whose death was reported last."""
         _forward_signals(writer.signals_fd)
 
     @property
@@ -184,12 +193,13 @@ class AsynchronousSaver:
             logger.error("No snapshot of step %d: %s", self._snapshot_step, self._problem)
             if self._save is not None and not self._save.ordered:
                 self._save.failed = self._save.ordered = True
+        self._report_dead_writer()
         self._send_order()
         for response in self._writer.responses():
             self._handle(response)
         save = self._save
         if save is not None and save.ordered and not save.failed and not self._writer.alive:
-            logger.error("The checkpoint writer of rank %d has died.", self._context.mesh.rank)
+            self._report_dead_writer()
             save.failed = True
         copies = CopySignals() if self.buddies is None else self.buddies.signals()
         may_retry = self._backoff.may_retry(self._context.state.step + 1)
@@ -339,17 +349,35 @@ class AsynchronousSaver:
                 writer_group=self._writer_group,
             )
 
+    def _report_dead_writer(self) -> None:
+        pid = self._writer.pid
+        if pid is None or self._writer.alive or pid == self._dead_writer:
+            return
+        self._dead_writer = pid
+        text = "the checkpoint writer has died; another is started for the next save"
+        rank = self._context.mesh.rank
+        died = Diagnosis(cause=Cause.PROCESS_DIED, text=text, rank=rank, process=WRITER)
+        report(died, logging.ERROR)
+
     def _handle(self, response: dict[str, Any]) -> None:
         save = self._save
         if response.get("failed") == -1:
             logger.error("The checkpoint writer: %s", response["error"])
+        if "seconds" in response:
+            self.last_write_s = float(response["seconds"])
         if save is None or response.get("token") != save.token:
             return
         if "committed" in response:
             save.committed = True
         elif "failed" in response:
             save.failed = True
-            logger.error("Saving step %d: %s", save.step, response["error"])
+            text = f"Saving step {save.step}: {response['error']}"
+            if _OF_ANOTHER_RANK.search(text):
+                # That rank reports its own error.
+                logger.error("%s", text)
+            else:
+                rank = self._context.mesh.rank
+                report_text(text, rank=rank, process=WRITER, level=logging.ERROR)
 
     def wait(self) -> None:
         """Block until no save is in progress. Every rank must call it. The ranks keep exchanging

@@ -265,6 +265,11 @@ class CheckpointManager:
         return [] if buddies is None else buddies.events()
 
     @property
+    def last_write_s(self) -> float:
+        """Seconds of this rank's last write of a checkpoint in the background; 0: none."""
+        return 0.0 if self._asynchronous is None else self._asynchronous.last_write_s
+
+    @property
     def consecutive_failures(self) -> int:
         """Consecutive failed saves."""
         return self._saver.consecutive_failures

@@ -69,9 +69,14 @@ class TrainingDiverged(UserError):
 
 
 class MachineFault(UserError):
-    """A rank whose recomputation of a step differs: its hardware is faulty."""
+    """A rank with faulty hardware, as after a recomputation of a step that differs."""
 
     exit_status = MACHINE_FAULT
+
+
+class DamagedState(MachineFault):
+    """A rank whose weights or optimizer state changed in memory: its memory is faulty, and its
+    state must not be saved."""
 
 
 class RedistributionError(UserError):

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite.anomalies.process_checks import ProcessChecks
 from torchtitan_lite.config import Config
 from torchtitan_lite.data import ValidationData
+from torchtitan_lite.diagnosis import report
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics import Event, GoodputTracker, Metrics, StepRecord
 from torchtitan_lite.metrics.goodput import process_age_s
@@ -124,6 +126,16 @@ def goodput_hook(freq: int, goodput_tracker: GoodputTracker, metrics: Metrics) -
         if report.committed and state.step % freq == 0:
             values = goodput_tracker.totals().values()
             metrics.event(Event(name="books", step=state.step, values=values))
+
+    return hook
+
+
+def process_hook(checks: ProcessChecks) -> Hook:
+    """Report what is wrong with the process of this rank."""
+
+    def hook(state: TrainState, step: StepReport) -> None:
+        for diagnosis in checks.check():
+            report(diagnosis)
 
     return hook
 

@@ -823,3 +823,48 @@ def flight_record() -> dict[str, Any]:
                 merged.setdefault(key, value)
     merged["entries"].sort(key=lambda entry: entry.get("time_created_ns", 0))
     return merged
+
+
+class CollectiveWaits:
+    """Time for which the main thread of this process has waited in collectives, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+@contextmanager
+def collective_waits() -> Iterator[CollectiveWaits]:
+    """Measure the waits of the main thread during the block, whoever calls the collective: FSDP,
+    DTensor, a pipeline, or a user's module.
+
+    Work has hooks for its end but not for the wait, and the profiler costs far more. Needed until
+    there are some. Two functions are replaced: each wait of torch's Python code goes through one.
+    """
+    import threading
+    import time
+
+    from torch.distributed import _functional_collectives as functional
+
+    waits, main = CollectiveWaits(), threading.main_thread()
+
+    def timed(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is not main:
+                return wait(*args, **kwargs)
+            started = time.perf_counter()
+            try:
+                return wait(*args, **kwargs)
+            finally:
+                waits.seconds += time.perf_counter() - started
+
+        return measured
+
+    places: tuple[tuple[Any, str], ...] = ((dist.Work, "wait"), (functional, "wait_tensor"))
+    originals = [getattr(owner, name) for owner, name in places]
+    for (owner, name), original in zip(places, originals, strict=True):
+        setattr(owner, name, timed(original))
+    try:
+        yield waits
+    finally:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)

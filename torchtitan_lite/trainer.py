@@ -17,7 +17,7 @@ from torch import nn
 from torchtitan_lite.anomalies import Action, Decision
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.data import BatchSizes, microbatch_indices
-from torchtitan_lite.errors import MachineFault, TrainingDiverged
+from torchtitan_lite.errors import DamagedState, MachineFault, TrainingDiverged
 from torchtitan_lite.events import StepEvent
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
@@ -165,7 +165,7 @@ def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> 
     """Save the last good state, and raise `why` with its path."""
     job.replicas.close()
     job.phases.enter(Phase.CHECKPOINT)
-    if isinstance(why, MachineFault) and report.num_replicas > 1:
+    if isinstance(why, DamagedState) or (isinstance(why, MachineFault) and report.num_replicas > 1):
         # The other replicas have the state, computed by machines that are not faulty.
         raise why
     job.state.history.reset_counts()
@@ -191,8 +191,10 @@ def train_step(job: Job) -> StepReport:
         with phases.enter(Phase.DATA):
             microbatches, data_time_s = _load(job, share)
             _record_attempt(job, share, step_size, microbatches)
+            job.monitor.work_times.waited_for_data(data_time_s, state.loader.take_state_wait_s())
         loss = _forward_backward(job, microbatches, parameters)
-    values = _local_values(job, share, microbatches, loss)
+    job.monitor.end_backward(parameters, share)
+    values, number = _local_values(job, share, microbatches, loss), state.step + 1
     with phases.enter(Phase.COMMUNICATION):
         pending = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
         job.monitor.work_times.mark_reduction()
@@ -206,13 +208,21 @@ def train_step(job: Job) -> StepReport:
         if is_complete:
             job.checkpoints.apply_signals(totals.save_signals)
         decision, slow_ranks = job.monitor.decide(
-            totals, loss, microbatches, state.history, share, job.replicas, is_complete=is_complete
+            totals,
+            loss,
+            microbatches,
+            state.history,
+            share,
+            job.replicas,
+            number=number,
+            is_complete=is_complete,
         )
-    number, lr = state.step + 1, state.lr_scheduler.lr(state.step)
+    lr = state.lr_scheduler.lr(state.step)
     if decision.action is Action.COMMIT and not is_updated:
         _update(job, totals)
     router_loads, events, fatal_error = _apply(job, decision, totals, share, step_size)
     job.ledger.end(decision.action.value, state.step, state.cursor)
+    job.monitor.end_step(state.tensors)
     committed = decision.action is Action.COMMIT
     stop_requested, is_signaled = totals.num_stop_requests > 0, totals.num_signaled > 0
     is_last = stop_requested or fatal_error is not None or state.step >= job.steps
@@ -300,7 +310,8 @@ def _local_values(
         cursor=job.state.cursor,
         step=job.state.step,
         save_signals=job.checkpoints.local_signals(),
-        work_times=job.monitor.work_times.local_values(share),
+        work_times=job.monitor.work_times.local_values(share, job.checkpoints.last_write_s),
+        rank_flags=job.monitor.rank_flags(loss, job.state.tensors, share),
         router_counts=job.router_balance.counts(loss.device),
     )
 

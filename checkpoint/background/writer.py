@@ -135,6 +135,7 @@ class Writer:
         """Write this rank's part; the leader then waits for the others."""
         attempt = self._attempt(step, token, writer_group)
         self._writing = attempt
+        started_s = time.monotonic()
         try:
             attempt.save.write(
                 slot,
@@ -158,7 +159,7 @@ class Writer:
             return
         finally:
             self._writing = None
-        self._is_written(attempt)
+        self._is_written(attempt, seconds=time.monotonic() - started_s)
 
     def _attempt(self, step: int, token: str, writer_group: WriterGroup | None = None) -> _Attempt:
         """Return an attempt of `writer_group`; if omitted, of this replica alone."""
@@ -167,8 +168,8 @@ class Writer:
         save = self._save.for_group(writer_group)
         return _Attempt(save, step, token, deadline, is_joint=writer_group.count > 1)
 
-    def _is_written(self, attempt: _Attempt) -> None:
-        self._channel.send(written=attempt.step, token=attempt.token)
+    def _is_written(self, attempt: _Attempt, **measured: float) -> None:
+        self._channel.send(written=attempt.step, token=attempt.token, **measured)
         if attempt.save.about.is_leader:
             self._pending[attempt.token] = attempt
             self._commit_complete()

@@ -4,8 +4,8 @@ import ctypes
 import os
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -57,7 +57,7 @@ def _break_connections(processes: list[psutil.Process]) -> int:
     connections = [
         (process.pid, connection)
         for process in processes
-        for connection in _established_connections(process)
+        for connection in established_connections(process)
     ]
     own = {_normalized(connection.laddr) for _, connection in connections}
     return sum(
@@ -67,7 +67,8 @@ def _break_connections(processes: list[psutil.Process]) -> int:
     )
 
 
-def _established_connections(process: psutil.Process) -> list[Any]:
+def established_connections(process: psutil.Process) -> list[Any]:
+    """Return the established TCP connections of a process."""
     with suppress(psutil.NoSuchProcess):
         return [
             connection
@@ -78,21 +79,39 @@ def _established_connections(process: psutil.Process) -> list[Any]:
 
 
 def _break_connection(pid: int, connection: Any) -> bool:
-    """Shut down a socket of another process through a duplicate of its descriptor."""
-    with suppress(ProcessLookupError):
+    """Shut down a socket of another process."""
+    with suppress(OSError), duplicated_socket(pid, connection) as held:
+        if held is not None:
+            held.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
+
+
+@contextmanager
+def duplicated_socket(pid: int, connection: Any) -> Iterator[socket.socket | None]:
+    """Yield the socket of another process by a duplicate of its descriptor; None if it has been
+    closed in the meantime."""
+    held = None
+    with suppress(OSError):
         process = os.pidfd_open(pid)
         try:
             duplicate = ctypes.CDLL(None).syscall(_PIDFD_GETFD, process, connection.fd, 0)
         finally:
             os.close(process)
-        if duplicate < 0:
-            # Closed in the meantime, or not permitted.
-            return False
-        with suppress(OSError), socket.socket(fileno=duplicate) as held:
-            # The descriptor may refer to another file by now.
-            if _normalized(held.getpeername()) == _normalized(connection.raddr):
-                held.shutdown(socket.SHUT_RDWR)
-                return True
+        # Negative if it was closed in the meantime.
+        held = socket.socket(fileno=duplicate) if duplicate >= 0 else None
+    try:
+        yield held if held is not None and _is_peer(held, connection.raddr) else None
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _is_peer(held: socket.socket, address: Sequence[Any]) -> bool:
+    """Return whether a socket is connected to `address`: its descriptor may refer to another file
+    by now."""
+    with suppress(OSError):
+        return _normalized(held.getpeername()) == _normalized(address)
     return False
 
 

@@ -149,7 +149,7 @@ def writer_paused(target: FaultTarget) -> None:
 def rank_out_of_memory(target: FaultTarget) -> None:
     """Limit a rank's address space to what it uses, then kill it."""
     rank = _a_rank(target)
-    with _exited_is_not_applicable():
+    with exited_is_not_applicable():
         limit = rank.memory_info().vms + _ALLOWANCE_BYTES
         resource.prlimit(rank.pid, resource.RLIMIT_AS, (limit, limit))
     # A step reuses its memory, so that the limit alone may not end the rank.
@@ -160,7 +160,7 @@ def rank_out_of_memory(target: FaultTarget) -> None:
 def rank_out_of_descriptors(target: FaultTarget) -> None:
     """Prevent a rank from opening files and connections while the other replica dies."""
     rank = _a_rank(target)
-    with _exited_is_not_applicable():
+    with exited_is_not_applicable():
         resource.prlimit(rank.pid, resource.RLIMIT_NOFILE, (1, 1))
     other = (target.replica + 1) % target.job.num_replicas
     kill_all(target.job.ranks(other))
@@ -250,7 +250,7 @@ def _end_launcher(target: FaultTarget, number: signal.Signals) -> None:
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:
-    with _exited_is_not_applicable():
+    with exited_is_not_applicable():
         process.send_signal(number)
 
 
@@ -269,7 +269,7 @@ def _pause(processes: Iterable[psutil.Process], seconds: float) -> None:
 
 
 @contextmanager
-def _exited_is_not_applicable() -> Iterator[None]:
+def exited_is_not_applicable() -> Iterator[None]:
     """Raise FaultNotApplicable if the target process has exited in the meantime."""
     try:
         yield

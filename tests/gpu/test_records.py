@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.gpu.ranks import run_ranks
 from tests.gpu.training import train_job
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.launcher.hang_detection import flight_record_file
+from torchtitan_lite.launcher.flight_records import flight_record_file
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.replica.hang_handling import FLIGHT_SIGNAL, FlightRecorder

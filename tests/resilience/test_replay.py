@@ -1,5 +1,6 @@
 """A suspicious step is recomputed: this identifies a faulty machine, and clears bad data."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ from torch import nn
 
 from tests.harness.jobs import run_job
 from tests.harness.ranks import WorkerPool
-from torchtitan_lite.errors import MachineFault
+from torchtitan_lite import trainer
+from torchtitan_lite.errors import DamagedState, MachineFault
 from torchtitan_lite.nn.feed_forward import FeedForward
+from torchtitan_lite.torch_compat import local_tensor
 
 _SETTINGS: dict[str, Any] = {
     "training.steps": 4,
@@ -81,6 +84,72 @@ def test_a_rank_that_differs_is_named_and_the_good_state_saved(
     resumed = pools(2).run(run_job, tmp_path / "run", _SETTINGS)
     assert resumed[0].resumed_at == 2
     assert min(sample for outcome in resumed for sample in outcome.samples[0]) == 8
+
+
+def train_with_a_wrong_shard(folder: Path) -> str:
+    """Train while a shard of a gradient changes on rank 1 after the reduction over ranks in step
+    3. Return the error with which the run ends."""
+    run, calls = trainer._forward_backward, 0
+
+    def changed(job: trainer.Job, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        loss = run(job, *args)
+        calls += 1
+        if calls == 3 and dist.get_rank() == 1:
+            gradient = next(job.state.model.parameters()).grad
+            assert gradient is not None
+            local_tensor(gradient).view(-1)[0] = math.inf
+        return loss
+
+    trainer._forward_backward = changed
+    try:
+        run_job(folder, _SETTINGS)
+        return ""
+    except MachineFault as error:
+        return str(error)
+    finally:
+        trainer._forward_backward = run
+
+
+def test_a_shard_that_changes_after_the_reduction_is_named(
+    pools: Callable[[int], WorkerPool], tmp_path: Path
+) -> None:
+    first, second = pools(2).run(train_with_a_wrong_shard, tmp_path / "run")
+    assert first == second and "differs on rank 1 of participant 0:" in first
+
+
+def train_with_damaged_state(folder: Path) -> str:
+    """Train while a weight changes on rank 1 between steps 2 and 3. Return the error with which the
+    run ends."""
+    step, calls = trainer.train_step, 0
+
+    def damaged(job: trainer.Job) -> trainer.StepReport:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and dist.get_rank() == 1:
+            weight = local_tensor(next(job.state.model.parameters())).detach()
+            weight.view(-1).numpy()[0] += 1e-3
+        return step(job)
+
+    trainer.train_step = damaged
+    try:
+        run_job(folder, {**_SETTINGS, "fault_tolerance.state_check": True})
+        return ""
+    except DamagedState as error:
+        return str(error)
+    finally:
+        trainer.train_step = step
+
+
+def test_a_rank_whose_state_changes_is_named(
+    pools: Callable[[int], WorkerPool], tmp_path: Path
+) -> None:
+    first, second = pools(2).run(train_with_damaged_state, tmp_path / "run")
+    assert first == second
+    assert "changed in memory before step 3 on rank 1 of participant 0:" in first
+    found = (tmp_path / "run").glob("diagnoses_rank_*.jsonl")
+    said = [json.loads(line) for path in found for line in path.read_text().splitlines()]
+    assert [(one["cause"], one["rank"]) for one in said] == [("memory_corruption", 1)]
 
 
 def test_a_reproducible_anomaly_is_left_to_the_policy(

@@ -43,8 +43,10 @@ class Decision:
     reason: str = ""
     """The anomaly."""
     faulty_ranks: tuple[int, ...] = ()
-    """Ranks whose recomputation of an aborted step differed, by index among all ranks of all
-    replicas."""
+    """Ranks whose recomputation of an aborted step differed, or whose state is damaged, by index
+    among all ranks of all replicas."""
+    has_damaged_state: bool = False
+    """Whether the state of these ranks changed in memory."""
 
     @property
     def is_anomalous(self) -> bool:

@@ -20,9 +20,14 @@ _EVERY = 16
 _SLOW, _NOT_SLOW = math.log(1.10), math.log(1.05)
 """Relative slowness, as logarithms: a rank is slow beyond the first, and no longer below the
 second."""
+_MOST = 0.5
+"""Fraction of a difference that is most of it."""
 _CERTAINTY = 6.0
 """Standard errors beyond the first limit. Ten thousand steps of 64 ranks are 40,000 decisions, and
 correlated noise makes steps dependent."""
+_MIN_ROW_S = 0.1
+"""Work that a row covers at least. Steps of milliseconds are added up: within a few of them, the
+scheduler of the operating system does not give all processes the same time."""
 _MEDIAN_ERROR = 1.2533
 """Standard error of a median relative to that of a mean, for normal noise."""
 
@@ -38,6 +43,8 @@ class RankWork:
     """Pipeline stage."""
     microbatches: int
     seconds: float
+    data_s: float = 0.0
+    """Of these, waiting for data."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class SlowRank:
     """Factor relative to the median of the others."""
     is_slow: bool
     """False: no longer slow."""
+    waits_for_data: bool = False
+    """Whether most of the difference is waiting for data."""
 
 
 class SlowRankDetector:
@@ -63,7 +72,11 @@ class SlowRankDetector:
     def __init__(self) -> None:
         self._work: tuple[tuple[int, int, int, int], ...] = ()
         self._rows: deque[np.ndarray] = deque(maxlen=_WINDOWS[-1])
-        """Logarithm of each rank's time relative to that of the others, per step."""
+        """Logarithm of each rank's time relative to that of the others, per row of steps."""
+        self._data_rows: deque[np.ndarray] = deque(maxlen=_WINDOWS[0])
+        """Seconds that each rank waited for data, as multiples of the others' time."""
+        self._sum = np.zeros((2, 0))
+        """Seconds and seconds of waiting for data in the steps of the next row, by rank."""
         self._groups: list[list[int]] = []
         self._slow: set[int] = set()
         self._steps = 0
@@ -73,18 +86,27 @@ class SlowRankDetector:
         signature = tuple((one.replica, one.rank, one.stage, one.microbatches) for one in work)
         if signature != self._work:
             self._begin(signature)
-        if all(one.seconds > 0 for one in work if one.microbatches):
-            self._rows.append(self._slower(np.array([one.seconds for one in work])))
-            self._steps += 1
+        if not all(one.seconds > 0 for one in work if one.microbatches):
+            return []
+        self._sum += np.array([[one.seconds, one.data_s] for one in work]).T
+        if self._sum[0].max() < _MIN_ROW_S:
+            return []
+        slower, data = self._slower(*self._sum)
+        self._rows.append(slower)
+        self._data_rows.append(data)
+        self._sum[:] = 0
+        self._steps += 1
         if len(self._rows) < _WINDOWS[0] or self._steps % _EVERY:
             return []
         return self._changes(np.array(self._rows))
 
-    def _slower(self, seconds: np.ndarray) -> np.ndarray:
-        slower = np.zeros(len(seconds))
+    def _slower(self, seconds: np.ndarray, data_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        slower, data = np.zeros(len(seconds)), np.zeros(len(seconds))
         for group in self._groups:
-            slower[group] = np.log(seconds[group] / median_of_others(seconds[group]))
-        return slower
+            others = median_of_others(seconds[group])
+            slower[group] = np.log(seconds[group] / others)
+            data[group] = (data_s[group] - median_of_others(data_s[group])) / others
+        return slower, data
 
     def _begin(self, signature: tuple[tuple[int, int, int, int], ...]) -> None:
         groups: dict[tuple[int, int], list[int]] = {}
@@ -93,7 +115,9 @@ class SlowRankDetector:
                 groups.setdefault((stage, microbatches), []).append(place)
         self._groups = [group for group in groups.values() if len(group) > 1]
         self._work, self._steps = signature, 0
+        self._sum = np.zeros((2, len(signature)))
         self._rows.clear()
+        self._data_rows.clear()
         self._slow.clear()
 
     def _changes(self, slower: np.ndarray) -> list[SlowRank]:
@@ -101,6 +125,7 @@ class SlowRankDetector:
         recent = np.median(slower[-_WINDOWS[0] :], axis=0)
         windows = [window for window in _WINDOWS if len(slower) >= window]
         certain = np.max([_lower_bound(slower[-window:]) for window in windows], axis=0)
+        data = np.median(np.array(self._data_rows), axis=0)
         changes = []
         for place, (replica, rank, _, _) in enumerate(self._work):
             was_slow = place in self._slow
@@ -110,7 +135,9 @@ class SlowRankDetector:
                 self._slow.add(place)
             else:
                 continue
-            changes.append(SlowRank(replica, rank, math.exp(recent[place]), not was_slow))
+            times = math.exp(recent[place])
+            waits_for_data = not was_slow and bool(data[place] > _MOST * (times - 1))
+            changes.append(SlowRank(replica, rank, times, not was_slow, waits_for_data))
         return changes
 
 

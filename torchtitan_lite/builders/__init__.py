@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torchtitan_lite.builders.state import RestoredState, build_state
 from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.config import Config, to_toml
 from torchtitan_lite.data import OpenedData, open_data, share_streams_on_node
+from torchtitan_lite.diagnosis import recording_diagnoses, report_text
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.launcher.supervised import announce, is_restarted
 from torchtitan_lite.log import logger
@@ -41,6 +43,7 @@ from torchtitan_lite.phases import PhaseListener, Phases
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import hang_listeners
 from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.step.state_check import StateCheck
 from torchtitan_lite.text_generator import TextGenerator
 from torchtitan_lite.trainer import Job
 
@@ -76,10 +79,14 @@ def build(
     spec = with_counted_parameters(spec_on_device(config, mesh.device), config)
     folder = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
     run_on_all_ranks(lambda: _make_folder(folder))
-    faults = OutputFaults()
+    faults = OutputFaults(partial(report_text, rank=mesh.rank))
+    state_check = StateCheck() if config.fault_tolerance.state_check else None
     with ExitStack() as stack:
+        replica = config.fault_tolerance.replica
+        stack.enter_context(recording_diagnoses(folder, mesh.rank, replica, faults))
         tracker = _open_goodput_tracker(config, folder, stack, faults) if mesh.is_leader else None
-        phases = Phases(_phase_listeners(config, mesh, tracker, folder, stack))
+        listeners = _phase_listeners(config, mesh, tracker, folder, stack)
+        phases = Phases(listeners if state_check is None else [*listeners, state_check])
         announce("reading data")
         data = _build_data(config, spec, mesh, stack)
         announce("building model")
@@ -107,6 +114,7 @@ def build(
             text_generator=text_generator,
             folder=folder,
             faults=faults,
+            state_check=state_check,
         )
         _report_origin(restored, job, metrics)
         if mesh.is_leader:

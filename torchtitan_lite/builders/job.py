@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from torchtitan_lite.anomalies import AnomalyDetector
+from torchtitan_lite.anomalies.process_checks import ProcessChecks
 from torchtitan_lite.builders.model import model_on_meta
 from torchtitan_lite.builders.samples import sample_prompt
 from torchtitan_lite.builders.state import RestoredState
@@ -35,6 +36,7 @@ from torchtitan_lite.hooks import (
     HookContext,
     goodput_hook,
     metrics_hook,
+    process_hook,
     registered_hooks,
     validation_hook,
 )
@@ -61,8 +63,10 @@ from torchtitan_lite.schema.training import CROSS_ENTROPY
 from torchtitan_lite.spec import MicrobatchLoss, ModelSpec, PipelineSchedule
 from torchtitan_lite.step.monitor import StepMonitor
 from torchtitan_lite.step.replay import TOLERANCE, Replay
+from torchtitan_lite.step.state_check import StateCheck
 from torchtitan_lite.step.work_times import WorkTimes
 from torchtitan_lite.text_generator import TextGenerator
+from torchtitan_lite.torch_compat import collective_waits
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, Job, StepReport
 
@@ -85,9 +89,11 @@ def build_job(
     text_generator: TextGenerator | None,
     folder: Path,
     faults: OutputFaults,
+    state_check: StateCheck | None,
 ) -> Job:
     """Build the job of a single replica around `restored`. `parts` are this rank's parts of the
-    model, `folder` is for outputs; `stack` closes what is opened."""
+    model, `folder` is for outputs; `stack` closes what is opened; `state_check`, if configured,
+    listens to the phases."""
     state, training = restored.state, config.training
     schedule = _build_schedule(config, spec, mesh, parts)
     schedule, step_context = _debug_schedule(config, mesh, parts, schedule, state, folder, faults)
@@ -119,7 +125,7 @@ def build_job(
         pipeline_schedule=schedule,
         router_balance=balance,
         checkpoints=restored.checkpoints,
-        monitor=_build_monitor(config, mesh, state, schedule, phases),
+        monitor=_build_monitor(config, mesh, state, schedule, phases, state_check, stack),
         garbage=garbage,
         hooks=hooks,
         ledger=_open_ledger(config, mesh, restored, folder, stack, faults),
@@ -187,7 +193,13 @@ def _debug_schedule(
 
 
 def _build_monitor(
-    config: Config, mesh: Mesh, state: TrainState, schedule: PipelineSchedule, phases: Phases
+    config: Config,
+    mesh: Mesh,
+    state: TrainState,
+    schedule: PipelineSchedule,
+    phases: Phases,
+    state_check: StateCheck | None,
+    stack: ExitStack,
 ) -> StepMonitor:
     replay = None
     if config.fault_tolerance.replay_check:
@@ -195,8 +207,12 @@ def _build_monitor(
         tolerance = 0.0 if is_exact else TOLERANCE
         replay = Replay(state.model, schedule, state.optimizer, mesh, tolerance=tolerance)
     detector = AnomalyDetector(config.anomalies, config.debug.max_skipped_steps)
-    work_times = WorkTimes(mesh, config.fault_tolerance.replica or 0)
-    return StepMonitor(detector, work_times, replay, phases)
+    waits = None
+    if mesh.device.kind == "cpu":
+        # On a GPU the stream waits, and not the host.
+        waits = stack.enter_context(collective_waits())
+    work_times = WorkTimes(mesh, config.fault_tolerance.replica or 0, waits)
+    return StepMonitor(detector, work_times, replay, phases, mesh, state_check)
 
 
 def _build_hooks(
@@ -242,6 +258,7 @@ def _build_hooks(
         hooks.append(lambda state, report: profiler.step(report.number))
     if config.publish.enable:
         hooks.append(_publish_hook(config, stack, spec=spec, state=state, mesh=mesh, folder=folder))
+    hooks.append(process_hook(ProcessChecks(mesh.rank)))
     context = HookContext(config=config, mesh=mesh, spec=spec, metrics=metrics, folder=folder)
     return [*hooks, *registered_hooks(context)]
 

@@ -577,8 +577,10 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
             f"{rounds} rounds of local_batch_size for fault_tolerance.group_size = "
             f'{section.group_size} replicas. Raise it, or set world_size_mode = "dynamic".'
         )
-    if section.replay_check:
-        yield f"fault_tolerance.replay_check is incompatible with {asked}. Set it to false."
+    # Averaging changes the state between two updates.
+    for key in ("replay_check", "state_check"):
+        if getattr(section, key):
+            yield f"fault_tolerance.{key} is incompatible with {asked}. Set it to false."
     if section.should_quantize and not on_gpu(config):
         yield "fault_tolerance.should_quantize = true needs a GPU. Set it to false."
     fragments = section.num_fragments if method == "streaming_diloco" else 1

@@ -4,6 +4,7 @@ The result of `load` depends on the indices and the step alone; prefetching only
 ready. The trainer has the only cursor. Layer: above order, packing and stream.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class DataLoader:
         self._prefetches = not any(isinstance(one.blocks, OnlineBlocks) for one in sources)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: tuple[_Request, Future[list[Microbatch]]] | None = None
+        self._state_wait_s = 0.0
 
     def load(self, microbatch_indices: Sequence[Sequence[int]], step: int) -> list[Microbatch]:
         """Return the microbatches of `step` with these samples. An index of -1 is a filler sample.
@@ -87,8 +89,19 @@ class DataLoader:
         self._ahead = (request, self._thread.submit(self._read, request))
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """Return JSON values from which a run resumes at sample `cursor`, equal on all ranks."""
-        return self._thread.submit(self._state, cursor).result()
+        """Return JSON values from which a run resumes at sample `cursor`, equal on all ranks. With
+        a stream it waits for the prefetch in progress, because a stream has one reader."""
+        if not any(isinstance(source.blocks, StreamedBlocks) for source in self._sources):
+            return self._state(cursor)
+        started = time.perf_counter()
+        found = self._thread.submit(self._state, cursor).result()
+        self._state_wait_s += time.perf_counter() - started
+        return found
+
+    def take_state_wait_s(self) -> float:
+        """Return the seconds that `state` has waited for the stream since the last call."""
+        waited_s, self._state_wait_s = self._state_wait_s, 0.0
+        return waited_s
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume from `state`. Raises DataError if the data differ, because the order of samples

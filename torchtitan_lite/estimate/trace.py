@@ -197,6 +197,7 @@ def _trace(
                 step=0,
                 save_signals=torch.zeros(NUM_SAVE_SIGNALS, dtype=torch.float64),
                 work_times=torch.zeros(0, dtype=torch.float64),
+                rank_flags=torch.zeros(0, dtype=torch.float64),
                 router_counts=torch.zeros(0, dtype=torch.float64),
             )
             reduce_step(values, parameters, SingleReplica(), mesh, StopRequest())

@@ -1,13 +1,12 @@
-"""Detection of stalled ranks, and of the rank that the others wait for. Without I/O except for the
-flight records, which the ranks write. Layer: above heartbeat."""
+"""Detection of stalled ranks, and of the rank that the others wait for. Without I/O. Layer: above
+heartbeat and flight_records."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
+from torchtitan_lite.diagnosis import Cause
+from torchtitan_lite.launcher.flight_records import CollectiveCall, FlightRecord, find_mismatch
 from torchtitan_lite.launcher.heartbeat import Heartbeat
 from torchtitan_lite.phases import Phase
 
@@ -24,39 +23,20 @@ _MARGIN_S = 1.0
 """Minimum time for which a rank must be late: after a suspend of the machine all ranks are late for
 a moment."""
 _OWN_WORK = (Phase.DATA, Phase.COMPUTE)
-_MOST_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """Collective that a rank has called."""
-
-    group: str
-    number: int
-    """Sequence number in the process group, the same on all of its ranks."""
-    name: str
-    sizes: str
-    """Dtypes and shapes of the inputs."""
-
-    @property
-    def counter(self) -> str:
-        """The group and the backend that counted the call."""
-        return f"{self.group} {self.name.partition(':')[0]}"
-
-    @property
-    def description(self) -> str:
-        return f"{self.name} number {self.number} of group {self.group} ({self.sizes})"
-
-
-@dataclass(frozen=True)
-class FlightRecord:
-    """Collectives in torch's flight recorder of one rank."""
-
-    pending: Sequence[CollectiveCall] = ()
-    """Collectives that have not completed, the oldest first."""
-    newest: Mapping[str, int] = field(default_factory=dict)
-    """Number of the last collective called, by process group and backend: gloo and NCCL count the
-    calls of one group separately."""
+_ORDER = (
+    Phase.START,
+    Phase.CHECKPOINT,
+    Phase.BETWEEN,
+    Phase.QUORUM,
+    Phase.HEALING,
+    Phase.DATA,
+    Phase.COMPUTE,
+    Phase.COMMUNICATION,
+    Phase.END,
+)
+"""Order of the phases between two commits."""
+_FEWEST_VOTES = 3
+"""Of two ranks, neither is known to have taken the wrong branch."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +80,10 @@ def blocking_ranks(
     ranks: Sequence[RankStatus], late: Set[int], flight_records: Mapping[int, FlightRecord]
 ) -> list[RankStatus]:
     """Return the ranks that block the others, by the best evidence available, in this order:
-    stopped ranks; ranks that have not entered a collective in which others wait; ranks that compute
-    or load data and wait in no collective; ranks that compute or load data; all late ranks.
-    `flight_records` holds the collectives of ranks, where known."""
+    stopped ranks; ranks that call other collectives than most, or none where most call one; ranks
+    that have not entered a collective in which others wait; ranks that compute or load data and
+    wait in no collective; ranks that compute or load data; all late ranks. `flight_records` holds
+    the collectives of ranks, where known."""
     awaited = {
         number
         for flight in flight_records.values()
@@ -110,6 +91,7 @@ def blocking_ranks(
         for number, other in flight_records.items()
         if 0 <= other.newest.get(call.counter, -1) < call.number
     }
+    strays = stray_ranks(ranks, flight_records)
     overdue = [one for one in ranks if one.number in late]
     own = [one for one in overdue if one.heartbeat is not None and one.heartbeat.phase in _OWN_WORK]
     free = [
@@ -117,8 +99,12 @@ def blocking_ranks(
         for one in own
         if one.number in flight_records and not flight_records[one.number].pending
     ]
+    mismatch = find_mismatch(flight_records)
+    differing = () if mismatch is None else mismatch.ranks
     for found in (
         [one for one in ranks if one.state == STOPPED],
+        [one for one in ranks if one.number in differing],
+        [one for one in ranks if one.number in strays],
         [one for one in ranks if one.number in awaited],
         free,
         own,
@@ -126,6 +112,51 @@ def blocking_ranks(
         if found:
             return found
     return overdue
+
+
+def stray_ranks(
+    ranks: Sequence[RankStatus], flight_records: Mapping[int, FlightRecord]
+) -> dict[int, CollectiveCall]:
+    """Return the ranks that took another branch than most ranks of a group of three or more, each
+    with the collective that shows it: they wait in one that the others have passed without calling
+    it, or have passed one in which the others wait."""
+    places = {one.number: _place(one.heartbeat) for one in ranks if one.heartbeat is not None}
+    for call in (call for flight in flight_records.values() for call in flight.pending):
+        newest = {
+            number: flight.newest[call.counter]
+            for number, flight in flight_records.items()
+            if call.counter in flight.newest and call.group and number in places
+        }
+        inside = {number for number, last in newest.items() if last >= call.number}
+        outside = newest.keys() - inside
+        if not inside or not outside or len(newest) < _FEWEST_VOTES:
+            continue
+        has_passed = min(places[one] for one in outside) > max(places[one] for one in inside)
+        if has_passed and len(inside) != len(outside):
+            fewer = inside if len(inside) < len(outside) else outside
+            return dict.fromkeys(sorted(fewer), call)
+    return {}
+
+
+def _place(heartbeat: Heartbeat) -> tuple[int, int]:
+    """Return the place of a rank in the order of steps and phases."""
+    return heartbeat.step, _ORDER.index(heartbeat.phase)
+
+
+def hang_cause(
+    ranks: Sequence[RankStatus], late: Set[int], flight_records: Mapping[int, FlightRecord]
+) -> Cause | None:
+    """Return why the ranks block, by the evidence of `blocking_ranks`; None if nothing
+    distinguishes them from the others, as when a collective takes long for all."""
+    if any(one.state == STOPPED for one in ranks):
+        return Cause.STOPPED
+    mismatch = find_mismatch(flight_records)
+    if mismatch is not None:
+        return mismatch.cause
+    if stray_ranks(ranks, flight_records):
+        return Cause.COLLECTIVE_MISMATCH
+    has_evidence = len(ranks) == 1 or len(blocking_ranks(ranks, late, flight_records)) < len(ranks)
+    return Cause.HANG if has_evidence else None
 
 
 def hang_reason(
@@ -138,6 +169,11 @@ def hang_reason(
     in which others wait."""
     blocking = blocking_ranks(ranks, late, flight_records)
     text = "; ".join(f"rank {one.number}: no progress {describe(one, now_s)}" for one in blocking)
+    mismatch = find_mismatch(flight_records)
+    if mismatch is not None and blocking[0].number in mismatch.ranks:
+        text += f": {mismatch.description}"
+    elif stray := stray_ranks(ranks, flight_records).get(blocking[0].number):
+        text += f": it took another branch than the others at {stray.description}"
     waits = [
         f"rank {one.number} waits in {flight_records[one.number].pending[0].description}"
         for one in ranks
@@ -163,26 +199,6 @@ def rank_named_in(text: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def flight_record_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's flight record."""
-    return folder / f"flight_recorder_{rank}.json"
-
-
-def read_flight_record(path: Path) -> FlightRecord | None:
-    """Read a rank's flight record. Return None if it is missing or malformed."""
-    try:
-        with path.open("rb") as file:
-            record = json.loads(file.read(_MOST_BYTES))
-        entries = record["entries"]
-        calls = [(_call(entry), entry["retired"]) for entry in entries if not entry["is_p2p"]]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
-    newest: dict[str, int] = {}
-    for call, _ in calls:
-        newest[call.counter] = max(call.number, newest.get(call.counter, 0))
-    return FlightRecord([call for call, retired in calls if retired is False], newest)
-
-
 def _since(
     before: Mapping[int, tuple[Heartbeat, float]],
     found: Sequence[tuple[int, Heartbeat]],
@@ -194,18 +210,3 @@ def _since(
         number: (heartbeat, now_s) if then is None or then[0] != heartbeat else then
         for number, heartbeat, then in known
     }
-
-
-def _call(entry: Mapping[str, Any]) -> CollectiveCall:
-    name, description = entry["process_group"]
-    group = f"{description} ({name})" if description else name
-    shapes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
-    sizes = ", ".join(f"{dtype} {list(map(int, size))}" for dtype, size in shapes)
-    number, called = int(entry["collective_seq_id"]), _text(entry["profiling_name"])
-    return CollectiveCall(_text(group), number, called, _text(sizes))
-
-
-def _text(value: Any) -> str:
-    """Return a printable line of at most 80 characters."""
-    text = "".join(letter for letter in str(value) if letter.isprintable())
-    return text if len(text) <= 80 else text[:77] + "..."

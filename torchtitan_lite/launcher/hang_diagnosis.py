@@ -17,21 +17,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.launcher.flight_records import (
+    FlightRecord,
+    flight_record_file,
+    read_flight_record,
+)
 from torchtitan_lite.launcher.hang_detection import (
     STOPPED,
-    FlightRecord,
     RankStatus,
     StallDetector,
     describe,
-    flight_record_file,
+    hang_cause,
     hang_reason,
     rank_named_in,
-    read_flight_record,
 )
 from torchtitan_lite.launcher.heartbeat import Heartbeat
 from torchtitan_lite.launcher.processes import kill_process_group, parent_of, signal_process, spawn
@@ -58,7 +61,7 @@ class HangMonitor:
         self._last_heartbeats: list[Heartbeat | None] = []
         """Heartbeats of the late ranks when the diagnosis started."""
         self._late: set[int] = set()
-        self._deadline_s = 0.0
+        self._deadline_s, self._asked_ns = 0.0, 0
 
     @property
     def pid(self) -> int | None:
@@ -76,7 +79,7 @@ class HangMonitor:
         self._late = self._stalls.update(ranks, now_s)
         if self._late:
             self._last_heartbeats = self._late_heartbeats()
-            self._deadline_s = now_s + TIMEOUT_S
+            self._deadline_s, self._asked_ns = now_s + TIMEOUT_S, time.time_ns()
             try:
                 self._start_diagnosis(diagnosis_request(ranks, self._late, self._group.pid))
             except OSError:
@@ -96,12 +99,14 @@ class HangMonitor:
         if self._late_heartbeats() != self._last_heartbeats:
             # The ranks have made progress: they were slow, not hung.
             return None
-        folder = self._group.folder
-        reason = reported_reason(folder) or hang_reason(
-            self._group.rank_statuses(), self._late, {}, now_s
-        )
+        folder, ranks = self._group.folder, self._group.rank_statuses()
+        reason = reported_reason(folder) or hang_reason(ranks, self._late, {}, now_s)
+        records = newer_flight_records(folder, [one.number for one in ranks], self._asked_ns)
         # An empty signature: the hang does not show that the next attempt would fail too.
-        return Failure(reason, "", folder / REPORT, rank_named_in(reason))
+        cause = hang_cause(ranks, self._late, records)
+        return Failure(
+            reason, "", folder / REPORT, rank_named_in(reason), cause=cause, is_hang=True
+        )
 
     def _late_heartbeats(self) -> list[Heartbeat | None]:
         return [one.heartbeat for one in self._group.rank_statuses() if one.number in self._late]
@@ -150,17 +155,12 @@ def main(folder: Path, payload: Mapping[str, Any]) -> int:
     late = set(payload["late"])
     asked_ns = time.time_ns()
     for one in ranks:
-        _signal_if_expected(one.pid, FLIGHT_SIGNAL, "SigBlk")
+        request_flight_record(one.pid)
     # In this order: faulthandler walks the frames of all threads without the GIL, and crashes the
     # rank if one of them runs Python meanwhile, as the thread that writes the flight record does.
     _wait_for_flight_records(ranks, folder, asked_ns)
     stacks = _collect_stacks(ranks, folder)
-    flight_records = {
-        one.number: found
-        for one in ranks
-        if _is_newer(flight_record_file(folder, one.number), asked_ns)
-        and (found := read_flight_record(flight_record_file(folder, one.number))) is not None
-    }
+    flight_records = newer_flight_records(folder, [one.number for one in ranks], asked_ns)
     now_s = time.monotonic()
     sections = [hang_reason(ranks, late, flight_records, now_s)]
     for one in ranks:
@@ -174,6 +174,24 @@ def main(folder: Path, payload: Mapping[str, Any]) -> int:
     part.write_text("\n\n".join(sections) + "\n")
     part.rename(folder / REPORT)
     return 0
+
+
+def request_flight_record(pid: int) -> bool:
+    """Make a rank write its flight record; return whether it can."""
+    return _signal_if_expected(pid, FLIGHT_SIGNAL, "SigBlk")
+
+
+def newer_flight_records(
+    folder: Path, ranks: Iterable[int], than_ns: int
+) -> dict[int, FlightRecord]:
+    """Return the flight records of `ranks` that were written after a time (Unix time, in
+    nanoseconds), by rank."""
+    return {
+        rank: found
+        for rank in ranks
+        if has_newer_flight_record(folder, rank, than_ns)
+        and (found := read_flight_record(flight_record_file(folder, rank))) is not None
+    }
 
 
 def _rank_status(payload: Mapping[str, Any]) -> RankStatus:
@@ -249,14 +267,16 @@ def _wait_for_flight_records(ranks: Sequence[RankStatus], folder: Path, asked_ns
     deadline_s = time.monotonic() + _ANSWER_S
     answering = [one for one in ranks if one.state != STOPPED]
     while time.monotonic() < deadline_s and not all(
-        _is_newer(flight_record_file(folder, one.number), asked_ns) for one in answering
+        has_newer_flight_record(folder, one.number, asked_ns) for one in answering
     ):
         time.sleep(0.02)
 
 
-def _is_newer(path: Path, than_ns: int) -> bool:
+def has_newer_flight_record(folder: Path, rank: int, than_ns: int) -> bool:
+    """Return whether a rank has written its flight record after a time (Unix time, in
+    nanoseconds)."""
     try:
-        return path.stat().st_mtime_ns >= than_ns - 10**7
+        return flight_record_file(folder, rank).stat().st_mtime_ns >= than_ns - 10**7
     except OSError:
         return False
 

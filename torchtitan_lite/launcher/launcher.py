@@ -7,13 +7,15 @@ less than a millisecond.
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from types import FrameType
 
+from torchtitan_lite.diagnosis import NOTIFIER, Cause, Diagnosis
 from torchtitan_lite.launcher.leave_notices import LeaveNotifier
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
+from torchtitan_lite.launcher.link_monitor import LinkMonitor
 from torchtitan_lite.launcher.logs import last_lines
 from torchtitan_lite.launcher.plan import LaunchPlan
 from torchtitan_lite.launcher.processes import Subreaper, become_subreaper, wait_readable
@@ -46,6 +48,7 @@ class Launcher:
             log=plan.log_dir / "lighthouse.log",
             max_restarts=plan.max_restarts,
             report_event=view.report_event,
+            report_diagnosis=view.report_diagnosis,
         )
         self._notifier: LeaveNotifier | None = None
         if plan.notifier_command is not None:
@@ -60,6 +63,7 @@ class Launcher:
             report_event=view.report_event,
         )
         self._replicas = [self._replica(number) for number in range(plan.num_replicas)]
+        self._links = LinkMonitor()
         self._subreaper = Subreaper()
         self._signals: list[int] = []
         self._num_handled = 0
@@ -136,7 +140,14 @@ class Launcher:
             policy=RestartPolicy(plan.max_restarts, max_delay_s=plan.max_restart_delay_s),
             on_failure=self._on_failure,
             report_event=self._view.report_event,
+            report_diagnosis=self._report_failure,
         )
+
+    def _report_failure(self, diagnosis: Diagnosis) -> None:
+        if diagnosis.cause is Cause.HANG and self._links.has_dead_link:
+            # All ranks wait for the link, which has been reported.
+            return
+        self._view.report_diagnosis(diagnosis)
 
     def _on_failure(self, replica: ReplicaProcess, rank: int | None) -> None:
         if rank is not None:
@@ -159,9 +170,18 @@ class Launcher:
     def _poll(self) -> None:
         now_s = time.monotonic()
         self._handle_signals(now_s)
+        ranks = {
+            (one.number, rank): pid
+            for one in self._replicas
+            for rank, pid in one.rank_pids.items()
+            if one.is_training
+        }
+        for diagnosis in self._links.poll(ranks, now_s):
+            self._view.report_diagnosis(diagnosis)
         for replica in self._replicas:
             replica.poll(now_s)
         self._lighthouse.poll(now_s)
+        self._restart_notifier()
         if self._lighthouse.is_listening and not self._has_started and self._deadline_s is None:
             self._has_started = True
             if self._notifier is not None and self._lighthouse.address is not None:
@@ -180,6 +200,17 @@ class Launcher:
             for replica in self._replicas:
                 replica.kill()
         self._view.update(self._replicas, self._lighthouse)
+
+    def _restart_notifier(self) -> None:
+        notifier, address = self._notifier, self._lighthouse.address
+        if notifier is None or address is None or (status := notifier.exit_status()) is None:
+            return
+        text = f"{status}; it is started again"
+        diagnosis = Diagnosis(cause=Cause.PROCESS_DIED, text=text, process=NOTIFIER)
+        self._view.report_diagnosis(diagnosis)
+        with suppress(OSError):
+            # Else the next notice starts it.
+            notifier.start(address)
 
     def _handle_signals(self, now_s: float) -> None:
         for number in self._signals[self._num_handled :]:

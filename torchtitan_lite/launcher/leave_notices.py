@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.launcher.logs import open_log
-from torchtitan_lite.launcher.processes import kill_process_group, spawn
+from torchtitan_lite.launcher.processes import ExitStatus, kill_process_group, spawn
 
 _TIMEOUT_S = 1.0
 """Age at which a notice is dropped. A replica needs longer to join again."""
@@ -57,6 +57,13 @@ class LeaveNotifier:
         if self._process is None or self._process.poll() is not None:
             self.start(address)
         os.write(self._input, f"{name} {time.monotonic()}\n".encode())
+
+    def exit_status(self) -> ExitStatus | None:
+        """Return the exit status of a process that ended by itself, once; None otherwise."""
+        if self._process is None or (code := self._process.poll()) is None:
+            return None
+        self.kill()
+        return ExitStatus(code)
 
     def kill(self) -> None:
         """Kill the process and wait for it."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan_lite.diagnosis import LIGHTHOUSE, Cause, Diagnosis
 from torchtitan_lite.launcher.logs import TorchftLogFilter, open_log
 from torchtitan_lite.launcher.processes import ExitStatus, kill_process_group, spawn
 from torchtitan_lite.launcher.restart_policy import GiveUp, RestartPolicy, failure_of
@@ -33,12 +34,13 @@ class LighthouseProcess:
         log: Path,
         max_restarts: int,
         report_event: Callable[[str], None],
+        report_diagnosis: Callable[[Diagnosis], None],
     ) -> None:
         """`command` returns the command line for HOST:PORT; with port 0 the lighthouse chooses one.
-        `report_event` reports events to the user."""
+        `report_event` reports events to the user, `report_diagnosis` that the lighthouse died."""
         self._command, self._environment, self._host, self._log = command, environment, host, log
         self._policy = RestartPolicy(max_restarts, first_delay_s=_FIRST_DELAY_S)
-        self._report_event = report_event
+        self._report_event, self._report_diagnosis = report_event, report_diagnosis
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: dict[int, TorchftLogFilter] = {}
         """Standard output and standard error, by descriptor. Two pipes, so that lines of one never
@@ -127,6 +129,8 @@ class LighthouseProcess:
         assert self._process is not None
         status = ExitStatus(self._process.returncode)
         self._close()
+        text = f"{status}, log in {self._log}"
+        self._report_diagnosis(Diagnosis(cause=Cause.PROCESS_DIED, text=text, process=LIGHTHOUSE))
         decision = self._policy.attempt_failed(failure_of("lighthouse", status, self._log), now_s)
         if isinstance(decision, GiveUp):
             self.given_up = decision

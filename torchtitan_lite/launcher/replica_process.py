@@ -11,7 +11,14 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-from torchtitan_lite.launcher.hang_diagnosis import HangMonitor
+from torchtitan_lite.diagnosis import Diagnosis
+from torchtitan_lite.launcher.failure_cause import LOG_LINES, diagnose_failure
+from torchtitan_lite.launcher.hang_diagnosis import (
+    HangMonitor,
+    has_newer_flight_record,
+    newer_flight_records,
+    request_flight_record,
+)
 from torchtitan_lite.launcher.logs import ReplicaProgress, last_lines
 from torchtitan_lite.launcher.resize_request import (
     Permission,
@@ -22,12 +29,15 @@ from torchtitan_lite.launcher.resize_request import (
     send_request,
 )
 from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartAfter, RestartPolicy
+from torchtitan_lite.launcher.supervised import rank_log
 from torchtitan_lite.launcher.worker_group import WorkerGroup
 
 _MAX_LINE_CHARS = 300
 _STOPPED_BY_OTHERS = "saved and left, because a process other than the launcher asked it to stop"
 _REPLACEMENT_S = 15.0
 """Time in which all ranks of an agent have left an attempt; hangs are detected again after it."""
+_EXAMINE_S = 3.0
+"""Longest time for the other ranks to write their flight records after an error in one of them."""
 _READ_INTERVAL_S = 0.25
 """Interval between reads of a replica's files."""
 
@@ -66,11 +76,13 @@ class ReplicaProcess:
         policy: RestartPolicy,
         on_failure: Callable[["ReplicaProcess", int | None], None],
         report_event: Callable[[str], None],
+        report_diagnosis: Callable[[Diagnosis], None],
     ) -> None:
         """`start` starts an attempt that logs into the given folder, a new one in `folder`;
         `metrics` is the metrics.jsonl of this replica. `on_failure` is called with the rank that
         failed, if it was one, as soon as an attempt has failed, while its processes are being
-        killed, or a rank has died that is replaced. `report_event` reports events to the user."""
+        killed, or a rank has died that is replaced. `report_event` reports events to the user,
+        `report_diagnosis` which process is at fault."""
         self.number = number
         self.state = ReplicaState.WAITING
         self.last_event = ""
@@ -82,6 +94,7 @@ class ReplicaProcess:
         self._start_group, self._folder, self._metrics = start, folder, metrics
         self._policy = policy
         self._on_failure, self._report_event = on_failure, report_event
+        self._report_diagnosis = report_diagnosis
         self.leader_log: Path | None = None
         """Log of rank 0 of the newest attempt."""
         self.rank_pids: Mapping[int, int] = {}
@@ -90,6 +103,11 @@ class ReplicaProcess:
         self._hang_monitor: HangMonitor | None = None
         self._is_stopping = self._is_resizing = self._is_failure_reported = False
         self._restart_at_s = self._read_at_s = self._check_hangs_at_s = 0.0
+        self._examine_until_s = math.inf
+        """When a failed attempt is killed at the latest; infinite if that is done."""
+        self._failed_at_ns = 0
+        self._asked: set[int] = set()
+        """Ranks that write their flight records after the failure."""
 
     @property
     def name(self) -> str:
@@ -165,9 +183,11 @@ class ReplicaProcess:
         if self.state in _RUNNING:
             for rank, status in group.take_lost_ranks():
                 self._on_failure(self, rank)
+                lost = Failure(f"rank {rank}: {status}", "", rank_log(group.folder, rank), rank)
+                self._diagnose(lost, group)
                 self._report(f"rank {rank} {status}: it is replaced, the others keep running")
             if group.has_failed:
-                self._handle_failure(group)
+                self._handle_failure(group, now_s)
             elif now_s >= self._read_at_s:
                 self._read_progress(now_s)
                 self._check_for_hang(group, now_s)
@@ -180,6 +200,8 @@ class ReplicaProcess:
             self._is_failure_reported = True
             group.kill()
             self._on_failure(self, None)
+        if group.has_ended or now_s >= self._examine_until_s or self._is_examined(group):
+            self._end_examination(group)
         if group.has_ended:
             self._group = None
             self._close_hang_monitor()
@@ -242,6 +264,7 @@ class ReplicaProcess:
             group.end_hang(hang)
             if not group.has_failed:
                 self._report(hang.description)
+                self._diagnose(hang, group)
                 # The heartbeats of the others are as late, until they have left their training.
                 self._watch_again_later(group, now_s)
         elif was_looked_into and self._hang_monitor.pid is None:
@@ -279,17 +302,46 @@ class ReplicaProcess:
             self._hang_monitor.close()
             self._hang_monitor = None
 
-    def _handle_failure(self, group: WorkerGroup) -> None:
-        # The other ranks of the replica hang without the failed one, and block all other replicas.
-        group.kill()
+    def _handle_failure(self, group: WorkerGroup, now_s: float) -> None:
         self._close_hang_monitor()
         self.state = ReplicaState.ENDING
         failure = group.failure()
+        self._examine_until_s, self._failed_at_ns = now_s, time.time_ns()
+        self._asked.clear()
+        if failure.status > 0 or failure.is_abort:
+            # Its error may be the effect of another rank's.
+            self._examine_until_s += _EXAMINE_S
+            self._asked = {
+                rank for rank, pid in group.rank_pids().items() if request_flight_record(pid)
+            }
         self._on_failure(self, failure.rank)
         self._report(f"failed, {failure.description}")
         if failure.signature and (lines := last_lines(failure.log, 1)):
             line = "".join(filter(str.isprintable, lines[0]))[:_MAX_LINE_CHARS]
             self._report_event(f"replica {self.number}: {failure.log} ends with: {line}")
+
+    def _is_examined(self, group: WorkerGroup) -> bool:
+        """Return whether all ranks that live have written what the failure is compared with."""
+        return self._examine_until_s < math.inf and all(
+            has_newer_flight_record(group.folder, rank, self._failed_at_ns)
+            for rank in self._asked & group.rank_pids().keys()
+        )
+
+    def _end_examination(self, group: WorkerGroup) -> None:
+        """Diagnose a failed attempt, and kill what is left of it: the other ranks of the replica
+        hang without the failed one, and block all other replicas."""
+        if self._examine_until_s < math.inf:
+            self._examine_until_s = math.inf
+            self._diagnose(group.failure(), group)
+            group.kill()
+
+    def _diagnose(self, failure: Failure, group: WorkerGroup) -> None:
+        # Calls are compared by their numbers, so that an older record of this attempt does no harm.
+        records = newer_flight_records(group.folder, range(group.num_ranks), 0)
+        lines = last_lines(failure.log, LOG_LINES)
+        diagnosis = diagnose_failure(failure, self.number, lines, records)
+        if diagnosis is not None:
+            self._report_diagnosis(diagnosis)
 
     def _read_progress(self, now_s: float) -> None:
         self._read_at_s = now_s + _READ_INTERVAL_S

@@ -1,9 +1,11 @@
 """Policy for restarting a failed process or giving it up. It has no clock and no I/O except for
 reading the log of a failed process. Layer: above logs and processes."""
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.diagnosis import Cause
 from torchtitan_lite.errors import DIVERGED, GIVEN_UP, MACHINE_FAULT, TRANSIENT
 from torchtitan_lite.launcher.logs import last_lines, mask_numbers
 from torchtitan_lite.launcher.processes import ExitStatus
@@ -37,6 +39,11 @@ class Failure:
     """Rank that failed first; None for another process."""
     status: int = 0
     """Exit status of that process; 0 if it did not exit by itself."""
+    is_abort: bool = False
+    """Whether the process ended itself by SIGABRT, as after an error in native code."""
+    cause: Cause | None = None
+    """Cause of a hang, if known."""
+    is_hang: bool = False
 
 
 def failure_of(name: str, status: ExitStatus, log: Path, rank: int | None = None) -> Failure:
@@ -45,7 +52,8 @@ def failure_of(name: str, status: ExitStatus, log: Path, rank: int | None = None
     last = mask_numbers("".join(last_lines(log, 1)))
     description = f"{name}: {status}"
     if status.is_signal:
-        return Failure(description, "", log, rank)
+        is_abort = status.code == -signal.SIGABRT
+        return Failure(description, "", log, rank, is_abort=is_abort)
     if status.code == TRANSIENT:
         return Failure(f"{description}, whose cause may pass", "", log, rank, status.code)
     return Failure(description, f"{status}: {last}", log, rank, status.code)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchtitan_lite.diagnosis import LAUNCHER_FILE, Diagnosis
 from torchtitan_lite.durations import clock
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
@@ -46,6 +47,10 @@ class StatusView(Protocol):
         """Display an event."""
         ...
 
+    def report_diagnosis(self, diagnosis: Diagnosis) -> None:
+        """Display a diagnosis."""
+        ...
+
     def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
         """Display the current state if it is time. Called on every iteration of the launcher's
         loop."""
@@ -73,6 +78,9 @@ class PlainLines:
 
     def report_event(self, event: str) -> None:
         print(time.strftime("%H:%M:%S"), event, flush=True)
+
+    def report_diagnosis(self, diagnosis: Diagnosis) -> None:
+        self.report_event(str(diagnosis))
 
     def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
         now_s = time.monotonic()
@@ -106,6 +114,9 @@ class LiveTable:
         self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._due_s = 0.0
 
+    def report_diagnosis(self, diagnosis: Diagnosis) -> None:
+        self.report_event(str(diagnosis))
+
     def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
         self._shown = replicas, lighthouse
         now_s = time.monotonic()
@@ -125,20 +136,27 @@ class LiveTable:
 
 
 class RecordedView:
-    """Wrapper that also appends the events of another view to a JSON Lines file.
+    """Wrapper that also appends the events of another view to a JSON Lines file, and its diagnoses
+    to another one beside it.
 
-    The report of a run reads faults and recoveries from this file. If it cannot be written, events
-    wait in memory.
+    The report of a run reads faults and recoveries from the first. If they cannot be written,
+    records wait in memory.
     """
 
     def __init__(self, view: StatusView, path: Path) -> None:
         self._view = view
-        self._file = RecordFile(path, OutputFaults(view.report_event))
+        faults = OutputFaults(view.report_event)
+        self._file = RecordFile(path, faults)
+        self._diagnoses = RecordFile(path.with_name(LAUNCHER_FILE), faults)
         self._record(LAUNCHER_STARTED)
 
     def report_event(self, event: str) -> None:
         self._view.report_event(event)
         self._record(event)
+
+    def report_diagnosis(self, diagnosis: Diagnosis) -> None:
+        self.report_event(str(diagnosis))
+        self._diagnoses.append(diagnosis.to_json())
 
     def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
         self._view.update(replicas, lighthouse)
@@ -146,6 +164,7 @@ class RecordedView:
     def close(self) -> None:
         self._view.close()
         self._file.close()
+        self._diagnoses.close()
 
     def _record(self, event: str) -> None:
         line = json.dumps({"time": time.time(), "text": event})

@@ -58,7 +58,7 @@ class WorkerGroup:
         then may have fewer than `num_ranks`; logs go to `folder`, which is created. Raises
         OSError."""
         folder = make_log_folder(folder)
-        self._num_ranks, self.folder, self.environment = num_ranks, folder, environment
+        self.num_ranks, self.folder, self.environment = num_ranks, folder, environment
         self._parent_name = "agent" if has_agent else "parent"
         self.replaces_ranks = has_agent
         """Whether a rank that dies is replaced within this attempt."""
@@ -107,7 +107,7 @@ class WorkerGroup:
     @property
     def has_finished(self) -> bool:
         """Whether all ranks have exited successfully."""
-        return self._num_clean == self._num_ranks or self._parent.returncode == 0
+        return self._num_clean == self.num_ranks or self._parent.returncode == 0
 
     @property
     def has_failed(self) -> bool:
@@ -121,7 +121,7 @@ class WorkerGroup:
 
     def poll(self) -> None:
         """Find new ranks, and handle processes that have exited."""
-        is_complete = len(self._ranks) == self._num_ranks and not self.replaces_ranks
+        is_complete = len(self._ranks) == self.num_ranks and not self.replaces_ranks
         if not is_complete and self._parent.returncode is None:
             self._find_ranks()
         self._poll_parent()
@@ -270,7 +270,7 @@ class WorkerGroup:
 
     def _ranks_with_heartbeats(self) -> dict[int, int]:
         """Return the ranks that send heartbeats, by process id."""
-        heartbeats = ((rank, self._heartbeats.read(rank)) for rank in range(self._num_ranks))
+        heartbeats = ((rank, self._heartbeats.read(rank)) for rank in range(self.num_ranks))
         return {found.pid: rank for rank, found in heartbeats if found is not None}
 
     def _watch(self, pid: int, number: int | None) -> None:

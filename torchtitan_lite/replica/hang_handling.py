@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.launcher.hang_detection import flight_record_file, read_flight_record
+from torchtitan_lite.launcher.flight_records import flight_record_file, read_flight_record
 from torchtitan_lite.launcher.heartbeat import HEARTBEATS, HeartbeatWriter
 from torchtitan_lite.launcher.supervised import FLIGHT_SIGNAL, RANK_LOGS
 from torchtitan_lite.log import logger
@@ -65,6 +65,10 @@ def hang_listeners(hang_timeout_s: float, rank: int, folder: Path) -> Iterator[l
     watchdog = HangWatchdog(limits, has_launcher=heartbeat is not None)
     try:
         yield [recorder, watchdog] if heartbeat is None else [recorder, watchdog, heartbeat]
+    except Exception:
+        # A collective may have failed because of another rank: the launcher compares the records.
+        recorder.write()
+        raise
     finally:
         watchdog.disarm()
         recorder.close()
@@ -152,13 +156,14 @@ class FlightRecorder:
                 return
             is_late = entered is not None and entered is self._entered is not reported
             if asked is not None:
-                self._write()
+                self.write()
             elif is_late and entered is not None and time.monotonic() >= entered[2]:
                 reported = entered
-                self._write()
+                self.write()
                 self._report(entered[0], entered[1])
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the newest collectives of this rank. Logs a failure."""
         try:
             record = flight_record()
             entries = record.get("entries", [])

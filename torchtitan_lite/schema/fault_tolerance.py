@@ -45,6 +45,10 @@ class FaultToleranceConfig(Section):
     faulty hardware: it is named, and its replica ends (without others: the run, with the last good
     state saved). Also without `enable`. Costs a norm of each gradient in each microbatch. Not with
     `compile.enable`."""
+    state_check: bool = False
+    """Check before each update that weights and optimizer state have not changed since the one
+    before. A rank whose state has changed has faulty memory: it is named, and its replica ends
+    without a save. Also without `enable`. Reads the state twice per step."""
     heal_interface: str = ""
     """Network interface, or its address, on which state is served to a healing replica; empty: the
     one that reaches the lighthouse."""

@@ -5,7 +5,7 @@ Layer: above train_state, anomalies, checkpoint and replica.
 
 from torchtitan_lite.anomalies import Action, Decision
 from torchtitan_lite.checkpoint import CheckpointManager, SavedValues
-from torchtitan_lite.errors import MachineFault, TrainingDiverged
+from torchtitan_lite.errors import DamagedState, MachineFault, TrainingDiverged
 from torchtitan_lite.events import StepEvent
 from torchtitan_lite.log import logger, warn_once
 from torchtitan_lite.replica import Replicas, Share
@@ -51,14 +51,27 @@ def handle_anomaly(
 
 
 def report_faulty_ranks(decision: Decision, step: int, share: Share, world_size: int) -> Outcome:
-    """Report the ranks whose recomputation of `step` differed. Their replicas end."""
+    """Report the ranks whose recomputation of `step` differed, or whose state changed before it.
+    Their replicas end."""
     places = [divmod(index, world_size) for index in decision.faulty_ranks]
     names = ", ".join(f"rank {rank} of participant {index}" for index, rank in places)
-    logger.error("The recomputation of step %d differs on %s.", step, names)
     participants, ranks = [index for index, _ in places], [rank for _, rank in places]
-    events = [StepEvent("replay_differs", {"participants": participants, "ranks": ranks})]
+    if decision.has_damaged_state:
+        event, problem = (
+            "state_changed",
+            f"The state changed in memory before step {step} on {names}",
+        )
+    else:
+        event, problem = "replay_differs", f"The recomputation of step {step} differs on {names}"
+    logger.error("%s.", problem)
+    events = [StepEvent(event, {"participants": participants, "ranks": ranks})]
     if share.index not in participants:
         return events, None
+    if decision.has_damaged_state:
+        return events, DamagedState(
+            f"{problem}: memory of that machine is faulty. Restart without it, from the newest "
+            "checkpoint."
+        )
     return events, MachineFault(
         f"Step {step} was anomalous, and its recomputation differs on {names}: memory or processor "
         "of that machine are faulty. Restart without it."

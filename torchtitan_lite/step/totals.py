@@ -41,6 +41,8 @@ class StepTotals(NamedTuple):
     """See `CheckpointManager.local_signals`; on the CPU."""
     work_times: torch.Tensor
     """See `WorkTimes.local_values`; on the CPU."""
+    rank_flags: torch.Tensor
+    """See `rank_flags.local_flags`; on the CPU."""
     router_counts: torch.Tensor
     """See `RouterBalance.counts`; on the CPU."""
 
@@ -60,10 +62,13 @@ class PendingTotals:
     """Totals on the device, and their asynchronous copy to the host. The host waits for the copy in
     `read` and nowhere else, and not for the work that follows it on the device."""
 
-    def __init__(self, totals: torch.Tensor, num_work_times: int, token_copies: int) -> None:
+    def __init__(
+        self, totals: torch.Tensor, num_work_times: int, num_flags: int, token_copies: int
+    ) -> None:
         """`token_copies`: ranks with the same tokens."""
         self._totals = totals
-        self._num_work_times, self._token_copies = num_work_times, token_copies
+        self._num_work_times, self._num_flags = num_work_times, num_flags
+        self._token_copies = token_copies
         # Page-locked, because it does not block.
         self._on_host = totals.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if totals.is_cuda else None
@@ -84,7 +89,7 @@ class PendingTotals:
         """Return the totals on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, self._num_work_times]
+        lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, self._num_work_times, self._num_flags]
         scalars, *rest = self._on_host.split([*lengths, len(self._on_host) - sum(lengths)])
         summed = StepTotals(*scalars.tolist(), *rest)
         # Ranks with the same tokens count the same targets; their parts of the loss add up to one.
@@ -110,6 +115,8 @@ class StepValues:
     """On the CPU."""
     work_times: torch.Tensor
     """On the CPU."""
+    rank_flags: torch.Tensor
+    """On the device."""
     router_counts: torch.Tensor
     """On the device."""
 
@@ -126,13 +133,16 @@ def reduce_step(
     device = values.loss.device
     numbers = _vector([values.num_targets, 1, values.cursor, values.step])
     on_host = torch.cat([numbers, values.save_signals, values.work_times])
-    packed = torch.cat([values.loss[None], _to(device, on_host), values.router_counts])
+    packed = torch.cat(
+        [values.loss[None], _to(device, on_host), values.rank_flags, values.router_counts]
+    )
     replicas.reduce(parameters, packed)
     squared_norm = _to(device, square_norm(local_gradients(parameters))[None])
     # Read late: a request may arrive during the wait for other replicas.
     stop_requests = _to(device, _vector([stop.requested, stop.was_signaled]))
     totals = mesh.all_reduce_(torch.cat([squared_norm, stop_requests, packed]))
-    return PendingTotals(totals, len(values.work_times), mesh.degrees.token_copies)
+    num_flags = len(values.rank_flags)
+    return PendingTotals(totals, len(values.work_times), num_flags, mesh.degrees.token_copies)
 
 
 def _vector(values: Sequence[float]) -> torch.Tensor:

@@ -1,46 +1,66 @@
-"""Per-rank work times, before waiting for other ranks, known to all ranks.
+"""Per-rank work times, without waiting for other ranks, known to all ranks.
 
 They are part of the reduction of a step: a position per rank of each replica, to which all others
 add zeros. Layer: above anomalies, mesh and replica.
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
 
-from torchtitan_lite.anomalies.slow_ranks import RankWork, SlowRankDetector
+from torchtitan_lite.anomalies.slow_ranks import RankWork, SlowRank, SlowRankDetector
+from torchtitan_lite.anomalies.slow_storage import SlowStorageDetector
+from torchtitan_lite.diagnosis import WRITER, Cause, Diagnosis, report
 from torchtitan_lite.events import StepEvent
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.replica import Share
+from torchtitan_lite.torch_compat import CollectiveWaits
 
-_NUMBERS = 3
-"""Numbers per rank: replica, microbatches, seconds."""
+_NUMBERS = 5
+"""Numbers per rank: replica, microbatches, seconds of work, of these waiting for data, and of the
+last write of a checkpoint."""
 
 
 class WorkTimes:
     """Measures this rank's work time and detects slow ranks. Each step reports the times of the
     previous one, because a device has not finished a step when its numbers are collected."""
 
-    def __init__(self, mesh: Mesh, replica: int) -> None:
-        """`replica` is the number of this replica."""
-        self._mesh, self._replica = mesh, replica
-        self._slow_ranks = SlowRankDetector()
+    def __init__(self, mesh: Mesh, replica: int, waits: CollectiveWaits | None = None) -> None:
+        """`replica` is the number of this replica. `waits` measures the host's waiting in
+        collectives; without it, that counts as work."""
+        self._mesh, self._replica, self._waits = mesh, replica, waits
+        self._slow_ranks, self._slow_storage = SlowRankDetector(), SlowStorageDetector()
+        self._data_s = self._data_before_s = 0.0
+        """Seconds of this step in which this rank waited for data: during its work, and between the
+        steps."""
+        self._waited_s = 0.0
         self._ranks_of_stage = mesh.world_size // mesh.degrees.pp
         self._on_gpu = mesh.device.kind == "cuda"
         self._began = self._ended = self._now()
-        self._last_work = (0.0, 0.0, 0.0)
+        self._last_work = (float(replica), 0.0, 0.0, 0.0)
         self._reduced, self._totals_s = self._began, time.perf_counter()
         self._anchor = (self._began, time.perf_counter())
         """The same moment on the device's and on the host's clock."""
 
     def begin(self) -> None:
         """Start of own work."""
+        self._waited_s = self._total_wait_s()
         self._began = self._now()
 
     def end(self) -> None:
         """End of own work."""
         self._ended = self._now()
+        self._waited_s = self._total_wait_s() - self._waited_s
+
+    def waited_for_data(self, seconds: float, before_s: float) -> None:
+        """Record how long this rank waited for data: `seconds` of its work, and `before_s` since
+        its last work."""
+        self._data_s, self._data_before_s = seconds, before_s
+
+    def _total_wait_s(self) -> float:
+        return 0.0 if self._waits is None else self._waits.seconds
 
     def mark_reduction(self) -> None:
         """Record the end of the reduction on the device's stream."""
@@ -50,14 +70,15 @@ class WorkTimes:
         """Record that the host has the totals: the device has just finished the reduction."""
         self._totals_s = time.perf_counter()
 
-    def local_values(self, share: Share) -> torch.Tensor:
-        """Return this rank's values for the reduction: float64 [participants * ranks * 3],
-        on the CPU."""
+    def local_values(self, share: Share, last_write_s: float) -> torch.Tensor:
+        """Return this rank's values for the reduction: float64 [participants * ranks * 5],
+        on the CPU. `last_write_s` is the time of its last write of a checkpoint; 0: none."""
         length = share.count * self._mesh.world_size * _NUMBERS
         numbers = torch.zeros(length, dtype=torch.float64)
         if share.index >= 0:
             start = (share.index * self._mesh.world_size + self._mesh.rank) * _NUMBERS
-            numbers[start : start + _NUMBERS] = torch.tensor(self._last_work, dtype=torch.float64)
+            values = (*self._last_work, last_write_s)
+            numbers[start : start + _NUMBERS] = torch.tensor(values, dtype=torch.float64)
         return numbers
 
     def record(
@@ -66,7 +87,12 @@ class WorkTimes:
         """Record the sums of `local_values` over all ranks if they are valid, once the device has
         finished the step, in which this rank's work was `num_microbatches`. Returns events of slow
         ranks."""
-        self._last_work = (float(self._replica), float(num_microbatches), self._seconds())
+        self._last_work = (
+            float(self._replica),
+            float(num_microbatches),
+            max(self._seconds() - self._waited_s, 0.0) + self._data_before_s,
+            self._data_s + self._data_before_s,
+        )
         if not is_valid or len(totals) == _NUMBERS:
             return []
         work = [
@@ -76,24 +102,47 @@ class WorkTimes:
                 stage=place % self._mesh.world_size // self._ranks_of_stage,
                 microbatches=round(microbatches),
                 seconds=seconds,
+                data_s=data_s,
             )
-            for place, (replica, microbatches, seconds) in enumerate(
+            for place, (replica, microbatches, seconds, data_s, _) in enumerate(
                 totals.view(-1, _NUMBERS).tolist()
             )
         ]
         changes = self._slow_ranks.step(work)
-        for one in changes if self._mesh.is_leader else ():
-            logger.warning(
-                "Rank %d of replica %d %s: its work takes %.2f times that of the others.",
-                one.rank,
-                one.replica,
-                "is slow" if one.is_slow else "is no longer slow",
-                one.times_slower,
-            )
+        write_s = totals.view(-1, _NUMBERS)[:, -1].tolist()
+        slow_writers = [(work[place], times) for place, times in self._slow_storage.step(write_s)]
+        # One of all ranks reports.
+        if self._mesh.is_leader and work[0].replica == self._replica:
+            self._report(changes, slow_writers)
         return [
             StepEvent("slow_rank" if one.is_slow else "slow_rank_ended", vars(one))
             for one in changes
         ]
+
+    def _report(
+        self, changes: Sequence[SlowRank], slow_writers: Sequence[tuple[RankWork, float]]
+    ) -> None:
+        for one in changes:
+            text = f"its work takes {one.times_slower:.2f} times that of the others"
+            if one.is_slow:
+                cause = Cause.SLOW_DATA if one.waits_for_data else Cause.SLOW_RANK
+                text += ", because it waits for data" if one.waits_for_data else ""
+                report(Diagnosis(cause=cause, text=text, rank=one.rank, replica=one.replica))
+            else:
+                logger.warning(
+                    "Rank %d of replica %d is no longer slow: %s.", one.rank, one.replica, text
+                )
+        for work, times in slow_writers:
+            text = f"its last writes of checkpoints took {times:.1f} times those of the others"
+            report(
+                Diagnosis(
+                    cause=Cause.SLOW_STORAGE,
+                    text=text,
+                    rank=work.rank,
+                    replica=work.replica,
+                    process=WRITER,
+                )
+            )
 
     def device_ended_ago_s(self) -> float | None:
         """Return the seconds from the end of this rank's work on the device to `mark_totals`; None

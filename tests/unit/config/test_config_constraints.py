@@ -584,6 +584,7 @@ def test_semi_synchronous_training_with_supported_features(config, method: str) 
             "training.batch_size_warmup[0][1] (4) has 1 rounds of local_batch_size",
         ),
         ("diloco", ["--fault_tolerance.replay_check=true"], "Set it to false"),
+        ("local_sgd", ["--fault_tolerance.state_check=true"], "Set it to false"),
         ("diloco", ["--training.steps=105"], "training.steps (105) is not a multiple of 10"),
         (
             "local_sgd",

@@ -11,14 +11,20 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.launcher.hang_detection import (
+from torchtitan_lite.diagnosis import Cause
+from torchtitan_lite.launcher.flight_records import (
     CollectiveCall,
     FlightRecord,
+    find_mismatch,
+    read_flight_record,
+)
+from torchtitan_lite.launcher.hang_detection import (
     RankStatus,
     StallDetector,
     blocking_ranks,
+    hang_cause,
     hang_reason,
-    read_flight_record,
+    stray_ranks,
 )
 from torchtitan_lite.launcher.heartbeat import Heartbeat, HeartbeatMemory, HeartbeatWriter, parse
 from torchtitan_lite.phases import Phase
@@ -100,6 +106,67 @@ def test_the_culprit_by_the_collectives() -> None:
     # Nothing is known about a rank that does not respond.
     assert numbers(both, {0, 1}, {0: waiting}) == [0, 1]
     assert numbers(both, {0, 1}, {0: FlightRecord([], {}), 1: waiting}) == [0]
+
+
+def _recorded(*names: str, sizes: str = "Float [4]") -> FlightRecord:
+    """Return the record of a rank that has called these collectives, and waits in the last."""
+    calls = [CollectiveCall("dp", 5 + place, name, sizes) for place, name in enumerate(names)]
+    return FlightRecord(calls[-1:], {"dp gloo": 4 + len(names)}, calls)
+
+
+def test_a_rank_that_calls_other_collectives_than_most_is_the_culprit() -> None:
+    ranks = [seen(number, Phase.COMPUTE) for number in range(4)]
+    usual = _recorded("gloo:all_reduce", "gloo:all_gather", "gloo:broadcast")
+    records = dict.fromkeys(range(4), usual)
+    late = set(range(4))
+    assert find_mismatch(records) is None
+    # All wait in the same collective: nothing distinguishes them.
+    assert hang_cause(ranks, late, records) is None
+    # It has skipped a collective, and is behind, too.
+    records[2] = _recorded("gloo:all_gather", "gloo:broadcast")
+    found = find_mismatch(records)
+    assert found is not None
+    assert (found.ranks, found.cause) == ((2,), Cause.COLLECTIVE_MISMATCH)
+    assert numbers(ranks, late, records) == [2]
+    assert hang_cause(ranks, late, records) is Cause.COLLECTIVE_MISMATCH
+    assert "calls gloo:all_gather number 5" in hang_reason(ranks, late, records, 20)
+    # Of two ranks that differ, neither is known to be wrong.
+    assert find_mismatch({0: usual, 2: records[2]}) is None
+    assert find_mismatch({0: usual, 1: usual, 2: records[2], 3: records[2]}) is None
+
+
+def test_a_rank_with_another_shape_is_the_culprit() -> None:
+    records = {rank: _recorded("gloo:all_reduce") for rank in range(4)}
+    records[1] = _recorded("gloo:all_reduce", sizes="Float [5]")
+    found = find_mismatch(records)
+    assert found is not None and (found.ranks, found.cause) == ((1,), Cause.SHAPE_MISMATCH)
+    # Ranks exchange different amounts.
+    records = {rank: _recorded("gloo:all_to_all", sizes=f"Float [{rank}]") for rank in range(4)}
+    assert find_mismatch(records) is None
+
+
+@pytest.mark.parametrize("waits", [{2}, {0, 1, 3}])
+def test_a_rank_that_takes_another_branch_is_the_culprit(waits: set[int]) -> None:
+    """Some ranks wait in a collective after a step, and the others compute the next one: rank 2 has
+    called it alone, or has not called it."""
+    ranks = [seen(n, Phase.BETWEEN if n in waits else Phase.COMPUTE) for n in range(4)]
+    before, after = FlightRecord([], {"dp gloo": 6}), FlightRecord([call(7)], {"dp gloo": 7})
+    records = {number: after if number in waits else before for number in range(4)}
+    assert list(stray_ranks(ranks, records)) == [2]
+    assert numbers(ranks, {0, 1, 2, 3}, records) == [2]
+    assert hang_cause(ranks, {0, 1, 2, 3}, records) is Cause.COLLECTIVE_MISMATCH
+    assert "another branch" in hang_reason(ranks, {0, 1, 2, 3}, records, 20)
+    # Ranks that have not come as far may still call it: they hang.
+    ranks = [seen(n, Phase.COMMUNICATION if n in waits else Phase.COMPUTE) for n in range(4)]
+    assert stray_ranks(ranks, records) == {}
+
+
+def test_the_cause_of_a_hang() -> None:
+    ranks = [seen(number, Phase.COMPUTE) for number in range(3)]
+    waits, behind = _recorded("gloo:all_reduce"), FlightRecord([], {"dp gloo": 4})
+    assert hang_cause(ranks, {0, 1, 2}, {0: waits, 1: behind, 2: waits}) is Cause.HANG
+    assert hang_cause([*ranks, seen(3, Phase.COMPUTE, state="T")], {0}, {}) is Cause.STOPPED
+    assert hang_cause(ranks[:1], {0}, {}) is Cause.HANG
 
 
 def test_the_reason_names_rank_and_collective() -> None:

@@ -41,6 +41,7 @@ def replica(
         policy=RestartPolicy(1),
         on_failure=never,
         report_event=print,
+        report_diagnosis=print,
     )
     made.state, made.progress = state, ReplicaProgress(folder / "metrics.jsonl", folder / "log")
     made.progress.last_step = record
@@ -52,7 +53,13 @@ def replica(
 def lighthouse(tmp_path: Path) -> LighthouseProcess:
     log = tmp_path / "lighthouse.log"
     return LighthouseProcess(
-        lambda address: [], {}, host="127.0.0.1", log=log, max_restarts=1, report_event=print
+        lambda address: [],
+        {},
+        host="127.0.0.1",
+        log=log,
+        max_restarts=1,
+        report_event=print,
+        report_diagnosis=print,
     )
 
 
@@ -91,6 +98,7 @@ def test_the_lighthouse_starts_listens_and_stops(tmp_path: Path) -> None:
         log=tmp_path / "lighthouse.log",
         max_restarts=1,
         report_event=print,
+        report_diagnosis=print,
     )
     states = [lighthouse.state]
 

@@ -13,7 +13,7 @@ import pytest
 from torch._C import _distributed_c10d
 
 from tests.harness.ranks import exit_status, send_output_to
-from torchtitan_lite.launcher.hang_detection import flight_record_file, read_flight_record
+from torchtitan_lite.launcher.flight_records import flight_record_file, read_flight_record
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.replica.hang_handling import HangWatchdog, phase_limits_s
 from torchtitan_lite.torch_compat import flight_record

@@ -16,7 +16,7 @@ _MAX_NORM = 0.5
 def _pending(squared_norm: float, loss: float, num_targets: float, copies: int) -> PendingTotals:
     scalars = [squared_norm, 0.0, 0.0, loss, num_targets * copies, 1.0, 0.0, 0.0]
     rest = [0.0] * (NUM_SAVE_SIGNALS + 3)
-    return PendingTotals(torch.tensor(scalars + rest, dtype=torch.float64), 3, copies)
+    return PendingTotals(torch.tensor(scalars + rest, dtype=torch.float64), 3, 0, copies)
 
 
 @pytest.mark.parametrize("loss", [0.0, 37.5, math.inf, -math.inf, math.nan])

@@ -1,0 +1,69 @@
+"""A bit that flips in the state of a rank is found on it, and nothing else is."""
+
+import pytest
+import torch
+
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.phases import Phase
+from torchtitan_lite.replica import Share
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.step.rank_flags import damaged_ranks, local_flags, non_finite_ranks
+from torchtitan_lite.step.state_check import StateCheck
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return {
+        "weight": torch.randn(7, 5),
+        "transposed": torch.randn(4, 6).T,
+        "moment": torch.randn(9, dtype=torch.float64),
+        "half": torch.randn(5).bfloat16(),
+        "count": torch.tensor(3.0),
+        "empty": torch.zeros(0),
+    }
+
+
+@pytest.mark.parametrize("name", ["weight", "transposed", "moment", "half", "count"])
+@pytest.mark.parametrize("bit", [0, 15, -1])
+def test_one_bit_is_found_and_its_tensor_named(name: str, bit: int) -> None:
+    state, check = _state(), StateCheck()
+    assert check.compare(state) is None
+    check.seal(state)
+    found = check.compare(state)
+    assert found is not None and not found.item()
+    width = state[name].element_size()
+    bits = state[name].untyped_storage()
+    place = (8 * width + bit if bit < 0 else bit) // 8
+    bits[place] = bits[place] ^ 1 << bit % 8
+    found = check.compare(state)
+    assert found is not None and found.item()
+    assert check.describe().startswith(f"{name} changed")
+
+
+def test_healing_and_new_tensors_are_no_damage() -> None:
+    state, check = _state(), StateCheck()
+    check.seal(state)
+    state["weight"].add_(1)
+    check.entered(Phase.COMPUTE, 3)
+    assert check.compare(state) is not None
+    check.entered(Phase.HEALING, 3)
+    assert check.compare(state) is None
+    # The optimizer allocates its state in the first step.
+    check.seal(state)
+    assert check.compare({**state, "second moment": torch.zeros(3)}) is None
+
+
+def test_flags_name_ranks() -> None:
+    device = detect_device("cpu")
+    share = Share(index=1, count=3, one_batch_per_replica=False)
+    with start_mesh(ParallelismConfig(), CommConfig(), device) as mesh:
+        totals = torch.zeros(3, dtype=torch.float64)
+        for loss, is_damaged in ((1.0, False), (float("nan"), True)):
+            flags = local_flags(torch.tensor(loss), torch.tensor(is_damaged), share, mesh)
+            totals = flags
+            assert damaged_ranks(totals) == ([1] if is_damaged else [])
+            assert non_finite_ranks(totals) == ([1] if is_damaged else [])
+        assert non_finite_ranks(local_flags(torch.tensor(float("inf")), None, share, mesh)) == [1]
+        spare = Share(index=-1, count=3, one_batch_per_replica=False)
+        assert not local_flags(torch.tensor(1.0), torch.tensor(True), spare, mesh).any()

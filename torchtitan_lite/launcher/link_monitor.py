@@ -1,0 +1,205 @@
+"""Monitor of the TCP connections between ranks: links that are slow, and links that are dead.
+
+A rank that waits in a collective does not know why. The kernel does: on a slow link data wait in
+the send queue of a connection, on a dead one they are retransmitted without an answer. A receiver
+that does not read is no fault of the link: the kernel then probes its window, and counts that.
+Read from /proc/net/tcp and from the descriptors of the ranks, without help of the ranks. Layer:
+above processes; no torch.
+"""
+
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.diagnosis import Cause, Diagnosis
+
+RankId = tuple[int, int]
+"""Replica, and rank in it."""
+Link = tuple[RankId, RankId]
+"""Sender and receiver."""
+SAMPLE_INTERVAL_S = 0.25
+_WINDOW = 40
+"""Samples per decision: ten seconds."""
+_BUSY, _TIMES_OTHERS = 0.5, 3.0
+"""A slow link has data in the send queue for at least this fraction of the samples, and this many
+times as often as the links of the other ranks: all are busy where communication takes most of a
+step, or where ranks wait for a processor before they read."""
+_IDLE = 0.2
+"""Fraction of the samples below which a link is no longer slow."""
+_DEAD_RETRANSMISSIONS = 3
+"""Of one segment, without an answer: more than a second."""
+_DEAD_SAMPLES = 8
+"""Consecutive samples with dead links before a diagnosis."""
+_INODES_S = 2.0
+"""Interval between reads of the descriptors of the ranks."""
+_ESTABLISHED = 0x01
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """One end of a TCP connection, as the kernel shows it."""
+
+    local: str
+    remote: str
+    queued_bytes: int
+    """Sent or to be sent, and not acknowledged."""
+    retransmissions: int
+    window_probes: int
+    """Unanswered probes of the window of a receiver that does not read."""
+    inode: int
+
+    @property
+    def waits_for_link(self) -> bool:
+        """Whether data wait, and not for the receiver."""
+        return self.queued_bytes > 0 and not self.window_probes
+
+
+class LinkMonitor:
+    """Monitor of the links between the ranks of all replicas."""
+
+    def __init__(self) -> None:
+        self._busy: deque[set[Link]] = deque(maxlen=_WINDOW)
+        self._ranks: dict[RankId, int] = {}
+        self._owners: dict[int, RankId] = {}
+        """Ranks by the inodes of their sockets."""
+        self._read_owners_at_s = self._due_s = 0.0
+        self._slow: set[RankId] = set()
+        self._dead: set[Link] = set()
+        self._num_dead = 0
+        """Consecutive samples with dead links."""
+
+    @property
+    def has_dead_link(self) -> bool:
+        """Whether a link was dead at the last sample."""
+        return bool(self._dead)
+
+    def poll(self, ranks: Mapping[RankId, int], now_s: float) -> list[Diagnosis]:
+        """Sample the connections if it is time; `ranks` are the process ids of all ranks. Return
+        the diagnoses of links that became slow or dead."""
+        if now_s < self._due_s or not ranks:
+            return []
+        self._due_s = now_s + SAMPLE_INTERVAL_S
+        if dict(ranks) != self._ranks:
+            # Restarted ranks have other connections.
+            self._ranks, self._read_owners_at_s = dict(ranks), 0.0
+            self._busy.clear()
+            self._slow.clear()
+        if now_s >= self._read_owners_at_s:
+            self._read_owners_at_s = now_s + _INODES_S
+            self._owners = dict(_socket_owners(ranks))
+        return self.observe(list(_connections(ranks.values())), self._owners)
+
+    def observe(
+        self, connections: Iterable[Connection], owners: Mapping[int, RankId]
+    ) -> list[Diagnosis]:
+        """Record a sample of all connections of this machine, and return what became wrong."""
+        by_link = list(_links(list(connections), owners))
+        waiting = [(link, one) for link, one in by_link if one.waits_for_link]
+        self._busy.append({link for link, _ in waiting})
+        dead = {link for link, one in waiting if one.retransmissions >= _DEAD_RETRANSMISSIONS}
+        self._dead, self._num_dead = dead, self._num_dead + 1 if dead else 0
+        if dead:
+            # Their queues are full, too. Not all of them have retransmitted as often yet.
+            self._busy.clear()
+            return [_dead_link(dead)] if self._num_dead == _DEAD_SAMPLES else []
+        return self._slow_links({sender for (sender, _), _ in by_link})
+
+    def _slow_links(self, senders: set[RankId]) -> list[Diagnosis]:
+        if len(self._busy) < _WINDOW or len(senders) < 2:
+            return []
+        counts = Counter(link for sample in self._busy for link in sample)
+        busiest = {
+            sender: max((count for link, count in counts.items() if link[0] == sender), default=0)
+            / _WINDOW
+            for sender in senders
+        }
+        found = []
+        for sender, fraction in busiest.items():
+            others = sorted(other for rank, other in busiest.items() if rank != sender)
+            if fraction < _IDLE:
+                self._slow.discard(sender)
+            elif fraction >= max(_BUSY, _TIMES_OTHERS * others[len(others) // 2]):
+                if sender not in self._slow:
+                    found.append(_slow_link(sender, fraction))
+                self._slow.add(sender)
+        return found
+
+
+def _slow_link(sender: RankId, fraction: float) -> Diagnosis:
+    text = f"data waited to be sent to another rank {fraction:.0%} of the time"
+    return Diagnosis(cause=Cause.SLOW_LINK, text=text, replica=sender[0], rank=sender[1])
+
+
+def _dead_link(dead: Iterable[Link]) -> Diagnosis:
+    """Name the rank that is at an end of the most dead links."""
+    links = {frozenset(link) for link in dead}
+    counts = Counter(rank for link in links for rank in link)
+    most = max(counts.values())
+    replica, rank = min(one for one, count in counts.items() if count == most)
+    others = sorted({one for link in links if (replica, rank) in link for one in link})
+    others.remove((replica, rank))
+    named = ", ".join(f"rank {one} of replica {its}" for its, one in others)
+    text = f"data sent between it and {named} are not acknowledged"
+    return Diagnosis(
+        cause=Cause.DEAD_LINK, text=text, replica=replica, rank=rank, peers=tuple(others)
+    )
+
+
+def _links(
+    connections: list[Connection], owners: Mapping[int, RankId]
+) -> Iterator[tuple[Link, Connection]]:
+    """Yield the connections between two ranks, with their link."""
+    ends = {(one.local, one.remote): owners.get(one.inode) for one in connections}
+    for one in connections:
+        sender, receiver = owners.get(one.inode), ends.get((one.remote, one.local))
+        if sender is not None and receiver is not None and sender != receiver:
+            yield (sender, receiver), one
+
+
+def _socket_owners(ranks: Mapping[RankId, int]) -> Iterator[tuple[int, RankId]]:
+    for rank, pid in ranks.items():
+        with suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    if found := _SOCKET.fullmatch(os.readlink(f"/proc/{pid}/fd/{name}")):
+                        yield int(found[1]), rank
+
+
+def _connections(pids: Iterable[int]) -> Iterator[Connection]:
+    """Yield the established connections in the network namespaces of the processes, each once."""
+    namespaces: dict[str, int] = {}
+    for pid in pids:
+        with suppress(OSError):
+            namespaces.setdefault(os.readlink(f"/proc/{pid}/ns/net"), pid)
+    for pid in namespaces.values():
+        for table in ("tcp", "tcp6"):
+            with suppress(OSError):
+                yield from parse_connections(Path(f"/proc/{pid}/net/{table}").read_text())
+
+
+def parse_connections(table: str) -> Iterator[Connection]:
+    """Yield the established connections in the text of /proc/net/tcp or tcp6."""
+    for line in table.splitlines()[1:]:
+        # sl, local, remote, state, tx:rx, timer:when, retransmissions, uid, timeout, inode
+        words = line.split()
+        with suppress(ValueError, IndexError):
+            if int(words[3], 16) == _ESTABLISHED:
+                yield Connection(
+                    _address(words[1]),
+                    _address(words[2]),
+                    queued_bytes=int(words[4].partition(":")[0], 16),
+                    retransmissions=int(words[6], 16),
+                    window_probes=int(words[8]),
+                    inode=int(words[9]),
+                )
+
+
+def _address(text: str) -> str:
+    """Return the last 32 bits of an address, and its port: an IPv4 address has one form in both
+    tables."""
+    return text[-13:]
