@@ -12,11 +12,13 @@ import json
 import logging
 import re
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
+from threading import RLock
 
 from torchtitan_lite.log import logger
 from torchtitan_lite.output_files import OutputFaults, RecordFile
@@ -154,12 +156,25 @@ class _FileHandler(logging.NullHandler):
     def __init__(self, file: RecordFile, replica: int | None) -> None:
         super().__init__()
         self._file, self._replica = file, replica
+        self._lock = RLock()
+        self._records: deque[bytes] = deque()
+        self._is_writing = False
 
     def record(self, diagnosis: Diagnosis) -> None:
-        """Write a diagnosis."""
+        """Write a diagnosis. Any thread may call it, also while it writes another one: a full disk
+        is itself a diagnosis."""
         if diagnosis.replica is None:
             diagnosis = replace(diagnosis, replica=self._replica)
-        self._file.append(diagnosis.to_json())
+        with self._lock:
+            self._records.append(diagnosis.to_json())
+            if self._is_writing:
+                return
+            self._is_writing = True
+            try:
+                while self._records:
+                    self._file.append(self._records.popleft())
+            finally:
+                self._is_writing = False
 
     def close(self) -> None:
         self._file.close()

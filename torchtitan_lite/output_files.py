@@ -50,16 +50,17 @@ class OutputFaults:
     def failed(self, name: str, error: OSError, *, waiting: int = 0, lost: int = 0) -> None:
         """Record that `name` cannot be written: `waiting` records are in memory, and `lost` more
         records are lost."""
-        reason = error.strerror or str(error)
-        if not self.is_failing:
+        reason, was_failing = error.strerror or str(error), self.is_failing
+        output = self._outputs.setdefault(name, _Output(reason))
+        output.error, output.waiting, output.is_failing = reason, waiting, True
+        output.lost += lost
+        if not was_failing:
             self._since_s = time.monotonic()
+            # Last, because `report` may write to another output on the same disk.
             self.report(
                 f"{name} cannot be written: {reason}. Training continues; metrics and other "
                 "records wait in memory until they can be written."
             )
-        output = self._outputs.setdefault(name, _Output(reason))
-        output.error, output.waiting, output.is_failing = reason, waiting, True
-        output.lost += lost
 
     def works(self, name: str, *, late: int = 0) -> None:
         """Record that `name` was written, after `late` records had waited."""
@@ -84,9 +85,9 @@ class OutputFaults:
 
     def lose(self, name: str, error: OSError) -> None:
         """Record that a file which is written once was not written."""
-        self.report(f"{name} was not written: {error.strerror or error}. Training continues.")
         output = self._outputs.setdefault(name, _Output("", is_failing=False))
         output.error, output.lost = error.strerror or str(error), output.lost + 1
+        self.report(f"{name} was not written: {output.error}. Training continues.")
 
     @contextmanager
     def tolerating(self, name: str) -> Iterator[None]:

@@ -1,7 +1,11 @@
 """Diagnoses have one form, in the log and in the file of their process."""
 
+import errno
 import json
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from torchtitan_lite.diagnosis import (
     report_text,
 )
 from torchtitan_lite.log import logger
-from torchtitan_lite.output_files import OutputFaults
+from torchtitan_lite.output_files import OutputFaults, RecordFile
 
 
 @pytest.fixture
@@ -71,3 +75,34 @@ def test_the_words_of_the_operating_system_name_the_cause(
     ]
     assert recorded == ([] if cause is None else [cause.value])
     assert text in messages[0]
+
+
+def test_a_full_disk_is_diagnosed_once_and_loses_no_diagnosis(
+    tmp_path: Path, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = OutputFaults(partial(report_text, rank=0))
+    write, num_writes = RecordFile._write, 0
+
+    def fails_at_first(file: RecordFile, record: bytes) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes <= 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, record)
+
+    monkeypatch.setattr(RecordFile, "_write", fails_at_first)
+    with recording_diagnoses(tmp_path, 0, None, faults):
+        RecordFile(tmp_path / "metrics.jsonl", faults).append(b"{}\n")
+        for number in range(9):
+            report(Diagnosis(cause=Cause.HANG, text=str(number), rank=0))
+    causes = [json.loads(line)["cause"] for line in rank_file(tmp_path, 0).read_text().splitlines()]
+    assert causes == ["storage_full", *["hang"] * 9]
+    assert sum("No space left" in message for message in messages) == 1
+
+
+def test_threads_write_whole_diagnoses_in_one_file(tmp_path: Path, messages: list[str]) -> None:
+    with recording_diagnoses(tmp_path, 0, None, OutputFaults()), ThreadPoolExecutor(4) as threads:
+        diagnoses = [Diagnosis(cause=Cause.HANG, text=f"{n}", rank=0) for n in range(200)]
+        list(threads.map(report, diagnoses))
+    texts = [json.loads(line)["text"] for line in rank_file(tmp_path, 0).read_text().splitlines()]
+    assert sorted(map(int, texts)) == list(range(200))
