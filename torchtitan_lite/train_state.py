@@ -58,13 +58,26 @@ class TrainState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors: `model.NAME`, and once the optimizer has state,
         `optimizer.NAME.SLOT`."""
-        tensors = trained_tensors(self.model)
-        for name, parameter in _trained(self.model).items():
-            for slot, value in self.optimizer.slots(parameter).items():
-                tensors[f"optimizer.{name}.{slot}"] = value
+        tensors = trained_tensors(self.model) | self._slots()
         if self.outer is not None:
             tensors |= {f"optimizer.{name}": value for name, value in self.outer.tensors().items()}
         return tensors
+
+    def optimized_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors that nothing but the optimizer, healing and the average of
+        replicas writes: trained parameters and their slots, named as in `tensors`. A model may
+        write its buffers in any forward."""
+        parameters = _trained(self.model).items()
+        return {f"model.{name}": parameter.detach() for name, parameter in parameters} | (
+            self._slots()
+        )
+
+    def _slots(self) -> dict[str, torch.Tensor]:
+        return {
+            f"optimizer.{name}.{slot}": value
+            for name, parameter in _trained(self.model).items()
+            for slot, value in self.optimizer.slots(parameter).items()
+        }
 
     def values(self) -> dict[str, Any]:
         """Return everything that is not a tensor, by the part that `exclude_from_loading` names."""

@@ -222,11 +222,12 @@ def train_step(job: Job) -> StepReport:
         _update(job, totals)
     router_loads, events, fatal_error = _apply(job, decision, totals, share, step_size)
     job.ledger.end(decision.action.value, state.step, state.cursor)
-    job.monitor.end_step(state.tensors)
     committed = decision.action is Action.COMMIT
     stop_requested, is_signaled = totals.num_stop_requests > 0, totals.num_signaled > 0
     is_last = stop_requested or fatal_error is not None or state.step >= job.steps
     job.replicas.finish_step(committed=committed, is_last=is_last)
+    # After the average of semi-synchronous replicas.
+    job.monitor.end_step(state.optimized_tensors)
     # Semi-synchronous replicas have the same state only after they have averaged it.
     job.checkpoints.set_writer_group(job.replicas.writer_group)
     return StepReport(
@@ -311,7 +312,7 @@ def _local_values(
         step=job.state.step,
         save_signals=job.checkpoints.local_signals(),
         work_times=job.monitor.work_times.local_values(share, job.checkpoints.last_write_s),
-        rank_flags=job.monitor.rank_flags(loss, job.state.tensors, share),
+        rank_flags=job.monitor.rank_flags(loss, job.state.optimized_tensors, share),
         router_counts=job.router_balance.counts(loss.device),
     )
 

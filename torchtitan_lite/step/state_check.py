@@ -22,38 +22,58 @@ class StateCheck:
     state."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._sums: torch.Tensor | None = None
-        self._differs: torch.Tensor | None = None
+        self._sums: _Sums = {}
+        self._differs: _Sums = {}
 
     def entered(self, phase: Phase, step: int) -> None:
         """Forget the sums before healing. See `phases.PhaseListener`."""
         if phase is Phase.HEALING:
-            self._sums = None
+            self._sums = {}
 
     def seal(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Record the sums of `tensors`, which only healing and the next update may change."""
-        self._names, self._sums = list(tensors), _sums(tensors)
+        self._sums = _sums(tensors)
 
     def compare(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return 0-d, on the device, whether `tensors` have changed since `seal`; None if there is
-        nothing to compare with."""
-        self._differs = None
-        if self._sums is None or list(tensors) != self._names:
+        """Return 0-d, on the device of the weights, whether `tensors` have changed since `seal`;
+        None if there is nothing to compare with."""
+        sums, self._differs = _sums(tensors), {}
+        names = [(device, names) for device, (names, _) in sums.items()]
+        if not names or names != [(device, names) for device, (names, _) in self._sums.items()]:
             return None
-        self._differs = _sums(tensors) != self._sums
-        return self._differs.any()
+        self._differs = {
+            device: (names, values != self._sums[device][1])
+            for device, (names, values) in sums.items()
+        }
+        device = names[0][0]
+        differs = [values.any() for _, values in self._differs.values()]
+        return torch.stack([one.to(device, non_blocking=True) for one in differs]).any()
 
     def describe(self) -> str:
         """Name the tensors that the last comparison found changed. The host waits."""
-        differs = [] if self._differs is None else self._differs.tolist()
-        names = [name for name, one in zip(self._names, differs, strict=False) if one]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return f"{', '.join(names[:_SHOWN])}{more} changed in memory, although nothing wrote to it"
+        changed = [
+            name
+            for names, values in self._differs.values()
+            for name, differs in zip(names, values.tolist(), strict=True)
+            if differs
+        ]
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        shown = ", ".join(changed[:_SHOWN])
+        return f"{shown}{more} changed in memory, although nothing wrote to it"
 
 
-def _sums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return torch.stack([_sum(local_tensor(one)) for one in tensors.values()])
+_Sums = dict[torch.device, tuple[list[str], torch.Tensor]]
+"""Names and sums of the tensors on each device: some optimizers count their steps on the CPU."""
+
+
+def _sums(tensors: Mapping[str, torch.Tensor]) -> _Sums:
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        by_device.setdefault(local.device, {})[name] = _sum(local)
+    return {
+        device: (list(sums), torch.stack(list(sums.values()))) for device, sums in by_device.items()
+    }
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.replica import Share
 from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.optimizer import OptimizerConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.step.rank_flags import damaged_ranks, local_flags, non_finite_ranks
 from torchtitan_lite.step.state_check import StateCheck
+from torchtitan_lite.train_state import TrainState
 
 
 def _state() -> dict[str, torch.Tensor]:
@@ -52,6 +56,36 @@ def test_healing_and_new_tensors_are_no_damage() -> None:
     # The optimizer allocates its state in the first step.
     check.seal(state)
     assert check.compare({**state, "second moment": torch.zeros(3)}) is None
+
+
+def test_tensors_of_each_device_are_compared_there() -> None:
+    # The fake device computes nothing, but refuses to mix devices.
+    with FakeTensorMode():
+        state = {"weight": torch.zeros(3, device="cuda"), "count": torch.tensor(3.0)}
+        check = StateCheck()
+        check.seal(state)
+        found = check.compare(state)
+    assert found is not None and found.device.type == "cuda"
+
+
+def test_a_rank_without_trained_tensors_has_nothing_to_compare() -> None:
+    check = StateCheck()
+    check.seal({})
+    assert check.compare({}) is None
+
+
+def test_buffers_that_the_model_writes_are_no_damage() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    optimizer = build_optimizer(OptimizerConfig(), model, (), detect_device("cpu"))
+    state = TrainState(model=model, optimizer=optimizer, lr_scheduler=None, loader=None)  # pyright: ignore[reportArgumentType]
+    check = StateCheck()
+    check.seal(state.optimized_tensors())
+    model(torch.randn(4, 3)).sum().backward()
+    found = check.compare(state.optimized_tensors())
+    assert found is not None and not found.item()
+    optimizer.step(0.1)
+    found = check.compare({**state.optimized_tensors()})
+    assert found is None and any("optimizer.weight" in name for name in state.optimized_tensors())
 
 
 def test_flags_name_ranks() -> None:
