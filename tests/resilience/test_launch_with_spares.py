@@ -121,7 +121,7 @@ def test_a_dead_rank_is_replaced_within_its_replica(
         ] == others
         text = output_of(process, log)
     how = r"(killed by SIGKILL|died)"
-    assert re.search(rf"replica 1: rank {rank} {how}: it is replaced", text), text
+    assert re.search(rf"replica 1: rank {rank}: {how}; it is replaced", text), text
     assert "restarts in" not in text
     assert len(list(folder.glob("launch_logs/*/attempt_*"))) == 2
     aborted = [

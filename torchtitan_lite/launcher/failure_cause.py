@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 from torchtitan_lite.diagnosis import PARENT, RANK, Cause, Diagnosis, cause_in
-from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 from torchtitan_lite.launcher.flight_records import FlightRecord, find_mismatch
 from torchtitan_lite.launcher.restart_policy import Failure
 
@@ -17,14 +16,13 @@ _FAILED_COLLECTIVE = re.compile(
 )
 """Errors that another rank or a link caused."""
 _LAST_LINE = re.compile(r"(\[rank\d+\]: )?[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
-_SAID_BY_THE_RANK = (DIVERGED, MACHINE_FAULT)
 
 
 def diagnose_failure(
     failure: Failure, replica: int, lines: Sequence[str], records: Mapping[int, FlightRecord]
 ) -> Diagnosis | None:
     """Diagnose a failure of `replica`. `lines` are the last of the log of the process that failed
-    first, `records` the flight records that ranks wrote after the failure. Returns None if the
+    first, `records` the flight records of its ranks. Returns None if the
     process has said itself why it ends, or if its error is the effect of an unknown fault."""
     if failure.is_hang and failure.cause is None:
         return None
@@ -32,16 +30,15 @@ def diagnose_failure(
         text = failure.description
         return Diagnosis(cause=failure.cause, text=text, rank=failure.rank, replica=replica)
     mismatch = find_mismatch(records)
-    has_error = failure.status > 0 or failure.is_abort
-    if has_error and mismatch is not None:
+    if failure.has_error and mismatch is not None:
         rank, text = mismatch.ranks[0], mismatch.description
         return Diagnosis(cause=mismatch.cause, text=text, rank=rank, replica=replica)
-    if failure.status in _SAID_BY_THE_RANK:
+    if failure.names_itself:
         return None
     process = RANK if failure.rank is not None else PARENT
     error = next((line for line in reversed(lines) if _is_error(line)), "")
     cause, text = Cause.PROCESS_DIED, failure.description
-    if has_error:
+    if failure.has_error:
         named = next((one for one in reversed(lines) if cause_in(one) is not None), None)
         if named is not None:
             cause, error = cause_in(named) or cause, named

@@ -168,6 +168,8 @@ def hang_reason(
     """Return why a replica is ended, in one line: the ranks without progress, and the collectives
     in which others wait."""
     blocking = blocking_ranks(ranks, late, flight_records)
+    if not blocking:
+        return "the ranks without progress have exited"
     text = "; ".join(f"rank {one.number}: no progress {describe(one, now_s)}" for one in blocking)
     mismatch = find_mismatch(flight_records)
     if mismatch is not None and blocking[0].number in mismatch.ranks:

@@ -12,7 +12,10 @@ from enum import Enum
 from pathlib import Path
 
 from torchtitan_lite.diagnosis import Diagnosis
+from torchtitan_lite.errors import TRANSIENT
 from torchtitan_lite.launcher.failure_cause import LOG_LINES, diagnose_failure
+from torchtitan_lite.launcher.flight_records import FlightRecord
+from torchtitan_lite.launcher.hang_detection import STOPPED
 from torchtitan_lite.launcher.hang_diagnosis import (
     HangMonitor,
     has_newer_flight_record,
@@ -20,6 +23,7 @@ from torchtitan_lite.launcher.hang_diagnosis import (
     request_flight_record,
 )
 from torchtitan_lite.launcher.logs import ReplicaProgress, last_lines
+from torchtitan_lite.launcher.processes import state_of
 from torchtitan_lite.launcher.resize_request import (
     Permission,
     ResizeAnswer,
@@ -29,14 +33,13 @@ from torchtitan_lite.launcher.resize_request import (
     send_request,
 )
 from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartAfter, RestartPolicy
-from torchtitan_lite.launcher.supervised import rank_log
 from torchtitan_lite.launcher.worker_group import WorkerGroup
 
 _MAX_LINE_CHARS = 300
 _STOPPED_BY_OTHERS = "saved and left, because a process other than the launcher asked it to stop"
 _REPLACEMENT_S = 15.0
 """Time in which all ranks of an agent have left an attempt; hangs are detected again after it."""
-_EXAMINE_S = 3.0
+_EXAMINE_S = 1.0
 """Longest time for the other ranks to write their flight records after an error in one of them."""
 _READ_INTERVAL_S = 0.25
 """Interval between reads of a replica's files."""
@@ -181,11 +184,12 @@ class ReplicaProcess:
         group.poll()
         self._show_rank_pids({} if group.has_ended else group.rank_pids())
         if self.state in _RUNNING:
-            for rank, status in group.take_lost_ranks():
-                self._on_failure(self, rank)
-                lost = Failure(f"rank {rank}: {status}", "", rank_log(group.folder, rank), rank)
-                self._diagnose(lost, group)
-                self._report(f"rank {rank} {status}: it is replaced, the others keep running")
+            for lost in group.take_lost_ranks():
+                self._on_failure(self, lost.rank)
+                # Without flight records: each world of an agent numbers its collectives anew, and
+                # no other rank was asked for its own.
+                self._diagnose(lost, {})
+                self._report(f"{lost.description}; it is replaced, the others keep running")
             if group.has_failed:
                 self._handle_failure(group, now_s)
             elif now_s >= self._read_at_s:
@@ -264,7 +268,7 @@ class ReplicaProcess:
             group.end_hang(hang)
             if not group.has_failed:
                 self._report(hang.description)
-                self._diagnose(hang, group)
+                self._diagnose(hang, {})
                 # The heartbeats of the others are as late, until they have left their training.
                 self._watch_again_later(group, now_s)
         elif was_looked_into and self._hang_monitor.pid is None:
@@ -308,11 +312,13 @@ class ReplicaProcess:
         failure = group.failure()
         self._examine_until_s, self._failed_at_ns = now_s, time.time_ns()
         self._asked.clear()
-        if failure.status > 0 or failure.is_abort:
-            # Its error may be the effect of another rank's.
+        if failure.has_error and not (failure.names_itself or failure.status == TRANSIENT):
+            # Its error may be the effect of another rank's. A stopped rank does not answer.
             self._examine_until_s += _EXAMINE_S
             self._asked = {
-                rank for rank, pid in group.rank_pids().items() if request_flight_record(pid)
+                rank
+                for rank, pid in group.rank_pids().items()
+                if state_of(pid) != STOPPED and request_flight_record(pid)
             }
         self._on_failure(self, failure.rank)
         self._report(f"failed, {failure.description}")
@@ -332,12 +338,14 @@ class ReplicaProcess:
         hang without the failed one, and block all other replicas."""
         if self._examine_until_s < math.inf:
             self._examine_until_s = math.inf
-            self._diagnose(group.failure(), group)
+            # Calls are compared by their numbers, so that an older record of this attempt does no
+            # harm: a rank writes one when an error ends it.
+            is_comparable = not group.replaces_ranks
+            ranks = range(group.num_ranks) if is_comparable else ()
+            self._diagnose(group.failure(), newer_flight_records(group.folder, ranks, 0))
             group.kill()
 
-    def _diagnose(self, failure: Failure, group: WorkerGroup) -> None:
-        # Calls are compared by their numbers, so that an older record of this attempt does no harm.
-        records = newer_flight_records(group.folder, range(group.num_ranks), 0)
+    def _diagnose(self, failure: Failure, records: Mapping[int, FlightRecord]) -> None:
         lines = last_lines(failure.log, LOG_LINES)
         diagnosis = diagnose_failure(failure, self.number, lines, records)
         if diagnosis is not None:

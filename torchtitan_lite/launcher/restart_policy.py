@@ -22,6 +22,7 @@ _FINAL = {
     GIVEN_UP: "its ranks failed again and again",
 }
 """Exit statuses after which another attempt would fail in the same way."""
+_REPORTED = (DIVERGED, MACHINE_FAULT)
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,22 @@ class Failure:
     """Rank that failed first; None for another process."""
     status: int = 0
     """Exit status of that process; 0 if it did not exit by itself."""
-    is_abort: bool = False
-    """Whether the process ended itself by SIGABRT, as after an error in native code."""
+    is_aborted: bool = False
+    """Whether the process ended itself by SIGABRT, as after an error in native code, or nobody
+    knows its exit status."""
     cause: Cause | None = None
     """Cause of a hang, if known."""
     is_hang: bool = False
+
+    @property
+    def has_error(self) -> bool:
+        """Whether the log may end with an error."""
+        return self.status > 0 or self.is_aborted
+
+    @property
+    def names_itself(self) -> bool:
+        """Whether the exit status says that the process has reported its cause."""
+        return self.status in _REPORTED
 
 
 def failure_of(name: str, status: ExitStatus, log: Path, rank: int | None = None) -> Failure:
@@ -52,8 +64,8 @@ def failure_of(name: str, status: ExitStatus, log: Path, rank: int | None = None
     last = mask_numbers("".join(last_lines(log, 1)))
     description = f"{name}: {status}"
     if status.is_signal:
-        is_abort = status.code == -signal.SIGABRT
-        return Failure(description, "", log, rank, is_abort=is_abort)
+        is_aborted = status.code == -signal.SIGABRT
+        return Failure(description, "", log, rank, is_aborted=is_aborted)
     if status.code == TRANSIENT:
         return Failure(f"{description}, whose cause may pass", "", log, rank, status.code)
     return Failure(description, f"{status}: {last}", log, rank, status.code)

@@ -62,7 +62,9 @@ class WorkerGroup:
         self._parent_name = "agent" if has_agent else "parent"
         self.replaces_ranks = has_agent
         """Whether a rank that dies is replaced within this attempt."""
-        self._lost: list[tuple[int, str]] = []
+        self._lost: list[Failure] = []
+        self._killed: set[int] = set()
+        """Processes of hung ranks that were killed, and that the agent replaces."""
         self._heartbeats = HeartbeatMemory(num_ranks)
         with open_log(self._parent_log) as log:
             self._parent = spawn(
@@ -147,9 +149,9 @@ class WorkerGroup:
             self._first_failure = (*failed, rank_log(self.folder, failed[0]))
         self._find_end()
 
-    def take_lost_ranks(self) -> list[tuple[int, str]]:
-        """Return the ranks that have died in their training since the last call, and how, for
-        display. The agent replaces them."""
+    def take_lost_ranks(self) -> list[Failure]:
+        """Return how ranks have died in their training since the last call. The agent replaces
+        them. A rank that `end_hang` has killed is a hang without a cause: it was reported."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -164,9 +166,16 @@ class WorkerGroup:
             # A rank that has left its training has erased its heartbeat. Without the agent all
             # ranks die.
             if process.pid in heartbeats and self._descriptor >= 0:
-                # The agent may have waited for it first.
-                how = "died" if status is None else str(status)
-                self._lost.append((heartbeats[process.pid], how))
+                self._lost.append(self._lost_rank(heartbeats[process.pid], process.pid, status))
+
+    def _lost_rank(self, rank: int, pid: int, status: ExitStatus | None) -> Failure:
+        log = rank_log(self.folder, rank)
+        if pid in self._killed:
+            return Failure(f"rank {rank}: killed after its hang", "", log, rank, is_hang=True)
+        if status is None:
+            # The agent has waited for it first.
+            return Failure(f"rank {rank}: died", "", log, rank, is_aborted=True)
+        return failure_of(f"rank {rank}", status, log, rank)
 
     def _find_end(self) -> None:
         if self._descriptor < 0 and not self.has_finished and self._first_failure is None:
@@ -200,6 +209,7 @@ class WorkerGroup:
         processes still run."""
         hung = [one.pid for one in self.rank_statuses() if one.number == failure.rank]
         if self.replaces_ranks and hung:
+            self._killed.add(hung[0])
             kill_process_group(hung[0])
         else:
             self._hang = failure

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.launcher.flight_records import flight_record_file, read_flight_record
 from torchtitan_lite.launcher.heartbeat import HEARTBEATS, HeartbeatWriter
@@ -121,6 +122,8 @@ class FlightRecorder:
     def __init__(self, folder: Path, rank: int, limits: Mapping[Phase, float]) -> None:
         """`limits` are in seconds."""
         self._path, self._limits = flight_record_file(folder, rank), limits
+        self._former = {_identity(entry) for entry in _recorded().get("entries", [])}
+        """Collectives of former worlds of this process, whose groups had the same names."""
         self._entered: tuple[Phase, int, float] | None = None
         """Phase, step, and the time at which to write."""
         self._is_closed = False
@@ -164,10 +167,12 @@ class FlightRecorder:
 
     def write(self) -> None:
         """Write the newest collectives of this rank. Logs a failure."""
+        record = _recorded()
+        if not record:
+            return
+        entries = [one for one in record.get("entries", []) if _identity(one) not in self._former]
+        newest = len(entries) - _KEPT_COMPLETED
         try:
-            record = flight_record()
-            entries = record.get("entries", [])
-            newest = len(entries) - _KEPT_COMPLETED
             kept = [one for i, one in enumerate(entries) if i >= newest or not one.get("retired")]
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part = self._path.with_suffix(".part")
@@ -189,3 +194,18 @@ class FlightRecorder:
             waits,
             self._path,
         )
+
+
+def _recorded() -> dict[str, Any]:
+    """Return torch's flight record; empty, with a warning, if torch fails."""
+    try:
+        return flight_record()
+    except Exception as error:
+        logger.warning("The flight record cannot be read: %s", error)
+        return {}
+
+
+def _identity(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what distinguishes a collective from those of former worlds."""
+    keys = ("process_group", "profiling_name", "collective_seq_id", "time_created_ns")
+    return tuple(str(entry.get(key)) for key in keys)

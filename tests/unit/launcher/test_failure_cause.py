@@ -74,6 +74,19 @@ def test_gloo_aborts_a_rank_that_receives_too_much() -> None:
     assert diagnose_failure(aborted, 0, ["double free"], {}) is not None
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_log_of_a_replaced_rank_names_its_cause(is_known: bool) -> None:
+    known = failure_of("rank 1", ExitStatus(1), Path("log"), 1)
+    lost = known if is_known else Failure("rank 1: died", "", Path("log"), 1, is_aborted=True)
+    found = diagnose_failure(lost, 0, ["OSError: [Errno 28] No space left on device"], {})
+    assert found is not None and found.cause is Cause.STORAGE_FULL
+
+
+@pytest.mark.parametrize("status", [DIVERGED, MACHINE_FAULT])
+def test_what_has_reported_its_cause_needs_no_records(status: int) -> None:
+    assert failure_of("rank 1", ExitStatus(status), Path("log"), 1).names_itself
+
+
 def test_a_hang_without_evidence_names_nobody() -> None:
     assert diagnose_failure(_failure(0, is_hang=True), 0, [], {}) is None
     found = diagnose_failure(_failure(0, is_hang=True, cause=Cause.STOPPED), 0, [], {})

@@ -135,6 +135,13 @@ def test_a_rank_that_calls_other_collectives_than_most_is_the_culprit() -> None:
     assert find_mismatch({0: usual, 1: usual, 2: records[2], 3: records[2]}) is None
 
 
+def test_ranks_that_exit_during_the_diagnosis_have_no_reason() -> None:
+    assert hang_reason([], {0}, {}, 20) == "the ranks without progress have exited"
+    records = {rank: _recorded("gloo:all_reduce") for rank in range(3)}
+    records[1] = _recorded("gloo:broadcast")
+    assert hang_reason([], {0}, records, 20) == "the ranks without progress have exited"
+
+
 def test_a_rank_with_another_shape_is_the_culprit() -> None:
     records = {rank: _recorded("gloo:all_reduce") for rank in range(4)}
     records[1] = _recorded("gloo:all_reduce", sizes="Float [5]")

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from torchtitan_lite.launcher.failure_cause import diagnose_failure
 from torchtitan_lite.launcher.restart_policy import Failure
 from torchtitan_lite.launcher.worker_group import WorkerGroup
 
@@ -104,7 +105,9 @@ def test_ranks_are_known_by_their_heartbeats_and_lost_ones_are_replaced(
     os.kill(second, signal.SIGKILL)
     wait_until(lambda: ranks_of(group) == {0: first})
     assert ranks_of(group) == {0: first}
-    assert group.take_lost_ranks() == [(1, "killed by SIGKILL")]
+    (lost,) = group.take_lost_ranks()
+    assert (lost.rank, lost.description) == (1, "rank 1: killed by SIGKILL")
+    assert not lost.has_error and not lost.is_hang
     os.kill(group.pid, signal.SIGCONT)
     wait_until(lambda: len(children(tmp_path)) == 4)
     assert ranks_of(group) == {0: first}
@@ -112,11 +115,12 @@ def test_ranks_are_known_by_their_heartbeats_and_lost_ones_are_replaced(
     assert not group.has_failed
     give_rank(tmp_path, spare, 1)
     wait_until(lambda: ranks_of(group) == {0: first, 1: spare})
-    # A rank that hangs is killed, and so is lost.
+    # A rank that hangs is killed, and so is lost. It has been diagnosed as a hang.
     group.end_hang(Failure("rank 1: no progress", "", tmp_path, 1))
     assert not group.has_failed
     wait_until(lambda: ranks_of(group) == {0: first})
-    assert [rank for rank, _ in group.take_lost_ranks()] == [1]
+    (lost,) = group.take_lost_ranks()
+    assert lost.rank == 1 and diagnose_failure(lost, 0, ["OSError: x"], {}) is None
 
 
 def test_a_spare_that_dies_and_a_rank_that_leaves_are_not_lost(

@@ -15,7 +15,8 @@ from torch._C import _distributed_c10d
 from tests.harness.ranks import exit_status, send_output_to
 from torchtitan_lite.launcher.flight_records import flight_record_file, read_flight_record
 from torchtitan_lite.phases import Phase
-from torchtitan_lite.replica.hang_handling import HangWatchdog, phase_limits_s
+from torchtitan_lite.replica import hang_handling
+from torchtitan_lite.replica.hang_handling import FlightRecorder, HangWatchdog, phase_limits_s
 from torchtitan_lite.torch_compat import flight_record
 
 _LIMIT_S = 1.0
@@ -149,3 +150,22 @@ def test_the_flight_record_contains_the_calls_of_gloo_and_nccl(
 
 def _called(name: str, time_ns: int) -> dict[str, object]:
     return {"profiling_name": name, "time_created_ns": time_ns}
+
+
+def test_collectives_of_a_former_world_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entry(number: int, created_ns: int) -> dict[str, object]:
+        named = {"process_group": ["0", "shards"], "profiling_name": "gloo:all_reduce"}
+        return {**named, "collective_seq_id": number, "time_created_ns": created_ns}
+
+    entries = [entry(1, 100), entry(2, 200)]
+    monkeypatch.setattr(hang_handling, "flight_record", lambda: {"entries": list(entries)})
+    recorder = FlightRecorder(tmp_path, 0, {Phase.COMPUTE: 60.0})
+    try:
+        entries.append(entry(1, 300))
+        recorder.write()
+    finally:
+        recorder.close()
+    written = json.loads(flight_record_file(tmp_path, 0).read_text())["entries"]
+    assert [one["time_created_ns"] for one in written] == [300]
