@@ -7,7 +7,7 @@ less than a millisecond.
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -53,7 +53,10 @@ class Launcher:
         self._notifier: LeaveNotifier | None = None
         if plan.notifier_command is not None:
             self._notifier = LeaveNotifier(
-                plan.notifier_command, self._environment, plan.log_dir / "leave_notifier.log"
+                plan.notifier_command,
+                self._environment,
+                plan.log_dir / "leave_notifier.log",
+                max_restarts=plan.max_restarts,
             )
         self._resizer = Resizer(
             ResizePolicy(plan.ranks, plan.num_replicas, regrow_after_s=plan.regrow_after_s),
@@ -144,7 +147,12 @@ class Launcher:
         )
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        if diagnosis.cause is Cause.HANG and self._links.has_dead_link:
+        now_s, replica = time.monotonic(), diagnosis.replica
+        if (
+            diagnosis.cause is Cause.HANG
+            and replica is not None
+            and self._links.explains_hang(replica, now_s)
+        ):
             # All ranks wait for the link, which has been reported.
             return
         self._view.report_diagnosis(diagnosis)
@@ -176,12 +184,17 @@ class Launcher:
             for rank, pid in one.rank_pids.items()
             if one.is_training
         }
-        for diagnosis in self._links.poll(ranks, now_s):
+        is_symmetric = not self._plan.is_pipelined(self._resizer.mesh) and all(
+            # Healing sends the state of one replica to another.
+            one.is_over or one.state is ReplicaState.TRAINING
+            for one in self._replicas
+        )
+        for diagnosis in self._links.poll(ranks, now_s, is_symmetric=is_symmetric):
             self._view.report_diagnosis(diagnosis)
         for replica in self._replicas:
             replica.poll(now_s)
         self._lighthouse.poll(now_s)
-        self._restart_notifier()
+        self._poll_notifier(now_s)
         if self._lighthouse.is_listening and not self._has_started and self._deadline_s is None:
             self._has_started = True
             if self._notifier is not None and self._lighthouse.address is not None:
@@ -201,16 +214,13 @@ class Launcher:
                 replica.kill()
         self._view.update(self._replicas, self._lighthouse)
 
-    def _restart_notifier(self) -> None:
+    def _poll_notifier(self, now_s: float) -> None:
         notifier, address = self._notifier, self._lighthouse.address
-        if notifier is None or address is None or (status := notifier.exit_status()) is None:
+        if notifier is None or address is None or self._deadline_s is not None:
             return
-        text = f"{status}; it is started again"
-        diagnosis = Diagnosis(cause=Cause.PROCESS_DIED, text=text, process=NOTIFIER)
-        self._view.report_diagnosis(diagnosis)
-        with suppress(OSError):
-            # Else the next notice starts it.
-            notifier.start(address)
+        if (text := notifier.poll(address, now_s)) is not None:
+            diagnosis = Diagnosis(cause=Cause.PROCESS_DIED, text=text, process=NOTIFIER)
+            self._view.report_diagnosis(diagnosis)
 
     def _handle_signals(self, now_s: float) -> None:
         for number in self._signals[self._num_handled :]:

@@ -1,5 +1,5 @@
 """Notices to the lighthouse that a replica has left: the launcher's side, and the process that
-sends them. Layer: above processes and lighthouse.
+sends them. Layer: above restart_policy and lighthouse.
 
 `python -m torchtitan_lite.launcher.leave_notices HOST:PORT` reads the names of replicas and the
 times of their failures (time.monotonic()) from standard input, one per line. It runs for the whole
@@ -7,6 +7,7 @@ run, so that a notice arrives within milliseconds; and it is a separate process,
 threads are incompatible with the launcher's forks. TORCHTITAN_LITE_TOKEN authenticates it.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.launcher.logs import open_log
 from torchtitan_lite.launcher.processes import ExitStatus, kill_process_group, spawn
+from torchtitan_lite.launcher.restart_policy import GiveUp, RestartPolicy, failure_of
 
 _TIMEOUT_S = 1.0
 """Age at which a notice is dropped. A replica needs longer to join again."""
@@ -27,13 +29,20 @@ class LeaveNotifier:
     """Process that sends leave notices, started on first use and restarted after it died."""
 
     def __init__(
-        self, command: Callable[[str], Sequence[str]], environment: Mapping[str, str], log: Path
+        self,
+        command: Callable[[str], Sequence[str]],
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        max_restarts: int,
     ) -> None:
         """`command` returns the command line for the lighthouse at HOST:PORT. Its errors go to
-        `log`."""
+        `log`. It is started again after at most `max_restarts` consecutive failures, and then only
+        for the next notice."""
         self._command, self._environment, self._log = command, environment, log
         self._process: subprocess.Popen[bytes] | None = None
         self._input = -1
+        self._policy, self._restart_at_s = RestartPolicy(max_restarts), math.inf
 
     @property
     def pid(self) -> int | None:
@@ -43,6 +52,7 @@ class LeaveNotifier:
     def start(self, address: str) -> None:
         """Start the process. Raises OSError."""
         self.kill()
+        self._policy.attempt_started()
         end, self._input = os.pipe()
         try:
             with open_log(self._log) as log:
@@ -58,15 +68,31 @@ class LeaveNotifier:
             self.start(address)
         os.write(self._input, f"{name} {time.monotonic()}\n".encode())
 
-    def exit_status(self) -> ExitStatus | None:
-        """Return the exit status of a process that ended by itself, once; None otherwise."""
-        if self._process is None or (code := self._process.poll()) is None:
+    def poll(self, address: str, now_s: float) -> str | None:
+        """Start the process again when its delay is over. Return how it ended by itself and what
+        follows, for display, once; None otherwise."""
+        if now_s >= self._restart_at_s:
+            self._restart_at_s = math.inf
+            with suppress(OSError):
+                # Else the next notice starts it.
+                self.start(address)
+        if self._process is None:
+            return None
+        if (code := self._process.poll()) is None:
+            self._policy.made_progress(now_s)
             return None
         self.kill()
-        return ExitStatus(code)
+        status = ExitStatus(code)
+        failure = failure_of("leave notifier", status, self._log)
+        decision = self._policy.attempt_failed(failure, now_s)
+        if isinstance(decision, GiveUp):
+            return f"{status}: {decision.reason}; the next notice starts it again"
+        self._restart_at_s = now_s + decision.delay_s
+        return f"{status}; it restarts in {decision.delay_s:g} s"
 
     def kill(self) -> None:
         """Kill the process and wait for it."""
+        self._restart_at_s = math.inf
         if self._process is not None:
             kill_process_group(self._process.pid)
             self._process.wait()

@@ -2,13 +2,14 @@
 
 A rank that waits in a collective does not know why. The kernel does: on a slow link data wait in
 the send queue of a connection, on a dead one they are retransmitted without an answer. A receiver
-that does not read is no fault of the link: the kernel then probes its window, and counts that.
+that does not read is no fault of the link: its window is closed, and the kernel probes it.
 Read from /proc/net/tcp and from the descriptors of the ranks, without help of the ranks. Layer:
 above processes; no torch.
 """
 
 import os
 import re
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -24,16 +25,22 @@ Link = tuple[RankId, RankId]
 SAMPLE_INTERVAL_S = 0.25
 _WINDOW = 40
 """Samples per decision: ten seconds."""
-_BUSY, _TIMES_OTHERS = 0.5, 3.0
-"""A slow link has data in the send queue for at least this fraction of the samples, and this many
-times as often as the links of the other ranks: all are busy where communication takes most of a
-step, or where ranks wait for a processor before they read."""
+_TIMES_OTHERS, _LEAST_OTHERS = 3.0, 0.2
+"""A slow link has data in the send queue this many times as often as the links of the other ranks,
+which count as busy for at least that fraction of the samples: all are busy where communication
+takes most of a step, or where ranks wait for a processor before they read."""
 _IDLE = 0.2
 """Fraction of the samples below which a link is no longer slow."""
 _DEAD_RETRANSMISSIONS = 3
 """Of one segment, without an answer: more than a second."""
 _DEAD_SAMPLES = 8
 """Consecutive samples with dead links before a diagnosis."""
+_REPEAT_S = 60.0
+"""Time without a dead link before another is reported. A hang in it is its effect."""
+_MAX_LOAD = 0.02
+"""Fraction of time spent on samples. A machine with many connections is sampled less often."""
+_PROBES = 0x04
+"""Timer of a connection whose receiver has closed its window."""
 _INODES_S = 2.0
 """Interval between reads of the descriptors of the ranks."""
 _ESTABLISHED = 0x01
@@ -49,14 +56,14 @@ class Connection:
     queued_bytes: int
     """Sent or to be sent, and not acknowledged."""
     retransmissions: int
-    window_probes: int
-    """Unanswered probes of the window of a receiver that does not read."""
+    is_window_closed: bool
+    """Whether the receiver does not read. Its answers to probes do not change that."""
     inode: int
 
     @property
     def waits_for_link(self) -> bool:
         """Whether data wait, and not for the receiver."""
-        return self.queued_bytes > 0 and not self.window_probes
+        return self.queued_bytes > 0 and not self.is_window_closed
 
 
 class LinkMonitor:
@@ -69,45 +76,68 @@ class LinkMonitor:
         """Ranks by the inodes of their sockets."""
         self._read_owners_at_s = self._due_s = 0.0
         self._slow: set[RankId] = set()
-        self._dead: set[Link] = set()
         self._num_dead = 0
         """Consecutive samples with dead links."""
+        self._dead_until_s: dict[int, float] = {}
+        """When hangs of a replica are no longer the effect of a dead link that was reported."""
 
-    @property
-    def has_dead_link(self) -> bool:
-        """Whether a link was dead at the last sample."""
-        return bool(self._dead)
+    def explains_hang(self, replica: int, now_s: float) -> bool:
+        """Return whether a dead link of the replica was reported, and is or was just dead."""
+        return now_s < self._dead_until_s.get(replica, 0.0)
 
-    def poll(self, ranks: Mapping[RankId, int], now_s: float) -> list[Diagnosis]:
+    def poll(
+        self, ranks: Mapping[RankId, int], now_s: float, *, is_symmetric: bool
+    ) -> list[Diagnosis]:
         """Sample the connections if it is time; `ranks` are the process ids of all ranks. Return
-        the diagnoses of links that became slow or dead."""
+        the diagnoses of links that became slow or dead. Links are compared only if `is_symmetric`:
+        all ranks send equally much now."""
         if now_s < self._due_s or not ranks:
             return []
-        self._due_s = now_s + SAMPLE_INTERVAL_S
+        started_s = time.perf_counter()
         if dict(ranks) != self._ranks:
             # Restarted ranks have other connections.
             self._ranks, self._read_owners_at_s = dict(ranks), 0.0
+            self._num_dead = 0
             self._busy.clear()
             self._slow.clear()
         if now_s >= self._read_owners_at_s:
             self._read_owners_at_s = now_s + _INODES_S
             self._owners = dict(_socket_owners(ranks))
-        return self.observe(list(_connections(ranks.values())), self._owners)
+        found = self.observe(
+            list(_connections(ranks.values())), self._owners, now_s, is_symmetric=is_symmetric
+        )
+        cost_s = time.perf_counter() - started_s
+        self._due_s = now_s + max(SAMPLE_INTERVAL_S, cost_s / _MAX_LOAD)
+        return found
 
     def observe(
-        self, connections: Iterable[Connection], owners: Mapping[int, RankId]
+        self,
+        connections: Iterable[Connection],
+        owners: Mapping[int, RankId],
+        now_s: float,
+        *,
+        is_symmetric: bool,
     ) -> list[Diagnosis]:
         """Record a sample of all connections of this machine, and return what became wrong."""
         by_link = list(_links(list(connections), owners))
         waiting = [(link, one) for link, one in by_link if one.waits_for_link]
         self._busy.append({link for link, _ in waiting})
         dead = {link for link, one in waiting if one.retransmissions >= _DEAD_RETRANSMISSIONS}
-        self._dead, self._num_dead = dead, self._num_dead + 1 if dead else 0
-        if dead:
-            # Their queues are full, too. Not all of them have retransmitted as often yet.
+        self._num_dead = self._num_dead + 1 if dead else 0
+        if dead or not is_symmetric:
+            # The queues of dead links are full, too. Not all of them have retransmitted as often.
             self._busy.clear()
-            return [_dead_link(dead)] if self._num_dead == _DEAD_SAMPLES else []
+        if dead:
+            return self._dead_links(dead, now_s)
         return self._slow_links({sender for (sender, _), _ in by_link})
+
+    def _dead_links(self, dead: set[Link], now_s: float) -> list[Diagnosis]:
+        if self._num_dead < _DEAD_SAMPLES:
+            return []
+        replicas = {replica for link in dead for replica, _ in link}
+        is_reported = any(self.explains_hang(replica, now_s) for replica in replicas)
+        self._dead_until_s.update(dict.fromkeys(replicas, now_s + _REPEAT_S))
+        return [] if is_reported else [_dead_link(dead)]
 
     def _slow_links(self, senders: set[RankId]) -> list[Diagnosis]:
         if len(self._busy) < _WINDOW or len(senders) < 2:
@@ -123,7 +153,7 @@ class LinkMonitor:
             others = sorted(other for rank, other in busiest.items() if rank != sender)
             if fraction < _IDLE:
                 self._slow.discard(sender)
-            elif fraction >= max(_BUSY, _TIMES_OTHERS * others[len(others) // 2]):
+            elif fraction >= _TIMES_OTHERS * max(_LEAST_OTHERS, others[len(others) // 2]):
                 if sender not in self._slow:
                     found.append(_slow_link(sender, fraction))
                 self._slow.add(sender)
@@ -185,7 +215,7 @@ def _connections(pids: Iterable[int]) -> Iterator[Connection]:
 def parse_connections(table: str) -> Iterator[Connection]:
     """Yield the established connections in the text of /proc/net/tcp or tcp6."""
     for line in table.splitlines()[1:]:
-        # sl, local, remote, state, tx:rx, timer:when, retransmissions, uid, timeout, inode
+        # sl, local, remote, state, tx:rx, timer:when, retransmissions, uid, probes, inode
         words = line.split()
         with suppress(ValueError, IndexError):
             if int(words[3], 16) == _ESTABLISHED:
@@ -194,7 +224,7 @@ def parse_connections(table: str) -> Iterator[Connection]:
                     _address(words[2]),
                     queued_bytes=int(words[4].partition(":")[0], 16),
                     retransmissions=int(words[6], 16),
-                    window_probes=int(words[8]),
+                    is_window_closed=int(words[5].partition(":")[0], 16) == _PROBES,
                     inode=int(words[9]),
                 )
 

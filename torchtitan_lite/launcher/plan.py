@@ -62,6 +62,8 @@ class LaunchPlan:
     waits_for_folder: bool = False
     """Whether the launch waits while another run uses the folder; else it is refused."""
     log_dir: Path
+    is_pipelined: Callable[[RunMesh], bool] = lambda mesh: False
+    """Returns whether a mesh has several pipeline stages, so that ranks send unequally much."""
     host: str = "127.0.0.1"
     max_restarts: int = 10
     """Maximum number of consecutive restarts of a replica or of the lighthouse."""
@@ -150,7 +152,7 @@ def training_plan(
     """Plan the launch of replicas that train with `arguments`. Raises ConfigError, also if the
     configuration is invalid for one of the numbers of `ranks`."""
     folder = dump_folder(arguments)
-    device = _job_setting(arguments, "device")
+    device = _setting(arguments, "job", "device")
 
     def of_replica(replica: int) -> list[str]:
         own = {"enable": "true", "replica_id": str(replica), "group_size": str(num_replicas)}
@@ -166,6 +168,14 @@ def training_plan(
         if mesh.arguments:
             options.append(f"--resized={shlex.join(mesh.arguments)}")
         return [sys.executable, *_PROGRAM, *options, *of_replica(replica)]
+
+    section, key = "parallelism", "pipeline_parallel_degree"
+    stages = _setting(arguments, section, key)
+
+    def is_pipelined(mesh: RunMesh) -> bool:
+        options = _options(mesh.arguments)
+        changed = [value for option, value in options if option == f"--{section}.{key}"]
+        return (changed[-1] if changed else stages) not in (None, "1")
 
     def lighthouse_command(address: str) -> list[str]:
         options = ["--bind", address, "--min-replicas", str(min_replicas)]
@@ -185,7 +195,8 @@ def training_plan(
         group_command=group,
         lighthouse_command=lighthouse_command,
         dump_folder=folder,
-        waits_for_folder=_job_setting(arguments, "when_in_use") == "wait",
+        waits_for_folder=_setting(arguments, "job", "when_in_use") == "wait",
+        is_pipelined=is_pipelined,
         log_dir=log_dir or folder / LAUNCH_LOGS,
         host=host,
         max_restarts=max_restarts,
@@ -229,21 +240,21 @@ def dump_folder(arguments: Sequence[str]) -> Path:
             "No configuration for train.py is given: end the command with -- --config FILE, such "
             "as -- --config configs/llama3_debug_ft.toml."
         )
-    return Path(_job_setting(arguments, "dump_folder") or _DEFAULT_DUMP_FOLDER)
+    return Path(_setting(arguments, "job", "dump_folder") or _DEFAULT_DUMP_FOLDER)
 
 
-def _job_setting(arguments: Sequence[str], key: str) -> str | None:
-    """Return `[job] key` as `train` would read it; None if it is not set. Raises ConfigError if the
-    file cannot be read."""
+def _setting(arguments: Sequence[str], section: str, key: str) -> str | None:
+    """Return `[section] key` as `train` would read it; None if it is not set. Raises ConfigError if
+    the file cannot be read."""
     options = _options(arguments)
     files = [value for option, value in options if option in ("--config", "--job.config_file")]
     try:
         tables = tomli.loads(Path(files[-1]).read_text(encoding="utf-8-sig")) if files else {}
     except (OSError, tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {files[-1]} cannot be read: {error}") from None
-    overrides = [value for option, value in options if option == f"--job.{key}"]
-    job = tables.get("job")
-    in_file = job.get(key) if isinstance(job, dict) else None
+    overrides = [value for option, value in options if option == f"--{section}.{key}"]
+    table = tables.get(section)
+    in_file = table.get(key) if isinstance(table, dict) else None
     return overrides[-1] if overrides else in_file and str(in_file)
 
 

@@ -88,6 +88,8 @@ def test_plan(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
     assert " ".join(plan.lighthouse_command("a:1")).endswith(options)
+    pipelined = RunMesh(4, ("--parallelism.pipeline_parallel_degree=2",))
+    assert plan.is_pipelined(pipelined) and not plan.is_pipelined(RunMesh(4))
     assert plan.log_folder(1) == Path("from_file/launch_logs/replica_001")
     assert plan.metrics_file(0) == Path("from_file/replica_000/metrics.jsonl")
 
