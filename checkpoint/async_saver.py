@@ -96,8 +96,9 @@ class AsynchronousSaver:
         self._backoff = RetryBackoff()
         self.saved_step: int | None = None
         self.saved_values: dict[str, Any] = {}
-        self.last_write_s = 0.0
-        """Seconds of this rank's last write of its part of a checkpoint; 0 before the first."""
+        self.last_write = 0.0, 0
+        """Seconds and bytes of this rank's last write of its part of a checkpoint; 0 before the
+        first."""
         self._dead_writer: int | None = None
         """Process id of the writer whose death was reported last."""
         _forward_signals(writer.signals_fd)
@@ -364,7 +365,7 @@ class AsynchronousSaver:
         if response.get("failed") == -1:
             logger.error("The checkpoint writer: %s", response["error"])
         if "seconds" in response:
-            self.last_write_s = float(response["seconds"])
+            self.last_write = float(response["seconds"]), int(response["bytes"])
         if save is None or response.get("token") != save.token:
             return
         if "committed" in response:

@@ -265,9 +265,10 @@ class CheckpointManager:
         return [] if buddies is None else buddies.events()
 
     @property
-    def last_write_s(self) -> float:
-        """Seconds of this rank's last write of a checkpoint in the background; 0: none."""
-        return 0.0 if self._asynchronous is None else self._asynchronous.last_write_s
+    def last_write(self) -> tuple[float, int]:
+        """Seconds and bytes of this rank's last write of a checkpoint in the background; 0 if
+        there was none."""
+        return (0.0, 0) if self._asynchronous is None else self._asynchronous.last_write
 
     @property
     def consecutive_failures(self) -> int:

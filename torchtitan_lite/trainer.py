@@ -311,7 +311,7 @@ def _local_values(
         cursor=job.state.cursor,
         step=job.state.step,
         save_signals=job.checkpoints.local_signals(),
-        work_times=job.monitor.work_times.local_values(share, job.checkpoints.last_write_s),
+        work_times=job.monitor.work_times.local_values(share, job.checkpoints.last_write),
         rank_flags=job.monitor.rank_flags(loss, job.state.optimized_tensors, share),
         router_counts=job.router_balance.counts(loss.device),
     )

@@ -171,8 +171,8 @@ class BackgroundProcess:
 
 class WriterProcess(BackgroundProcess):
     """Writer process of one rank. Its responses: {"ready": pid}, or, with the attempt's token in
-    "token", {"written": step, "seconds": number}, {"committed": step}, {"abandoned": step} or
-    {"failed": step, "error": text}."""
+    "token", {"written": step, "seconds": number, "bytes": number}, {"committed": step},
+    {"abandoned": step} or {"failed": step, "error": text}."""
 
     def __init__(
         self, region: Path, settings: WriterSettings, command: Sequence[str] | None = None

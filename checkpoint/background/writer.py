@@ -159,7 +159,8 @@ class Writer:
             return
         finally:
             self._writing = None
-        self._is_written(attempt, seconds=time.monotonic() - started_s)
+        num_bytes = sum(box.bytes for box in attempt.save.about.boxes)
+        self._is_written(attempt, seconds=time.monotonic() - started_s, bytes=num_bytes)
 
     def _attempt(self, step: int, token: str, writer_group: WriterGroup | None = None) -> _Attempt:
         """Return an attempt of `writer_group`; if omitted, of this replica alone."""

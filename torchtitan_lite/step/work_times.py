@@ -18,9 +18,9 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.replica import Share
 from torchtitan_lite.torch_compat import CollectiveWaits
 
-_NUMBERS = 5
-"""Numbers per rank: replica, microbatches, seconds of work, of these waiting for data, and of the
-last write of a checkpoint."""
+_NUMBERS = 6
+"""Numbers per rank: replica, microbatches, seconds of work, of these waiting for data, and seconds
+and bytes of the last write of a checkpoint."""
 
 
 class WorkTimes:
@@ -70,14 +70,15 @@ class WorkTimes:
         """Record that the host has the totals: the device has just finished the reduction."""
         self._totals_s = time.perf_counter()
 
-    def local_values(self, share: Share, last_write_s: float) -> torch.Tensor:
-        """Return this rank's values for the reduction: float64 [participants * ranks * 5],
-        on the CPU. `last_write_s` is the time of its last write of a checkpoint; 0: none."""
+    def local_values(self, share: Share, last_write: tuple[float, int]) -> torch.Tensor:
+        """Return this rank's values for the reduction: float64 [participants * ranks * 6],
+        on the CPU. `last_write` has the seconds and bytes of its last write of a checkpoint; 0:
+        none."""
         length = share.count * self._mesh.world_size * _NUMBERS
         numbers = torch.zeros(length, dtype=torch.float64)
         if share.index >= 0:
             start = (share.index * self._mesh.world_size + self._mesh.rank) * _NUMBERS
-            values = (*self._last_work, last_write_s)
+            values = (*self._last_work, *last_write)
             numbers[start : start + _NUMBERS] = torch.tensor(values, dtype=torch.float64)
         return numbers
 
@@ -104,13 +105,18 @@ class WorkTimes:
                 seconds=seconds,
                 data_s=data_s,
             )
-            for place, (replica, microbatches, seconds, data_s, _) in enumerate(
+            for place, (replica, microbatches, seconds, data_s, *_) in enumerate(
                 totals.view(-1, _NUMBERS).tolist()
             )
         ]
         changes = self._slow_ranks.step(work)
-        write_s = totals.view(-1, _NUMBERS)[:, -1].tolist()
-        slow_writers = [(work[place], times) for place, times in self._slow_storage.step(write_s)]
+        writes = {
+            (entry.replica, entry.rank): (seconds, num_bytes)
+            for entry, (*_, seconds, num_bytes) in zip(
+                work, totals.view(-1, _NUMBERS).tolist(), strict=True
+            )
+        }
+        slow_writers = self._slow_storage.step(writes)
         # One of all ranks reports.
         if self._mesh.is_leader and work[0].replica == self._replica:
             self._report(changes, slow_writers)
@@ -120,7 +126,7 @@ class WorkTimes:
         ]
 
     def _report(
-        self, changes: Sequence[SlowRank], slow_writers: Sequence[tuple[RankWork, float]]
+        self, changes: Sequence[SlowRank], slow_writers: Sequence[tuple[tuple[int, int], float]]
     ) -> None:
         for one in changes:
             text = f"its work takes {one.times_slower:.2f} times that of the others"
@@ -132,14 +138,14 @@ class WorkTimes:
                 logger.warning(
                     "Rank %d of replica %d is no longer slow: %s.", one.rank, one.replica, text
                 )
-        for work, times in slow_writers:
+        for (replica, rank), times in slow_writers:
             text = f"its last writes of checkpoints took {times:.1f} times those of the others"
             report(
                 Diagnosis(
                     cause=Cause.SLOW_STORAGE,
                     text=text,
-                    rank=work.rank,
-                    replica=work.replica,
+                    rank=rank,
+                    replica=replica,
                     process=WRITER,
                 )
             )
