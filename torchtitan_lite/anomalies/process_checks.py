@@ -6,17 +6,23 @@ do with the cause. No torch. Layer: above diagnosis.
 """
 
 import errno
+import math
 import os
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 
 from torchtitan_lite.diagnosis import Cause, Diagnosis
 
 _JUMP_S = 2.0
 """Smallest jump of the clock. NTP changes the rate of a clock, by less than a millisecond per
 second, and jumps only after an offset of at least 128 ms has lasted for minutes."""
+_PAUSE_S = 0.1
+"""A process that waited this long between two clocks cannot compare them."""
 _INTERVAL_S = 1.0
+_REPEAT_S = 60.0
+"""Time for which a limit must not be reached before it is reported again."""
 _FULL = 0.95
 """Fraction of a limit from which it is as good as reached."""
 
@@ -28,55 +34,73 @@ class ProcessChecks:
         self,
         rank: int,
         *,
-        wall_s: Callable[[], float] = lambda: time.time(),
-        monotonic_s: Callable[[], float] = time.monotonic,
+        wall_s: Callable[[], float] = time.time,
+        boot_s: Callable[[], float] = partial(time.clock_gettime, time.CLOCK_BOOTTIME),
         usage: "Callable[[], dict[Cause, str]] | None" = None,
     ) -> None:
         """The clocks are replaced in tests, and so is `usage`, which returns the limits that this
         process has reached, with their text."""
-        self._rank, self._wall_s, self._monotonic_s = rank, wall_s, monotonic_s
+        # Unlike the monotonic clock, that since the boot continues while a machine is suspended.
+        self._rank, self._wall_s, self._boot_s = rank, wall_s, boot_s
         self._usage = usage or reached_limits
-        self._offset_s = wall_s() - monotonic_s()
-        self._due_s = monotonic_s()
-        self._reached: set[Cause] = set()
+        self._offset_s: float | None = None
+        self._due_s = boot_s()
+        self._reached_s: dict[Cause, float] = {}
+        """When limits were reached last."""
+        self._read_offset()
 
     def check(self) -> list[Diagnosis]:
         """Return new findings. Cheap enough for each step: most calls read two clocks."""
-        now_s = self._monotonic_s()
-        offset_s = self._wall_s() - now_s
-        jump_s, self._offset_s = offset_s - self._offset_s, offset_s
-        found: list[tuple[Cause, str]] = []
-        if abs(jump_s) >= _JUMP_S:
-            found.append((Cause.CLOCK_JUMP, f"its wall clock jumped by {jump_s:+.1f} s"))
+        before_s = self._offset_s
+        now_s = self._read_offset()
+        new: list[tuple[Cause, str]] = []
+        if before_s is not None and self._offset_s is not None:
+            jump_s = self._offset_s - before_s
+            if abs(jump_s) >= _JUMP_S:
+                new.append((Cause.CLOCK_JUMP, f"its wall clock jumped by {jump_s:+.1f} s"))
         if now_s >= self._due_s:
             self._due_s = now_s + _INTERVAL_S
-            reached = self._usage()
-            found += [entry for entry in reached.items() if entry[0] not in self._reached]
-            self._reached = set(reached)
-        return [Diagnosis(cause=cause, text=text, rank=self._rank) for cause, text in found]
+            for cause, text in self._usage().items():
+                if now_s - self._reached_s.get(cause, -math.inf) > _REPEAT_S:
+                    new.append((cause, text))
+                self._reached_s[cause] = now_s
+        return [Diagnosis(cause=cause, text=text, rank=self._rank) for cause, text in new]
+
+    def _read_offset(self) -> float:
+        """Read the difference of the clocks; keep the last one if the process was interrupted
+        meanwhile. Returns the time since the boot."""
+        before_s = self._boot_s()
+        wall_s, after_s = self._wall_s(), self._boot_s()
+        if after_s - before_s < _PAUSE_S:
+            self._offset_s = wall_s - after_s
+        return after_s
 
 
 def reached_limits() -> dict[Cause, str]:
     """Return the limits of resources that this process has reached or is about to, with a text."""
-    found: dict[Cause, str] = {}
+    reached: dict[Cause, str] = {}
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         # Less the one that lists them.
         num_open = len(os.listdir("/proc/self/fd")) - 1
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            found[Cause.OUT_OF_DESCRIPTORS] = f"no file descriptor is free: {error.strerror}"
-        return found
+            reached[Cause.OUT_OF_DESCRIPTORS] = f"no file descriptor is free: {error.strerror}"
+        return reached
     if limit != resource.RLIM_INFINITY and num_open >= _FULL * limit:
         text = f"{num_open} of {limit} file descriptors are in use: raise the limit (ulimit -n)"
-        found[Cause.OUT_OF_DESCRIPTORS] = text
+        reached[Cause.OUT_OF_DESCRIPTORS] = text
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
+        try:
+            with open("/proc/self/statm") as file:
+                used = int(file.read().split()[0]) * resource.getpagesize()
+        except OSError:
+            # The last descriptor has been taken meanwhile, which the next check reports.
+            return reached
         if used >= _FULL * limit:
-            found[Cause.OUT_OF_MEMORY] = (
+            reached[Cause.OUT_OF_MEMORY] = (
                 f"{used >> 20} of {limit >> 20} MiB of address space are in use: raise the limit "
                 "(ulimit -v)"
             )
-    return found
+    return reached

@@ -10,7 +10,7 @@ import torch
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.replica import Share
 
-_DAMAGED, _NON_FINITE = 1, 2
+_DAMAGED, _NON_FINITE, _HAS_LOSS = 1, 2, 4
 
 
 def local_flags(
@@ -21,6 +21,8 @@ def local_flags(
     flags = torch.zeros(share.count * mesh.world_size, dtype=torch.float64, device=loss.device)
     if share.index >= 0:
         own = _NON_FINITE * (~loss.detach().isfinite()).double()
+        # The other stages of a pipeline have none.
+        own = own + _HAS_LOSS * (loss.detach() != 0).double()
         if is_damaged is not None:
             own = own + _DAMAGED * is_damaged.double()
         flags[share.index * mesh.world_size + mesh.rank] = own
@@ -33,5 +35,8 @@ def damaged_ranks(flags: torch.Tensor) -> list[int]:
 
 
 def non_finite_ranks(flags: torch.Tensor) -> list[int]:
-    """Return the ranks whose own loss is not finite, by index as above."""
-    return [rank for rank, flag in enumerate(flags.tolist()) if int(flag) & _NON_FINITE]
+    """Return the ranks whose own loss is not finite, by index as above, if it is one rank or a
+    minority of those with a loss. Else the fault is in what all have, such as the weights."""
+    ranks = [rank for rank, flag in enumerate(flags.tolist()) if int(flag) & _NON_FINITE]
+    num_losses = sum(int(flag) & _HAS_LOSS > 0 for flag in flags.tolist())
+    return ranks if len(ranks) == 1 or 2 * len(ranks) < num_losses else []

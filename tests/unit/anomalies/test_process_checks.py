@@ -10,10 +10,10 @@ from torchtitan_lite.diagnosis import Cause
 
 
 class _Clocks:
-    wall_s, monotonic_s = 1e9, 50.0
+    wall_s, boot_s = 1e9, 50.0
 
     def advance(self, seconds: float, jump_s: float = 0.0) -> None:
-        self.monotonic_s += seconds
+        self.boot_s += seconds
         self.wall_s += seconds + jump_s
 
 
@@ -21,7 +21,7 @@ def _checks(clocks: _Clocks, usage: dict[Cause, str]) -> ProcessChecks:
     return ProcessChecks(
         2,
         wall_s=lambda: clocks.wall_s,
-        monotonic_s=lambda: clocks.monotonic_s,
+        boot_s=lambda: clocks.boot_s,
         usage=lambda: dict(usage),
     )
 
@@ -49,10 +49,32 @@ def test_a_limit_is_reported_when_it_is_reached_and_again_after_it_was_not() -> 
             usage.clear()
         clocks.advance(2)
         assert checks.check() == []
+    # It is about at the limit.
+    usage[Cause.OUT_OF_DESCRIPTORS] = "reached"
+    clocks.advance(2)
+    assert checks.check() == []
+    usage.clear()
+    clocks.advance(61)
+    assert checks.check() == []
     usage[Cause.OUT_OF_DESCRIPTORS] = "again"
     assert checks.check() == []
     clocks.advance(2)
     assert [one.text for one in checks.check()] == ["again"]
+
+
+def test_a_process_that_is_interrupted_between_two_clocks_has_not_seen_a_jump() -> None:
+    clocks = _Clocks()
+
+    def interrupted() -> float:
+        wall_s = clocks.wall_s
+        clocks.advance(5)
+        return wall_s
+
+    checks = _checks(clocks, {})
+    checks._wall_s = interrupted
+    assert checks.check() == []
+    checks._wall_s = lambda: clocks.wall_s
+    assert checks.check() == []
 
 
 def test_limits_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +83,17 @@ def test_limits_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reached_limits().keys() == {Cause.OUT_OF_DESCRIPTORS, Cause.OUT_OF_MEMORY}
     infinity = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(process_checks.resource, "getrlimit", lambda number: infinity)
+    assert reached_limits() == {}
+
+
+def test_a_file_that_cannot_be_opened_meanwhile_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_descriptor(path: str) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(process_checks.resource, "getrlimit", lambda number: (10**6, 10**6))
+    monkeypatch.setattr(process_checks, "open", no_descriptor, raising=False)
     assert reached_limits() == {}
 
 

@@ -88,6 +88,25 @@ def test_buffers_that_the_model_writes_are_no_damage() -> None:
     assert found is None and any("optimizer.weight" in name for name in state.optimized_tensors())
 
 
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ([4, 6, 4, 4], [1]),
+        ([6], [0]),
+        ([4, 6], [1]),
+        # The weights are at fault.
+        ([6, 6], []),
+        ([6, 6, 6, 6], []),
+        ([4, 4, 6, 6], []),
+        # Only the last stage of a pipeline has a loss.
+        ([0, 0, 0, 0, 6, 6], []),
+        ([4, 4, 4, 6, 6], [3, 4]),
+    ],
+)
+def test_only_a_minority_is_named_for_its_own_loss(flags: list[int], ranks: list[int]) -> None:
+    assert non_finite_ranks(torch.tensor(flags, dtype=torch.float64)) == ranks
+
+
 def test_flags_name_ranks() -> None:
     device = detect_device("cpu")
     share = Share(index=1, count=3, one_batch_per_replica=False)
