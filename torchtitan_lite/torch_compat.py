@@ -9,12 +9,13 @@ import hashlib
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
 from functools import _lru_cache_wrapper, cache, lru_cache
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
@@ -840,31 +841,40 @@ def collective_waits() -> Iterator[CollectiveWaits]:
     Work has hooks for its end but not for the wait, and the profiler costs far more. Needed until
     there are some. Two functions are replaced: each wait of torch's Python code goes through one.
     """
-    import threading
-    import time
-
     from torch.distributed import _functional_collectives as functional
 
-    waits, main = CollectiveWaits(), threading.main_thread()
-
-    def timed(wait: Callable[..., Any]) -> Callable[..., Any]:
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is not main:
-                return wait(*args, **kwargs)
-            started = time.perf_counter()
-            try:
-                return wait(*args, **kwargs)
-            finally:
-                waits.seconds += time.perf_counter() - started
-
-        return measured
-
+    waits = CollectiveWaits()
     places: tuple[tuple[Any, str], ...] = ((dist.Work, "wait"), (functional, "wait_tensor"))
-    originals = [getattr(owner, name) for owner, name in places]
-    for (owner, name), original in zip(places, originals, strict=True):
-        setattr(owner, name, timed(original))
+    if not _measuring:
+        _unmeasured[:] = [getattr(owner, name) for owner, name in places]
+        for (owner, name), wait in zip(places, _unmeasured, strict=True):
+            setattr(owner, name, _measured(wait))
+    _measuring.append(waits)
     try:
         yield waits
     finally:
-        for (owner, name), original in zip(places, originals, strict=True):
-            setattr(owner, name, original)
+        _measuring.remove(waits)
+        if not _measuring:
+            for (owner, name), wait in zip(places, _unmeasured, strict=True):
+                setattr(owner, name, wait)
+
+
+_measuring: list[CollectiveWaits] = []
+"""Open measurements, which may end in any order."""
+_unmeasured: list[Callable[..., Any]] = []
+"""The functions that are replaced while there are some."""
+
+
+def _measured(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        # Compiled code calls the original.
+        if torch.compiler.is_compiling() or current_thread() is not main_thread():
+            return wait(*args, **kwargs)
+        started_s = time.perf_counter()
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            for waits in _measuring:
+                waits.seconds += time.perf_counter() - started_s
+
+    return measured

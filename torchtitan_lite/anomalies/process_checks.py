@@ -11,7 +11,6 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from functools import partial
 
 from torchtitan_lite.diagnosis import Cause, Diagnosis
 
@@ -35,7 +34,7 @@ class ProcessChecks:
         rank: int,
         *,
         wall_s: Callable[[], float] = time.time,
-        boot_s: Callable[[], float] = partial(time.clock_gettime, time.CLOCK_BOOTTIME),
+        boot_s: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
         usage: "Callable[[], dict[Cause, str]] | None" = None,
     ) -> None:
         """The clocks are replaced in tests, and so is `usage`, which returns the limits that this

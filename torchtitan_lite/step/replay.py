@@ -47,6 +47,7 @@ class Replay:
         self._shards: torch.Tensor | None = None
         """Norms of the gradients' local shards, after the reduction over shards."""
         self._parameters: Sequence[nn.Parameter] = ()
+        """Parameters with these gradients."""
         self._generators: dict[str, Any] = {}
         self._hooked = WeakIdKeyDictionary()
         for module in model.modules():
@@ -55,7 +56,7 @@ class Replay:
 
     def begin(self) -> None:
         """Start to observe a step."""
-        self._norms, self._shards = [], None
+        self._norms, self._shards, self._parameters = [], None, ()
         self._generators = rng.capture()
 
     def record_local_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -75,7 +76,7 @@ class Replay:
         """Recompute the step, in which this rank's part of the loss was `loss`. Returns the indices
         of ranks with other results, by replica and rank; None if a replica was lost meanwhile.
         Gradients are invalid afterwards. All ranks of all replicas must call it."""
-        first, shards = [loss, *self._norms], self._shards
+        first, shards, parameters = [loss, *self._norms], self._shards, self._parameters
         self._optimizer.zero_grad()
         rng.restore(self._generators)
         self.begin()
@@ -83,7 +84,7 @@ class Replay:
         if microbatches:
             replayed += self._schedule.run(microbatches, backward=True)
         if shards is not None:
-            self.record_local_gradients(self._parameters)
+            self.record_local_gradients(parameters)
         self._optimizer.zero_grad()
         world_size, rank = self._mesh.world_size, self._mesh.rank
         flags = torch.zeros(share.count * world_size, dtype=torch.float64, device=loss.device)
@@ -110,7 +111,7 @@ class Replay:
         self._norms.append(_norm(local_tensor(gradient).detach()))
 
     def _equal(self, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-        if len(first) != len(second):
+        if [one.shape for one in first] != [other.shape for other in second]:
             return False
         return not first or torch.allclose(
             torch.stack(tuple(first)),
