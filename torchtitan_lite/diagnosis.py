@@ -86,8 +86,8 @@ class Diagnosis:
     def __str__(self) -> str:
         numbers = (("replica", self.replica), ("rank", self.rank))
         where = [f"{name} {number}" for name, number in numbers if number is not None]
-        named = [] if self.process == RANK else [self.process]
-        return f"Diagnosis: {', '.join([self.cause.value, *where, *named])}: {self.text}"
+        process = [] if self.process == RANK else [self.process]
+        return f"Diagnosis: {', '.join([self.cause.value, *where, *process])}: {self.text}"
 
     def to_json(self) -> bytes:
         """Return one line, with its end. `time` is Unix time, in seconds."""
@@ -107,8 +107,7 @@ def report(diagnosis: Diagnosis, level: int = logging.WARNING) -> None:
 def cause_in(text: str) -> Cause | None:
     """Return the cause that an error message names; None if it names none of these. The operating
     system uses the same words in every program."""
-    found = (cause for cause, pattern in _ERRORS if re.search(pattern, text))
-    return next(found, None)
+    return next((cause for cause, pattern in _ERRORS if re.search(pattern, text)), None)
 
 
 def report_text(text: str, *, rank: int, process: str = RANK, level: int = logging.WARNING) -> None:

@@ -27,7 +27,7 @@ _FULL = 0.95
 
 
 class ProcessChecks:
-    """Checks of the process of one rank. A finding is reported once, until it is over."""
+    """Checks of the process of one rank. Each problem is reported once, until it is over."""
 
     def __init__(
         self,

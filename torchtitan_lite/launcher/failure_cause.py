@@ -39,9 +39,10 @@ def diagnose_failure(
     error = next((line for line in reversed(lines) if _is_error(line)), "")
     cause, text = Cause.PROCESS_DIED, failure.description
     if failure.has_error:
-        named = next((one for one in reversed(lines) if cause_in(one) is not None), None)
-        if named is not None:
-            cause, error = cause_in(named) or cause, named
+        causes = ((line_cause, line) for line in reversed(lines) if (line_cause := cause_in(line)))
+        known = next(causes, None)
+        if known is not None:
+            cause, error = known
         elif any(map(_FAILED_COLLECTIVE.search, [error, *lines[-1:]])):
             return None
         text = f"{text}: {error.strip()}" if error else text

@@ -110,8 +110,8 @@ def find_mismatch(flight_records: Mapping[int, FlightRecord]) -> Mismatch | None
         signature, count = votes.most_common(1)[0]
         if len(by_rank) < _FEWEST_VOTES or len(votes) == 1 or 2 * count <= len(by_rank):
             continue
-        expected = next(one for one in by_rank.values() if _signature(one) == signature)
-        differing = [rank for rank, one in by_rank.items() if _signature(one) != signature]
+        expected = next(call for call in by_rank.values() if _signature(call) == signature)
+        differing = [rank for rank, call in by_rank.items() if _signature(call) != signature]
         return Mismatch(tuple(sorted(differing)), by_rank[differing[0]], expected)
     return None
 

@@ -103,12 +103,12 @@ class LinkMonitor:
         if now_s >= self._read_owners_at_s:
             self._read_owners_at_s = now_s + _INODES_S
             self._owners = dict(_socket_owners(ranks))
-        found = self.observe(
+        diagnoses = self.observe(
             list(_connections(ranks.values())), self._owners, now_s, is_symmetric=is_symmetric
         )
         cost_s = time.perf_counter() - started_s
         self._due_s = now_s + max(SAMPLE_INTERVAL_S, cost_s / _MAX_LOAD)
-        return found
+        return diagnoses
 
     def observe(
         self,
@@ -120,9 +120,9 @@ class LinkMonitor:
     ) -> list[Diagnosis]:
         """Record a sample of all connections of this machine, and return what became wrong."""
         by_link = list(_links(list(connections), owners))
-        waiting = [(link, one) for link, one in by_link if one.waits_for_link]
+        waiting = [(link, end) for link, end in by_link if end.waits_for_link]
         self._busy.append({link for link, _ in waiting})
-        dead = {link for link, one in waiting if one.retransmissions >= _DEAD_RETRANSMISSIONS}
+        dead = {link for link, end in waiting if end.retransmissions >= _DEAD_RETRANSMISSIONS}
         self._num_dead = self._num_dead + 1 if dead else 0
         if dead or not is_symmetric:
             # The queues of dead links are full, too. Not all of them have retransmitted as often.
@@ -148,16 +148,16 @@ class LinkMonitor:
             / _WINDOW
             for sender in senders
         }
-        found = []
+        newly_slow = []
         for sender, fraction in busiest.items():
             others = sorted(other for rank, other in busiest.items() if rank != sender)
             if fraction < _IDLE:
                 self._slow.discard(sender)
             elif fraction >= _TIMES_OTHERS * max(_LEAST_OTHERS, others[len(others) // 2]):
                 if sender not in self._slow:
-                    found.append(_slow_link(sender, fraction))
+                    newly_slow.append(_slow_link(sender, fraction))
                 self._slow.add(sender)
-        return found
+        return newly_slow
 
 
 def _slow_link(sender: RankId, fraction: float) -> Diagnosis:
@@ -170,11 +170,11 @@ def _dead_link(dead: Iterable[Link]) -> Diagnosis:
     links = {frozenset(link) for link in dead}
     counts = Counter(rank for link in links for rank in link)
     most = max(counts.values())
-    replica, rank = min(one for one, count in counts.items() if count == most)
-    others = sorted({one for link in links if (replica, rank) in link for one in link})
+    replica, rank = min(end for end, count in counts.items() if count == most)
+    others = sorted({end for link in links if (replica, rank) in link for end in link})
     others.remove((replica, rank))
-    named = ", ".join(f"rank {one} of replica {its}" for its, one in others)
-    text = f"data sent between it and {named} are not acknowledged"
+    names = ", ".join(f"rank {number} of replica {its}" for its, number in others)
+    text = f"data sent between it and {names} are not acknowledged"
     return Diagnosis(
         cause=Cause.DEAD_LINK, text=text, replica=replica, rank=rank, peers=tuple(others)
     )
@@ -184,11 +184,11 @@ def _links(
     connections: list[Connection], owners: Mapping[int, RankId]
 ) -> Iterator[tuple[Link, Connection]]:
     """Yield the connections between two ranks, with their link."""
-    ends = {(one.local, one.remote): owners.get(one.inode) for one in connections}
-    for one in connections:
-        sender, receiver = owners.get(one.inode), ends.get((one.remote, one.local))
+    ends = {(end.local, end.remote): owners.get(end.inode) for end in connections}
+    for end in connections:
+        sender, receiver = owners.get(end.inode), ends.get((end.remote, end.local))
         if sender is not None and receiver is not None and sender != receiver:
-            yield (sender, receiver), one
+            yield (sender, receiver), end
 
 
 def _socket_owners(ranks: Mapping[RankId, int]) -> Iterator[tuple[int, RankId]]:
@@ -196,8 +196,8 @@ def _socket_owners(ranks: Mapping[RankId, int]) -> Iterator[tuple[int, RankId]]:
         with suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
-                    if found := _SOCKET.fullmatch(os.readlink(f"/proc/{pid}/fd/{name}")):
-                        yield int(found[1]), rank
+                    if socket := _SOCKET.fullmatch(os.readlink(f"/proc/{pid}/fd/{name}")):
+                        yield int(socket[1]), rank
 
 
 def _connections(pids: Iterable[int]) -> Iterator[Connection]:

@@ -95,10 +95,10 @@ class Replay:
             flags[share.index * world_size + rank] = own
         if not replicas.all_reduce(flags):
             return None
-        found = self._mesh.all_reduce_(flags)
+        reduced = self._mesh.all_reduce_(flags)
         # What one rank computes wrongly spreads over all shards.
-        worst = found.max().item() or _COMPUTED
-        return (found == worst).nonzero().flatten().tolist()
+        worst = reduced.max().item() or _COMPUTED
+        return (reduced == worst).nonzero().flatten().tolist()
 
     def _hook_parameters(self, module: nn.Module, inputs: Any) -> None:
         """Observe the gradients of the weights that `module` uses."""
@@ -111,7 +111,7 @@ class Replay:
         self._norms.append(_norm(local_tensor(gradient).detach()))
 
     def _equal(self, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-        if [one.shape for one in first] != [other.shape for other in second]:
+        if [norm.shape for norm in first] != [norm.shape for norm in second]:
             return False
         return not first or torch.allclose(
             torch.stack(tuple(first)),

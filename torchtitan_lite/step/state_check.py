@@ -47,7 +47,7 @@ class StateCheck:
         }
         device = names[0][0]
         differs = [values.any() for _, values in self._differs.values()]
-        return torch.stack([one.to(device, non_blocking=True) for one in differs]).any()
+        return torch.stack([changed.to(device, non_blocking=True) for changed in differs]).any()
 
     def describe(self) -> str:
         """Name the tensors that the last comparison found changed. The host waits."""
