@@ -174,7 +174,7 @@ class WorkerGroup:
             return Failure(f"rank {rank}: killed after its hang", "", log, rank, is_hang=True)
         if status is None:
             # The agent has waited for it first.
-            return Failure(f"rank {rank}: died", "", log, rank, is_aborted=True)
+            return Failure(f"rank {rank}: died", "", log, rank, has_unknown_status=True)
         return failure_of(f"rank {rank}", status, log, rank)
 
     def _find_end(self) -> None:

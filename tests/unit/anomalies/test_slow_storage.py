@@ -10,12 +10,12 @@ def _found(
 ) -> list[tuple[int, int]]:
     """Return (write, rank) of what is found in writes [writes, ranks], which ranks end at different
     steps. `num_bytes` are those of each rank; if omitted, equal ones."""
-    num_bytes = num_bytes or (1e6,) * writes_s.shape[1]
+    sizes = num_bytes or (1e6,) * writes_s.shape[1]
     detector, found = SlowStorageDetector(), []
     last = {(0, rank): (0.0, 0.0) for rank in range(writes_s.shape[1])}
     for number, row in enumerate(writes_s):
         for rank, seconds in enumerate(row):
-            last[0, rank] = float(seconds), num_bytes[rank]
+            last[0, rank] = float(seconds), sizes[rank]
             for _ in range(3):
                 found += [(number, rank) for (_, rank), _ in detector.step(last)]
     return found

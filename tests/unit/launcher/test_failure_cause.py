@@ -77,9 +77,19 @@ def test_gloo_aborts_a_rank_that_receives_too_much() -> None:
 @pytest.mark.parametrize("is_known", [True, False])
 def test_the_log_of_a_replaced_rank_names_its_cause(is_known: bool) -> None:
     known = failure_of("rank 1", ExitStatus(1), Path("log"), 1)
-    lost = known if is_known else Failure("rank 1: died", "", Path("log"), 1, is_aborted=True)
+    lost = (
+        known if is_known else Failure("rank 1: died", "", Path("log"), 1, has_unknown_status=True)
+    )
     found = diagnose_failure(lost, 0, ["OSError: [Errno 28] No space left on device"], {})
     assert found is not None and found.cause is Cause.STORAGE_FULL
+
+
+def test_a_rank_that_may_have_been_killed_has_no_cause_in_older_lines() -> None:
+    lost = Failure("rank 1: died", "", Path("log"), 1, has_unknown_status=True)
+    older = ["OSError: [Errno 28] No space left", "RuntimeError: Connection closed by peer"]
+    for lines in ([*older, "a", "b", "step 9"], older[1:]):
+        found = diagnose_failure(lost, 0, lines, {})
+        assert found is not None and found.cause is Cause.PROCESS_DIED
 
 
 @pytest.mark.parametrize("status", [DIVERGED, MACHINE_FAULT])
