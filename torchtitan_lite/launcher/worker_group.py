@@ -171,6 +171,7 @@ class WorkerGroup:
     def _lost_rank(self, rank: int, pid: int, status: ExitStatus | None) -> Failure:
         log = rank_log(self.folder, rank)
         if pid in self._killed:
+            self._killed.remove(pid)
             return Failure(f"rank {rank}: killed after its hang", "", log, rank, is_hang=True)
         if status is None:
             # The agent has waited for it first.
