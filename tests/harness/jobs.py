@@ -185,7 +185,7 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
             "dataset_path": str(FIXTURE),
             # Shared by all tests of the process, so that the tokenizer is trained once.
             "cache_folder": str(folder.parents[1] / "cache"),
-            "local_batch_size": 2,
+            "local_batch_size": 1,
             "global_batch_size": 8,
             "seq_len": 24,
             "steps": 2,

@@ -61,10 +61,6 @@ class _Recording(SourceFileLoader):
         draft.rename(cached)
         return code
 
-    def exec_module(self, module: ModuleType) -> None:
-        setattr(module, _REACHED, reached)
-        super().exec_module(module)
-
 
 def install() -> None:
     """Import modules of the product through this module from now on."""
@@ -86,6 +82,12 @@ def recording(source: str, module: str) -> ast.Module:
         for name, block in ast.iter_fields(node):
             if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
                 setattr(node, name, _with_calls(block, calls))
+    # Behind the docstring and imports from __future__.
+    place = next(
+        (index for index, one in enumerate(tree.body) if not _is_preamble(one)), len(tree.body)
+    )
+    name = ast.alias("reached", _REACHED)
+    tree.body.insert(place, ast.ImportFrom("tests.mutants.imports", [name], 0))
     return ast.fix_missing_locations(tree)
 
 
@@ -110,6 +112,13 @@ def hit_map(path: str) -> mmap.mmap:
 @cache
 def bases() -> dict[str, int]:
     return json.loads(Path(os.environ["MUTANT_BASES"]).read_text())
+
+
+def _is_preamble(statement: ast.stmt) -> bool:
+    is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_docstring or (
+        isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+    )
 
 
 def _with_calls(block: list[ast.stmt], calls: dict[tuple[int, int], list[int]]) -> list[ast.stmt]:

@@ -71,8 +71,9 @@ def test_a_recording_reaches_the_sites_of_executed_statements(
     monkeypatch.setenv("MUTANT_BASES", str(tmp_path / "bases.json"))
     code = compile(recording(source, "m"), "m", "exec")
     positions: set[int] = set()
-    scope: dict[str, Any] = {"_reached_site": lambda *found: positions.update(found)}
+    scope: dict[str, Any] = {}
     exec(code, scope)
+    scope["_reached_site"] = lambda *found: positions.update(found)
     with pytest.raises(NameError, match="work"):
         scope["Owner"]().function(step=1, last=2)
     sites: list[Site] = [site for site, _ in sites_of("m", source)]

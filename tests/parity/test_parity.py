@@ -1,6 +1,6 @@
 """Training on every mesh equals training in one process.
 
-Each row trains the model of odd sizes for three steps on unequal documents and compares loss,
+Each row trains the model of odd sizes for two steps on unequal documents and compares loss,
 gradient norm and all weights. SGD is included because AdamW hides a wrong gradient scale.
 """
 

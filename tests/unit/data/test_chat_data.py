@@ -201,7 +201,11 @@ def test_without_a_tokenizer_one_with_turn_tokens_is_trained(opened_chat: Opener
 
 
 def run_of_conversations(pool: WorkerPool, folder: Path, **overrides: Any) -> list[Outcome]:
-    settings = {"training.dataset_path": str(CHAT), "training.messages_column": "messages"}
+    settings = {
+        "training.dataset_path": str(CHAT),
+        "training.messages_column": "messages",
+        "training.steps": 3,
+    }
     return pool.run(run_job, folder / "run", settings | overrides)
 
 
