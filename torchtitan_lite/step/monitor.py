@@ -97,7 +97,8 @@ class StepMonitor:
         if not is_complete:
             return ABORT, events
         own = share.index * self._mesh.world_size + self._mesh.rank
-        if damaged := damaged_ranks(totals.rank_flags):
+        damaged = [] if self._state_check is None else damaged_ranks(totals.rank_flags)
+        if damaged:
             if own in damaged and self._state_check is not None:
                 self._report(Cause.MEMORY_CORRUPTION, self._state_check.describe())
             return Decision(
