@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.only:
         chosen = [site for site in sites if site.id in options.only]
     elif options.survivors:
-        chosen = [s for s in chosen if _has_survived(outcomes.get(s.id))]
+        chosen = [site for site in chosen if site.id in outcomes and outcomes[site.id].is_alive]
     else:
         chosen = [site for site in chosen if site.id not in outcomes]
     # One operator after the other would leave the last ones to another run.
@@ -77,10 +77,6 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         includes_matrix=options.matrix,
     )
     return 0
-
-
-def _has_survived(outcome: object) -> bool:
-    return getattr(outcome, "outcome", "") in ("survived", "unreached")
 
 
 def _table(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -121,8 +117,7 @@ def _check(options: argparse.Namespace, arguments: list[str]) -> int:
         budget_s=float("inf"),
         includes_matrix=False,
     )
-    alive = [one for one in outcomes_in(results).values() if _has_survived(one)]
-    return 1 if alive else 0
+    return int(any(outcome.is_alive for outcome in outcomes_in(results).values()))
 
 
 def _parser() -> argparse.ArgumentParser:

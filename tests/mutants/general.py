@@ -55,8 +55,8 @@ def general_mutations(
     none."""
     if not is_installed():
         return
-    from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.plugins import get_operator
+    from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
 
     places = [_Places(function, name) for function, name in functions]
     lines = source.splitlines()
@@ -75,8 +75,8 @@ def general_mutations(
 
 def generally_mutated(source: str, name: str) -> str:
     """Return the source of a module with one mutation."""
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
+    from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
 
     operator_name, _, occurrence = name.partition(":")
     code = mutate_code(source, get_operator(operator_name)(), int(occurrence))
@@ -88,7 +88,7 @@ def generally_mutated(source: str, name: str) -> str:
 def is_installed() -> bool:
     """Whether Cosmic Ray is installed."""
     try:
-        import cosmic_ray.mutating  # noqa: F401
+        import cosmic_ray.mutating  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
         return False
     return True

@@ -52,6 +52,11 @@ class Outcome:
     wall_s: float = 0.0
     includes_matrix: bool = False
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether no test notices the mutant."""
+        return self.outcome in ("survived", "unreached")
+
 
 @dataclass(frozen=True)
 class TestRecord:

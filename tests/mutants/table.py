@@ -14,7 +14,6 @@ EQUIVALENT = Path(__file__).with_name("equivalent.json")
 """Site -> why the mutant cannot behave differently, as two readers agreed."""
 KILLERS = Path(__file__).with_name("killers.json")
 """Site -> a test of `make test` that kills the mutant."""
-_SURVIVES = ("survived", "unreached")
 
 
 def equivalent_sites() -> dict[str, str]:
@@ -29,12 +28,15 @@ def table(drawn: Sequence[Site], outcomes: Mapping[str, Outcome]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     total: Counter[str] = Counter()
+    equivalent = equivalent_sites()
     for name, meaning, precedent in (
         *((operator.name, operator.meaning, operator.precedent) for operator in OPERATORS),
         (GENERAL, "an operator of Cosmic Ray, in modules of pure decisions", ""),
     ):
         counts = Counter(
-            _kind(site, outcomes) for site in drawn if site.operator == name and site.id in outcomes
+            _kind(outcomes[site.id], equivalent)
+            for site in drawn
+            if site.operator == name and site.id in outcomes
         )
         total += counts
         lines.append(_row(f"{name}: {meaning}", precedent, counts))
@@ -50,7 +52,7 @@ def survivors(drawn: Sequence[Site], outcomes: Mapping[str, Outcome]) -> list[st
         f"({reasons.get(site.id) or outcomes[site.id].outcome}, "
         f"{outcomes[site.id].num_tests} tests)"
         for site in drawn
-        if site.id in outcomes and outcomes[site.id].outcome in _SURVIVES
+        if site.id in outcomes and outcomes[site.id].is_alive
     ]
 
 
@@ -65,11 +67,10 @@ def save_killers(outcomes: Iterable[Outcome], sites: Iterable[Site]) -> None:
     KILLERS.write_text(json.dumps(dict(sorted(killers.items())), indent=0) + "\n")
 
 
-def _kind(site: Site, outcomes: Mapping[str, Outcome]) -> str:
-    outcome = outcomes[site.id].outcome
-    if outcome in _SURVIVES:
-        return "equivalent" if site.id in equivalent_sites() else "survived"
-    return outcome
+def _kind(outcome: Outcome, equivalent: Mapping[str, str]) -> str:
+    if outcome.is_alive:
+        return "equivalent" if outcome.site in equivalent else "survived"
+    return outcome.outcome
 
 
 def _row(name: str, precedent: str, counts: Counter[str]) -> str:
