@@ -40,6 +40,7 @@ def train_torchtitan(case: dict[str, Any], folder: str) -> dict[str, Any]:
     from torchtitan.tools.logging import init_logger
 
     init_logger()
+    _keep_stager_open()
     trainer_class = _trainer_class(given, recording := Recording(given))
     _register_samples_and_flavor(given)
     trainer = trainer_class(_config(given, Path(folder)))
@@ -55,6 +56,14 @@ def train_torchtitan(case: dict[str, Any], folder: str) -> dict[str, Any]:
     finally:
         trainer.close()
         torch.distributed.destroy_process_group()
+
+
+def _keep_stager_open() -> None:
+    """Let torchtitan save twice: it has one stager for all saves, with the pinned memory, and torch
+    2.11 closes a stager after its first use."""
+    from torch.distributed.checkpoint import _state_dict_stager
+
+    _state_dict_stager.StateDictStager.close = lambda self: None
 
 
 def _without(name: str, wrappers: tuple[str, ...]) -> str:

@@ -45,6 +45,8 @@ def test_snapshots_of_9_GB(cuda: str, tmp_path: Path, figure: Figure) -> None:
         "training.steps": 31,
         "training.seq_len": 1024,
         "training.dataset_path": str(long_text(tmp_path)),
+        # Otherwise the losses of two runs differ, on few texts by several percent.
+        "debug.deterministic": True,
         # Only the weights are written to disk, at the end: a slow disk would decide how long the
         # test takes.
         "checkpoint.interval": 1000,
@@ -70,6 +72,6 @@ def test_snapshots_of_9_GB(cuda: str, tmp_path: Path, figure: Figure) -> None:
     figure("4 blocks of 1B: extra wall time per save", extra_s / 2, "s")
     rate = num_bytes / max(extra_s / 2, 1e-3) / 1e9
     figure("4 blocks of 1B: state per extra wall time of a save", rate, "GB/s")
-    assert saving["losses"] == pytest.approx(plain["losses"], rel=1e-2)
+    assert saving["losses"] == plain["losses"]
     # As long as a copy over PCIe 3 would take, which training does not wait for.
     assert max(stalls) < num_bytes / 12e9
