@@ -61,6 +61,7 @@ _MAY_DIFFER = {
         "lighthouse",
         "heal_interface",
         "heal_connections",
+        "state_check",
     ),
     "debug": (
         "sample_ledger",

@@ -27,9 +27,9 @@ SAMPLES, SEQ_LEN, FLOAT64 = 8, 24, 8
 
 
 def _world(ranks: int) -> Row:
-    """Return the values that ranks agree on: those of the step, of its checkpoint, and three per
+    """Return the values that ranks agree on: those of the step, of its checkpoint, and seven per
     rank."""
-    return "step", "model", "all_reduce", "world", (17 + 3 * ranks) * FLOAT64
+    return "step", "model", "all_reduce", "world", (17 + 7 * ranks) * FLOAT64
 
 
 assert (ODD_DIMS.dim, ODD_DIMS.num_layers, ODD_DIMS.hidden_dim) == (DIM, LAYERS, HIDDEN)
