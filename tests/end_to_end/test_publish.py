@@ -89,6 +89,7 @@ def test_the_command_writes_folders_that_transformers_loads(tmp_path: Path) -> N
     assert "publishes no weights" in failed and "Traceback" not in failed
 
 
+@pytest.mark.matrix
 def test_the_command_receives_deltas_from_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_the_command_receives_deltas_from_servers(
     assert all(re.fullmatch(r"[0-2]\.\d MiB ", received) for received in later), output
 
 
+@pytest.mark.matrix
 def test_the_client_imports_little() -> None:
     code = (
         "import sys, torchtitan_lite.publish; "

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.end_to_end.test_extending import call
@@ -126,7 +127,8 @@ def _copy_of_the_product(folder: Path) -> Path:
 def test_recipes_name_every_file_that_is_changed() -> None:
     for title, files in _NEW_FILES.items():
         recipe = _RECIPES.partition(f"**{title}.**")[2].partition("\n\n")[0]
-        for path, _, _ in _EDITS.get(title, []):
+        for path, anchor, _ in _EDITS.get(title, []):
+            assert (REPOSITORY / path).read_text().count(anchor) == 1, (title, path)
             places = (path, path.removeprefix("torchtitan_lite/"), f"{Path(path).parent}/")
             assert any(f"`{place}`" in recipe for place in places), (title, path)
         for path in files:
@@ -134,15 +136,15 @@ def test_recipes_name_every_file_that_is_changed() -> None:
             assert f"`{folder}" in recipe, (title, path)
 
 
-def test_a_run_uses_what_the_recipes_add(tmp_path: Path) -> None:
+@pytest.mark.matrix
+def test_a_run_uses_and_resumes_what_the_recipes_add(tmp_path: Path) -> None:
     copy = _copy_of_the_product(tmp_path)
     for files in _NEW_FILES.values():
         for path, text in files.items():
             (copy / path).write_text(text)
-    for title, edits in _EDITS.items():
+    for edits in _EDITS.values():
         for path, anchor, replacement in edits:
             source = (copy / path).read_text()
-            assert source.count(anchor) == 1, (title, path)
             (copy / path).write_text(source.replace(anchor, replacement))
     checkpoints = tmp_path / "checkpoints"
     arguments = (
@@ -159,15 +161,17 @@ def test_a_run_uses_what_the_recipes_add(tmp_path: Path) -> None:
         f"--job.dump_folder={tmp_path / 'run'}",
     )
     call(*arguments, folder=copy)
+    call(*arguments, "--training.steps=4", folder=copy)
     records = [
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ]
-    assert [one["step"] for one in records if "loss" in one and "lr" in one] == [1, 2]
+    assert [one["step"] for one in records if "loss" in one and "lr" in one] == [1, 2, 3, 4]
+    assert [one["step"] for one in records if one.get("event") == "resume"] == [2]
     rows = (tmp_path / "run/losses.csv").read_text().splitlines()
-    assert [row.partition(",")[0] for row in rows] == ["1", "2"]
-    assert (tmp_path / "checkpoints.commits").read_text().split() == ["1", "2"]
+    assert [row.partition(",")[0] for row in rows] == ["3", "4"]
+    assert (tmp_path / "checkpoints.commits").read_text().split()[-2:] == ["2", "4"]
     names = {
-        name for path in checkpoints.glob("step-2/**/*.safetensors") for name in load_file(path)
+        name for path in checkpoints.glob("step-4/**/*.safetensors") for name in load_file(path)
     }
     optimizer = {name for name in names if name.startswith("optimizer.")}
     assert any("square_avg" in name for name in optimizer)

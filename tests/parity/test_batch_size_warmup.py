@@ -90,6 +90,7 @@ def test_same_steps_with_compile_and_activation_checkpointing(
         assert_same(outcome, one_process(), tolerances.PARITY_FLOAT64)
 
 
+@pytest.mark.matrix
 def test_a_warmup_resumes_on_other_meshes(
     pools: Pools, one_process: Callable[..., Outcome], tmp_path: Path
 ) -> None:

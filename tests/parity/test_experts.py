@@ -46,12 +46,11 @@ def test_validation_loss_is_the_same(pools: Pools, tmp_path: Path) -> None:
             assert loss == pytest.approx(alone, rel=tolerances.PARITY_FLOAT64)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "mesh",
     [
-        "ep-2",
-        pytest.param("pp-2-ep-2", marks=pytest.mark.matrix),
-        pytest.param("tp-2-ep-2-whole-sequence", marks=pytest.mark.matrix),
+        *("ep-2", "pp-2-ep-2", "tp-2-ep-2-whole-sequence"),
     ],
 )
 def test_router_load_is_logged_and_sums_to_the_tokens(

@@ -97,12 +97,13 @@ def run_on_full_mesh(folder: Path, overrides: dict[str, Any]) -> Outcome:
         parallel.fsdp.apply = ours
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
         pytest.param(*MESHES["fsdp-2-tp-2"], id="fsdp-2-tp-2"),
-        pytest.param(8, {**HSDP, **TP, **BATCH_OF_1}, id="hsdp-2x2-tp-2", marks=pytest.mark.matrix),
+        pytest.param(8, {**HSDP, **TP, **BATCH_OF_1}, id="hsdp-2x2-tp-2"),
     ],
 )
 def test_parameters_on_the_full_mesh_train_equally(

@@ -107,6 +107,7 @@ def test_the_same_texts_on_every_mesh(trained: Path, pools: Pools) -> None:
     assert pools(2).run(texts, trained, {}, single) == [expected] * 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS, DEEPSEEK, QWEN3_NEXT], indirect=True)
 def test_evaluation_gives_the_loss_of_the_trainer_on_every_mesh(
     trained: Path, pools: Pools

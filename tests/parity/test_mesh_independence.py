@@ -58,6 +58,7 @@ def test_initial_weights_are_bitwise_equal_in_every_replica(pools: Pools, tmp_pa
         assert pools(1).run(initial_weights, tmp_path, replica) == [alone]
 
 
+@pytest.mark.matrix
 def test_samples_of_a_step_are_independent_of_the_number_of_ranks(
     pools: Pools, tmp_path: Path
 ) -> None:

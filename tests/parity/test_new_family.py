@@ -32,10 +32,10 @@ def run_with_the_file(folder: Path, overrides: dict[str, Any], family: str = "to
 @pytest.mark.parametrize(
     "mesh",
     [
-        *("pp-2", "fsdp-2-tp-2"),
+        "fsdp-2-tp-2",
         *(
             pytest.param(mesh, marks=pytest.mark.matrix)
-            for mesh in ("cp-2-ulysses", "fsdp-2", "tp-2", "tp-2-whole-sequence")
+            for mesh in ("cp-2-ulysses", "fsdp-2", "pp-2", "tp-2", "tp-2-whole-sequence")
         ),
     ],
 )
@@ -50,11 +50,12 @@ def test_a_family_in_one_file_trains_on_every_mesh(mesh: str, pools: Pools, tmp_
 @pytest.mark.parametrize(
     "mesh",
     [
-        *("cp-2-ulysses", "tp-2"),
+        "cp-2-ulysses",
         *(
             pytest.param(mesh, marks=pytest.mark.matrix)
             for mesh in (
                 *(
+                    "tp-2",
                     "tp-2-cp-2",
                     "pp-2-fsdp-2",
                     "fsdp-2",

@@ -42,7 +42,7 @@ EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
 ROWS = [
     # trainer, server, transport, in `make test`
     ("fsdp-2", "columns-2", "memory", True),
-    ("fsdp-2-tp-2", "rows-2-columns-2", "server", True),
+    ("fsdp-2-tp-2", "rows-2-columns-2", "server", False),
     ("tp-2", "rows-2", "memory", False),
     ("fsdp-4", "columns-3", "memory", False),
     ("hsdp-2x2", "one", "server", False),

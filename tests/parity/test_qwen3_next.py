@@ -56,6 +56,7 @@ def test_the_exchange_of_states_does_not_depend_on_the_length(
     assert sorted(short) == sorted(of_a_sample * (len(short) // 4)) and short
 
 
+@pytest.mark.matrix
 def test_pieces_as_short_as_the_convolution(pools: Pools, tmp_path: Path) -> None:
     """Four ranks with two pieces of three positions each."""
     (alone,) = pools(1).run(run_job, tmp_path / "1", {**MODEL, **WHOLE_BATCH})

@@ -64,7 +64,9 @@ def sampled(folder: Path, overrides: dict[str, Any]) -> tuple[list[str], tuple[i
     ("mesh", "changes", "shape"),
     [
         ("fsdp-2", {"training.dtype": "float32", "validation.sample_temperature": 0.0}, (1, 2)),
-        ("pp-2-fsdp-2", {"validation.sample_temperature": 0.0}, (2, 2)),
+        pytest.param(
+            "pp-2-fsdp-2", {"validation.sample_temperature": 0.0}, (2, 2), marks=pytest.mark.matrix
+        ),
         pytest.param("experts ep-2-etp-2", EXPERTS, (2, 2), marks=pytest.mark.matrix),
         pytest.param("fsdp-2-tp-2", {}, (2, 2), marks=pytest.mark.matrix),
         pytest.param("pp-2-fsdp-2", {"model.flavor": "odd_tied"}, (2, 2), marks=pytest.mark.matrix),

@@ -28,9 +28,7 @@ SHORT = {
     ("gpt_oss", "experts-ep-2-etp-2"),
     ("llama4", "cp-2-ulysses"),
     ("llama4", "experts-pp-2-ep-2"),
-    ("qwen3_next", "tp-2-cp-2"),
     ("qwen3_next", "cp-2-ring"),
-    ("qwen3_next", "experts-pp-2-ep-2"),
 }
 CASES = [
     (family, mesh)
@@ -91,7 +89,6 @@ def test_same_training_as_one_process(
 
 @cases(
     {
-        ("gpt_oss", "experts-tp-2-ep-2"),
         ("qwen3_next", "cp-2-ulysses"),
     }
 )

@@ -64,7 +64,9 @@ SHORT_EXPERTS = ("one process", "ep-2")
 @pytest.mark.parametrize(
     "meshes",
     [
-        with_settings({name: MESHES[name] for name in SHORT}, TIED),
+        pytest.param(
+            with_settings({name: MESHES[name] for name in SHORT}, TIED), marks=pytest.mark.matrix
+        ),
         with_settings({name: EXPERT_MESHES[name] for name in SHORT_EXPERTS}, MUON),
         pytest.param(MESHES, marks=pytest.mark.matrix),
         pytest.param(EXPERT_MESHES, marks=pytest.mark.matrix),

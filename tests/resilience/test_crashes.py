@@ -134,6 +134,7 @@ def _check_resumed(text: str, reached: int) -> None:
     assert match is None or reached - 1 <= int(match[1]) <= reached + 1, text[-3000:]
 
 
+@pytest.mark.matrix
 def test_a_killed_run_ends_like_an_undisturbed_one(run: Path, tmp_path: Path) -> None:
     _check_crashes(["everything"], run, tmp_path, seed=1)
 

@@ -109,7 +109,7 @@ def killed_at_exit(process: launch.Process, folder: Path) -> Iterator[None]:
     assert not left
 
 
-def output_of(process: launch.Process, log: Path, timeout_s: float = 120) -> str:
+def output_of(process: launch.Process, log: Path, timeout_s: float = 200) -> str:
     """Return the output of a launcher that must exit with status 0."""
     status = process.wait(timeout=timeout_s)
     text = log.read_text()

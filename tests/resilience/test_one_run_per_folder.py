@@ -51,6 +51,7 @@ def test_a_second_run_is_refused(live: Path, tmp_path: Path) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.matrix
 def test_a_copy_of_its_folder_is_refused(live: Path, tmp_path: Path) -> None:
     """Its snapshots in shared memory are those of the live run."""
     copy = tmp_path / "copy"

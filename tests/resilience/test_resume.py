@@ -91,6 +91,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bitwise(
     assert resumed_lines == uninterrupted_lines
 
 
+@pytest.mark.matrix
 def test_a_finished_run_continues_when_its_steps_are_raised(pools: Pools, tmp_path: Path) -> None:
     pool, fewer = pools(1), {**SAVING, "training.steps": 2}
     uninterrupted = pool.run(run_job, tmp_path / "uninterrupted", SAVING)
@@ -102,6 +103,7 @@ def test_a_finished_run_continues_when_its_steps_are_raised(pools: Pools, tmp_pa
     assert digest(raised[0].state) == digest(uninterrupted[0].state)
 
 
+@pytest.mark.matrix
 def test_optimizer_implementations_continue_each_other(pools: Pools, tmp_path: Path) -> None:
     first = {**SAVING, "training.steps": 2, "optimizer.implementation": "for-loop"}
     pools(1).run(run_job, tmp_path / "run", first)
@@ -110,6 +112,7 @@ def test_optimizer_implementations_continue_each_other(pools: Pools, tmp_path: P
     assert outcome.finished
 
 
+@pytest.mark.matrix
 def test_model_only_start_loads_only_the_weights(pools: Pools, tmp_path: Path) -> None:
     first: Outcome = pools(1).run(run_job, tmp_path / "first", SAVING)[0]
     path = str(tmp_path / "first" / "checkpoint" / "step-4")

@@ -40,6 +40,7 @@ def test_ranks_die_with_a_killed_torchrun(
         launch.end(process)
 
 
+@pytest.mark.matrix
 def test_ranks_die_if_torchrun_is_killed_while_they_start(tmp_path: Path) -> None:
     """At the earliest time at which the ranks exist: most have not set PR_SET_PDEATHSIG yet."""
     log = tmp_path / "log"

@@ -29,6 +29,7 @@ print(subprocess.check_output([sys.executable, "-c", sys.argv[1]], text=True))
 _STARTED = "from torchtitan_lite.device import *; print(detect_device('cpu').peak_memory_gib())"
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts so")
 def test_peak_memory_excludes_that_of_the_parent_process() -> None:
     path = os.pathsep.join(sys.path)

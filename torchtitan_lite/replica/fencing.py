@@ -18,7 +18,8 @@ If the folder does not answer or cannot be written, a quorum continues without a
 most of the processes of the last one, so that only one side of a partition does. It claims as soon
 as it can; if another quorum was first, it ends.
 
-Invariant: a folder that does not answer blocks no thread of the training for longer than `_WAIT_S`.
+Invariant: a folder that does not answer blocks no thread of the training for longer than
+`_ANSWER_WITHIN_S`.
 """
 
 import threading
@@ -48,6 +49,8 @@ _CLAIM_WITHIN_S = 1.0
 _WAIT_S = 2.0
 """A replica that may not continue waits this long for the claim of another replica of its quorum,
 which claims in the first part of this time only. Then it requests a quorum again."""
+_ANSWER_WITHIN_S = 2.0
+"""Longest wait for the folder."""
 _T = TypeVar("_T")
 
 
@@ -111,8 +114,8 @@ class Fence:
         own_id: str,
         tokens: Sequence[int],
     ) -> str:
-        """Return "" if the quorum may continue the run, else why not yet, after at most two
-        `_WAIT_S`.
+        """Return "" if the quorum may continue the run, else why not yet, after at most
+        `_WAIT_S` and `_ANSWER_WITHIN_S`.
 
         `members` are the ids of its processes, `tokens` the last ones of their replicas (0:
         unknown). Raises ReplicaError if this replica has been superseded.
@@ -148,15 +151,15 @@ class Fence:
 
     def is_superseded(self) -> bool:
         """Return whether other replicas have taken the run over from this one. Waits, at most
-        `_WAIT_S`, for a check of the history if there was none lately, as after this process was
-        suspended."""
+        `_ANSWER_WITHIN_S`, for a check of the history if there was none lately, as after this
+        process was suspended."""
         now_s = time.monotonic()
         with self._checks:
             # If an earlier wait was in vain, the folder does not answer.
             if now_s - self._checked_s >= _CHECK_AFTER_S and self._wanted_s <= self._checked_s:
                 self._wanted_s = now_s
                 self._checks.notify_all()
-                self._checks.wait_for(lambda: self._checked_s >= now_s, _WAIT_S)
+                self._checks.wait_for(lambda: self._checked_s >= now_s, _ANSWER_WITHIN_S)
         return self._is_superseded
 
     def release(self, own_id: str) -> None:
@@ -298,10 +301,10 @@ class Fence:
 
     def _within_wait(self, access: Callable[[], _T]) -> _T:
         """Call `access` in another thread. Raises its error, or OSError if it, or an earlier call,
-        does not end within `_WAIT_S`."""
+        does not end within `_ANSWER_WITHIN_S`."""
         if self._call is not None:
             # Its outcome was for another question.
-            self._call.exception(_WAIT_S)
+            self._call.exception(_ANSWER_WITHIN_S)
         self._call = found = Future[_T]()
 
         def run() -> None:
@@ -312,7 +315,7 @@ class Fence:
 
         # Not from a pool, whose threads delay the end of the process.
         threading.Thread(target=run, name="history access", daemon=True).start()
-        return found.result(_WAIT_S)
+        return found.result(_ANSWER_WITHIN_S)
 
     def _report_failure(self, error: Exception) -> None:
         """Log the first of consecutive failures."""

@@ -87,6 +87,7 @@ def test_links_are_cut_and_mended(network: Network) -> None:
     assert _connected(network) == everything
 
 
+@pytest.mark.matrix
 def test_one_direction_is_blocked(network: Network) -> None:
     received = "/sys/class/net/eth0/statistics/rx_packets"
 

@@ -110,6 +110,7 @@ def test_tensor_parallelism_gathers_and_scatters_the_sequence(pools: Pools, tmp_
         assert _counts(trace) == expected
 
 
+@pytest.mark.matrix
 def test_each_axis_has_its_own_collectives(pools: Pools, tmp_path: Path) -> None:
     heads = (QUERIES + 2 * KEYS) // 2 * DIM + DIM * QUERIES // 2
     feed_forward = 2 * _rows(HIDDEN // 2) * DIM + DIM * HIDDEN // 2
@@ -192,6 +193,7 @@ def test_experts_have_their_own_axes(pools: Pools, tmp_path: Path) -> None:
         assert gathers == {dims.num_experts // 2 * stack_bytes: LAYERS}
 
 
+@pytest.mark.matrix
 def test_recomputation_belongs_to_backward(pools: Pools, tmp_path: Path) -> None:
     # Both tools at once, because each installs a dispatch mode and hooks.
     both = {"activation_checkpoint.mode": "full", "debug.explicit_redistribution": True}
@@ -208,7 +210,7 @@ def test_recomputation_belongs_to_backward(pools: Pools, tmp_path: Path) -> None
             assert counts["backward", *row] == counts["forward", *row] == LAYERS
 
 
-@pytest.mark.parametrize("mesh", ["tp-2", "fsdp-2"])
+@pytest.mark.parametrize("mesh", [pytest.param("tp-2", marks=pytest.mark.matrix), "fsdp-2"])
 def test_training_is_the_same_bit_by_bit(mesh: str, pools: Pools, tmp_path: Path) -> None:
     world_size, overrides = MESHES[mesh]
     sizes = {"training.local_batch_size": 2, "training.global_batch_size": 4}

@@ -65,6 +65,7 @@ def _with_muon() -> Estimate:
     return estimate(_MUON, 4, "h200", search=False)
 
 
+@pytest.mark.matrix
 def test_frozen_weights_have_no_gradients_and_no_state() -> None:
     adapted = estimate(_config(6, **{"model.converters": ["lora"]}), 1, "cpu")
     num_parameters = _plain().num_parameters
@@ -94,6 +95,7 @@ def _check_few_blocks(few: Estimate, whole: Estimate) -> None:
         assert few.traffic[axis].num_bytes == pytest.approx(traffic.num_bytes, rel=1e-3)
 
 
+@pytest.mark.matrix
 def test_few_blocks_predict_all() -> None:
     """FSDP, two kinds of optimizer, and recomputation of every second block."""
     whole = estimate(_MUON, 4, "h200", search=False, extrapolate=False)

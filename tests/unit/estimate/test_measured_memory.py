@@ -53,7 +53,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep": (2, {**_MOE, "parallelism.expert_parallel_degree": 2}),
     "ep-tp": (2, {**_MOE, **_TP, "parallelism.expert_parallel_degree": 2}),
 }
-_IN_EVERY_RUN = ("fsdp-tp", "pp")
+_IN_EVERY_RUN = ("pp",)
 # Larger than the odd model's other tests: else inputs and router counts are most of the memory.
 _SIZES = {"training.seq_len": 96, "training.local_batch_size": 2, "training.steps": 2}
 

@@ -195,6 +195,7 @@ def _check_own_result(config: Config, world_size: int, device: str) -> Estimate:
     return found
 
 
+@pytest.mark.matrix
 def test_rows_are_traced_and_the_best_is_selected_by_its_overrides() -> None:
     config = _config(
         2, **{"training.global_batch_size": 4, "parallelism.tensor_parallel_degree": 2}

@@ -239,6 +239,7 @@ def test_replicas_resize_when_slots_change(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
+@pytest.mark.matrix
 def test_a_slot_whose_rank_keeps_dying_is_removed_and_retried(tmp_path: Path) -> None:
     with launched(tmp_path, "dies", 2, 2, 20) as process:
         # On a busy machine three deaths and restarts take a minute.

@@ -158,6 +158,7 @@ def test_small_matrices_are_in_one_bucket() -> None:
     assert len(assign_matrices([spec(FSDP, 8, 8) for _ in range(100)], ITERATION).buckets) == 1
 
 
+@pytest.mark.matrix
 def test_thousands_of_experts_on_hundreds_of_ranks_are_assigned_in_seconds() -> None:
     mesh = HolderMesh.ranks(2, 4, 32)
     experts = Layout(mesh, [Replicate(), Shard(1), Shard(0)])

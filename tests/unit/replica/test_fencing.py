@@ -20,6 +20,8 @@ JOIN_TIMEOUT_S = 0.4
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fencing, "_WAIT_S", 0.1)
+    # As long as a busy machine may take.
+    monkeypatch.setattr(fencing, "_ANSWER_WITHIN_S", 30.0)
     monkeypatch.setattr(fencing, "_POLL_S", 0.01)
 
 
@@ -211,8 +213,7 @@ def test_leases_are_renewed_until_the_fence_is_closed(
     newest = run.history.newest()
     assert newest is not None
     run.expire()
-    time.sleep(0.2)
-    assert run.history.seconds_since_renewal(newest) < 5
+    _wait_until(lambda: run.history.seconds_since_renewal(newest) < 5)
     fence.close()
     run.expire()
     time.sleep(0.2)
@@ -220,7 +221,9 @@ def test_leases_are_renewed_until_the_fence_is_closed(
 
 
 @pytest.mark.parametrize("lasts", [False, True], ids=["full disk", "no answer"])
-def test_only_most_of_a_quorum_continues_without_a_claim(run: Run, lasts: bool) -> None:
+def test_only_most_of_a_quorum_continues_without_a_claim(
+    run: Run, lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     members = ["0:a", "1:a", "2:a", "3:a"]
     fences = [run.fence(number) for number in range(4)]
     for number, fence in enumerate(fences):
@@ -230,6 +233,8 @@ def test_only_most_of_a_quorum_continues_without_a_claim(run: Run, lasts: bool) 
         if lasts:
             broken.answers = threading.Event()
         fence._history = broken
+    if lasts:
+        monkeypatch.setattr(fencing, "_ANSWER_WITHIN_S", 0.1)
     expected = "does not answer" if lasts else "No space left"
     for number, others in enumerate((["0:a", "2:a"], ["1:a", "3:a"])):
         reason = run.admit(fences[number], others, quorum_id=2, lighthouse=str(number))
@@ -267,16 +272,20 @@ def test_a_quorum_without_a_claim_claims_later_or_ends(
         assert "trained" in run.admit(other, ["1:a"], lighthouse="second")
 
 
-def test_a_folder_that_does_not_answer_blocks_no_step(run: Run) -> None:
+def test_a_folder_that_does_not_answer_blocks_no_step(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fence, broken = run.fence(0), _BrokenHistory(run.history.run_folder, 0)
     assert run.admit(fence, ["0:a"]) == ""
     broken.answers = threading.Event()
     fence._history = broken
+    monkeypatch.setattr(fencing, "_ANSWER_WITHIN_S", 0.1)
     fence._checked_s -= 2 * fencing.LEASE_S
     started_s = time.monotonic()
     for _ in range(100):
         assert not fence.is_superseded()
-    assert time.monotonic() - started_s < 10 * fencing._WAIT_S
+    # Once, and not for each step.
+    assert time.monotonic() - started_s < 50 * fencing._ANSWER_WITHIN_S
     broken.answers.set()
 
 

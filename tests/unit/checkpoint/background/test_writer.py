@@ -229,6 +229,7 @@ def test_a_write_is_cancelled_when_the_grace_period_ends(
     assert open_storage(str(root)).steps() == stored
 
 
+@pytest.mark.matrix
 def test_an_older_save_in_progress_leaves_time_for_the_newest(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 1, large_elements=_CHUNKS) as run:
