@@ -13,9 +13,10 @@ USER_VENV := .venv-user
 # An environment with a CUDA build of torch, for tests of the code for GPUs on a machine without one.
 CUDA_VENV := .venv-cuda
 CUDA_TEST_PACKAGES := pytest|pytest-timeout|pytest-xdist|hypothesis|scipy|torchao|transformers
-# Two processes: many tests wait. Files stay whole, so that their pools do, and in order: the slow
-# folders come first, so that the end is balanced.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One process more than cores, because many tests wait. Files stay whole, so that their pools do, and
+# in order: the slow folders come first, so that the end is balanced.
+TEST_PROCESSES ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # The processes of runs and tests import the package again and again: it is compiled once.
 unexport PYTHONDONTWRITEBYTECODE

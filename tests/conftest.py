@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.harness.ranks import RankFailed, WorkerPool, record_failure
 from torchtitan_lite.log import logger
@@ -40,6 +42,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="device of tests/gpu; cpu: rehearse those that run without a GPU",
     )
     parser.addoption("--gpu-results", help="folder that gets the results of tests/gpu at once")
+
+
+_PARITY = "tests/parity/"
+
+
+class _Scheduler(LoadFileScheduling):
+    """Gives whole files to the processes, and all files of the parity tests to the same one, which
+    starts their pools once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return _PARITY if file.startswith(_PARITY) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return _Scheduler(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

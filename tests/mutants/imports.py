@@ -109,9 +109,13 @@ def hit_map(path: str) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
-@cache
 def bases() -> dict[str, int]:
-    return json.loads(Path(os.environ["MUTANT_BASES"]).read_text())
+    return _bases_in(os.environ["MUTANT_BASES"])
+
+
+@cache
+def _bases_in(file: str) -> dict[str, int]:
+    return json.loads(Path(file).read_text())
 
 
 def _is_preamble(statement: ast.stmt) -> bool:
