@@ -22,7 +22,8 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: read_tensor(snapshot, name) for name in snapshot.tensors}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_round_trip(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saving = [*SMALL, "--checkpoint.enable=true"]
     first = [*saving, f"--job.dump_folder={tmp_path}/first", "--training.steps=2"]

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.harness import launch
@@ -10,6 +11,7 @@ from tests.harness.ranks import run_command
 from torchtitan_lite.errors import DIVERGED
 
 
+@pytest.mark.matrix
 def test_a_diverged_run_writes_its_time_accounting(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = [

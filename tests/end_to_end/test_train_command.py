@@ -141,6 +141,7 @@ def test_a_port_in_use_is_one_line_on_all_ranks(tmp_path: Path) -> None:
     assert not has_stepped(folder)
 
 
+@pytest.mark.matrix
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)

@@ -170,6 +170,7 @@ def test_same_loss_in_bfloat16_compute(
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_BFLOAT16_LOSS)
 
 
+@pytest.mark.matrix
 def test_no_redistribution_is_implicit(
     pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_the_average_is_that_of_one_process(
     check(outcomes[0], expected)
 
 
+@pytest.mark.matrix
 def test_the_average_is_resumed_evaluated_and_exported_by_name(
     pools: Pools, tmp_path: Path
 ) -> None:

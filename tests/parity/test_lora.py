@@ -298,6 +298,7 @@ SAMPLED = {
 }
 
 
+@pytest.mark.matrix
 def test_evaluation_and_generation_merge_adapters_into_their_weights(
     pools: Pools, base: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -334,10 +334,11 @@ def test_one_rank_casts_its_weights_as_fsdp_does(
         assert_identical(casts, copies)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "backend",
     # inductor needs a minute for the C++ compiler.
-    ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)],
+    ["aot_eager", "inductor"],
 )
 def test_compiled_blocks_train_equally(
     backend: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
@@ -511,7 +512,8 @@ def test_schedules_recompute(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("recipe", [None, *long("rowwise")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
 def test_same_loss_in_emulated_float8(
     recipe: str | None, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_one_rank_reads_the_stream_of_a_node(mesh: str, pools: Pools, tmp_path: 
     }
 
 
+@pytest.mark.matrix
 def test_a_stream_resumes_on_another_mesh(pools: Pools, tmp_path: Path) -> None:
     settings = {**STREAM, "checkpoint.enable": True, "checkpoint.interval": 100}
     (expected,) = pools(1).run(run_job, tmp_path / "one", {**settings, "training.steps": 2})

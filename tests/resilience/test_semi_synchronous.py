@@ -79,6 +79,7 @@ def _check(method: str, num_ranks: int, more: Sequence[str], folder: Path, *, ki
             assert {"healed", "averaged"} <= happened
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_diloco_continues_when_a_replica_dies_and_restarts(tmp_path: Path) -> None:
     _check("diloco", 1, [], tmp_path / "run", kill=True)

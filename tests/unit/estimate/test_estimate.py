@@ -203,6 +203,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert written["best_meshes"] is None and "Traced meshes" not in printed
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.matrix)]
 )

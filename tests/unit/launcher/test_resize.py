@@ -129,6 +129,7 @@ def test_a_config_that_cannot_change_its_ranks_is_rejected() -> None:
         assert message in str(raised.value), option
 
 
+@pytest.mark.matrix
 def test_the_launcher_rejects_it_before_it_starts_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def test_progress_resets_the_timeout(tmp_path: Path) -> None:
     assert output.read_text() == ""
 
 
+@pytest.mark.matrix
 def test_a_rank_reports_the_collective_in_which_it_waits(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
     ranks = [
