@@ -148,6 +148,7 @@ def test_errors_are_one_line(
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.matrix
 def test_too_large_drawings_are_rejected_early(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from torchtitan_lite.cli import main
 GUIDE = "docs/guides/fine_tuning.md"
 
 
+@pytest.mark.matrix
 def test_the_config_learns_conversations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     arguments = [

@@ -83,6 +83,7 @@ def _world(folder: Path, overrides: Mapping[str, Any]) -> Any:
     return mesh_for(odd_config(folder, overrides))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS, DEEPSEEK, QWEN3_NEXT], indirect=True)
 def test_the_same_texts_on_every_mesh(trained: Path, pools: Pools) -> None:
     greedy = (*PROMPTS, "--max-new-tokens=8", "--temperature=0")

@@ -54,7 +54,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 # `test_any_mesh` resumes on the others, and on the mesh of the same size.
-_SHORT = (("fsdp-2", "AdamW"), ("one process", "SGD"))
+_SHORT = (("one process", "SGD"),)
 ROWS = [
     pytest.param(*row, marks=[] if row in _SHORT else [pytest.mark.matrix])
     for row in product(MESHES, ("AdamW", "SGD"))

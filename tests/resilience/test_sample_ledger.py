@@ -14,7 +14,7 @@ from torchtitan_lite.report import check_samples
 _LAST, _BATCH = 12, 4
 _CALL = {"forward": 4 * 6 + 1, "header": 2 * 6 + 1, "order": 2}
 """Number of the call at which the process is killed, if not the seventh."""
-_SHORT = ("optimizer.before", "optimizer.after")
+_SHORT = ("optimizer.after",)
 _POINTS = [
     pytest.param(point, marks=[] if point in _SHORT else [pytest.mark.matrix])
     for point in CRASH_POINTS

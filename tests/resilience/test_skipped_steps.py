@@ -184,5 +184,6 @@ def change_of_a_skipped_step(folder: Path, overrides: dict[str, Any]) -> list[st
         return sorted(name for name in before if before[name] != after[name])
 
 
+@pytest.mark.matrix
 def test_a_skipped_step_does_not_change_router_biases(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(change_of_a_skipped_step, tmp_path / "run", {})[0] == ["dataloader"]

@@ -61,6 +61,7 @@ def _message(given: Placement, gradient: Placement, explicit: bool) -> str:
     return ""
 
 
+@pytest.mark.matrix
 def test_explicit_redistributions_are_allowed(pools: Pools) -> None:
     assert pools(2).run(_message, Shard(0), Shard(1), True) == ["", ""]
 

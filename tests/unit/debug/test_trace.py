@@ -166,6 +166,7 @@ def test_a_ring_sends_within_attention(pools: Pools, tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.matrix
 def test_experts_have_their_own_axes(pools: Pools, tmp_path: Path) -> None:
     overrides = {
         "model.name": "qwen3",

@@ -126,6 +126,7 @@ def test_weights_and_optimizer_are_those_of_the_shards() -> None:
     assert found.checkpoint_bytes == 12 * found.num_parameters
 
 
+@pytest.mark.matrix
 def test_muon_has_one_slot_per_matrix_and_shares_the_iterations() -> None:
     found = _with_muon()
     num_layers = 7
@@ -153,6 +154,7 @@ def test_flops_without_recomputation_are_those_of_the_model() -> None:
     assert found.flops == pytest.approx(model_flops, rel=0.05)
 
 
+@pytest.mark.matrix
 def test_recomputation_costs_flops_and_saves_memory() -> None:
     plain = _plain()
     recomputed = estimate(

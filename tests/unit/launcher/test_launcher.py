@@ -177,6 +177,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
         output_of(process, tmp_path, 1)
 
 
+@pytest.mark.matrix
 def test_all_finish(tmp_path: Path) -> None:
     with launched(tmp_path, "short") as process:
         output = output_of(process, tmp_path, 0)
