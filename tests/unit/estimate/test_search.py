@@ -101,7 +101,9 @@ def _searched(
     )
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 5))]
+)
 @pytest.mark.parametrize("limit_gib", [0.02, 0.1, 100])
 @pytest.mark.parametrize("max_traces", [2, MAX_TRACES])
 def test_the_result_of_a_search_is_its_own_result(
