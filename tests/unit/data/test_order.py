@@ -54,7 +54,11 @@ def test_order_is_a_function_of_the_index() -> None:
 
 @pytest.mark.parametrize(
     "weights",
-    [[1.0], [0.7, 0.3], [1, 1, 1], [0.5, 0.1, 0.25, 0.15], [1e-3, 1.0, 3.14159], [1.0] * 10],
+    [
+        *([1.0], [0.7, 0.3], [1, 1, 1], [0.5, 0.1, 0.25, 0.15], [1e-3, 1.0, 3.14159], [1.0] * 10),
+        # Of more digits than are kept.
+        *([0.123456789, 0.876543211], [1e-12, 1.0], [2e9, 1e9 + 1]),
+    ],
 )
 def test_blend_keeps_shares_and_has_no_gaps(weights: list[float]) -> None:
     num_samples = 6000

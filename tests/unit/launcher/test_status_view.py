@@ -136,6 +136,25 @@ def test_the_last_table_shows_the_end(
     assert last[:2] == ["stopped", "13"]
 
 
+def test_an_event_is_printed_and_the_table_drawn_again_at_once(
+    tmp_path: Path,
+    lighthouse: LighthouseProcess,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    view, drawn = LiveTable(), []
+    monkeypatch.setattr(view, "_draw", drawn.append)
+    one = replica(0, ReplicaState.TRAINING, RECORD, tmp_path)
+    for _ in range(2):
+        view.update([one], lighthouse)
+    assert len(drawn) == 1
+    view.report_event("replica 0: failed, [rank 1]")
+    view.update([one], lighthouse)
+    assert len(drawn) == 2
+    assert "replica 0: failed, [rank 1]" in capsys.readouterr().out
+    view.close()
+
+
 @pytest.mark.parametrize("width", [80, 99, 100, 119, 120, 200])
 def test_the_table_fits_the_terminal(
     width: int, tmp_path: Path, lighthouse: LighthouseProcess

@@ -4,6 +4,7 @@ import pytest
 
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.metrics import open_metrics
+from torchtitan_lite.metrics.wandb import _run_id
 from torchtitan_lite.schema.metrics import MetricsConfig
 
 pytestmark = pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
@@ -31,3 +32,12 @@ def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
 
     with pytest.raises(UserError, match="not installed"):
         require("wandb", "metrics.enable_wandb = true")
+
+
+def test_only_a_resume_continues_a_run(tmp_path):
+    path = tmp_path / "run_id"
+    first = _run_id(path, resume_step=0)
+    assert _run_id(path, resume_step=7) == first
+    assert _run_id(path, resume_step=0) != first
+    # A run that had no metrics before.
+    assert _run_id(tmp_path / "other", resume_step=7) not in ("", first)

@@ -61,23 +61,24 @@ def test_stage_weights_include_layers_embedding_and_output(parallelism) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "expected"),
+    ("num_layers", "mtp_depth", "expected"),
     [
         # Each module of multi-token prediction counts as a layer.
-        (5, [["tok_embeddings", "0", "1", "2", "3"], ["4", "5", "6", "norm", "output"]]),
-        # More of them than a share.
-        (2, [["tok_embeddings", "0", "1"], ["2", "3", "norm", "output"]]),
+        (5, 2, [["tok_embeddings", "0", "1", "2", "3"], ["4", "5", "6", "norm", "output"]]),
+        # More of them than a share: the other stages divide the layers.
+        (2, 2, [["tok_embeddings", "0", "1"], ["2", "3", "norm", "output"]]),
+        (4, 3, [["tok_embeddings", "0", "1"], ["2", "3"], ["4", "5", "6", "norm", "output"]]),
     ],
 )
 def test_modules_of_multi_token_prediction_are_on_the_last_stage(
-    num_layers: int, expected: list[list[str]]
+    num_layers: int, mtp_depth: int, expected: list[list[str]]
 ) -> None:
-    dims = replace(DEEPSEEK, num_layers=num_layers, mtp_depth=2)
+    dims = replace(DEEPSEEK, num_layers=num_layers, mtp_depth=mtp_depth)
     spec = deepseek_v3.spec_of(dims, "tiny")
-    plan = plan_stages(spec, ParallelismConfig(pipeline_parallel_degree=2))
+    plan = plan_stages(spec, ParallelismConfig(pipeline_parallel_degree=len(expected)))
     found = [[name.removeprefix("layers.") for name in stage] for stage in plan.modules]
     assert found == expected
     # For future tokens.
-    assert stage_modules(plan, spec, 1) == ("tok_embeddings", *plan.modules[1])
+    assert stage_modules(plan, spec, len(expected) - 1) == ("tok_embeddings", *plan.modules[-1])
     assert stage_modules(plan, spec, 0) == plan.modules[0]
     assert shared_weights(plan, spec) == [(("tok_embeddings", "tok_embeddings"), (0, 1))]

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.redistribute import Box, HolderMesh, Layout, local_box
+from torchtitan_lite.redistribute.layout import covers_exactly
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
@@ -97,6 +98,34 @@ def test_boxes_of_a_dtensor_and_a_plain_tensor() -> None:
             plain, mesh.device_mesh["dp_replicate", "dp_shard"], [Replicate(), Shard(0)]
         )
         assert local_box(sharded) == Box((0, 0), (3, 2))
+
+
+def _boxes(*bounds: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Box]:
+    return [Box(offset, size) for offset, size in bounds]
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "expected"),
+    [
+        ((4, 6), _boxes(((0, 0), (4, 2)), ((0, 2), (1, 4)), ((1, 2), (3, 4))), True),
+        ((4, 6), _boxes(((0, 0), (4, 6)), ((4, 0), (0, 6))), True),
+        # A gap; an overlap and a gap of the same size; an element beyond the end.
+        ((4, 6), _boxes(((0, 0), (4, 5))), False),
+        ((4, 6), _boxes(((0, 0), (4, 3)), ((0, 2), (4, 3))), False),
+        ((4, 6), _boxes(((0, 0), (4, 3)), ((0, 4), (4, 3))), False),
+        # Of another number of dims.
+        ((4, 6), _boxes(((0,), (24,))), False),
+        ((4, 6), [Box((0, 0), (24,))], False),
+        ((), _boxes(((), ())), True),
+        ((), _boxes(((), ()), ((), ())), False),
+        ((0, 3), [], True),
+        ((2, 3), [], False),
+    ],
+)
+def test_boxes_that_cover_a_shape_exactly(
+    shape: tuple[int, ...], boxes: list[Box], expected: bool
+) -> None:
+    assert covers_exactly(shape, boxes) == expected
 
 
 def _coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
