@@ -81,4 +81,5 @@ def test_modules_of_multi_token_prediction_are_on_the_last_stage(
     # For future tokens.
     assert stage_modules(plan, spec, len(expected) - 1) == ("tok_embeddings", *plan.modules[-1])
     assert stage_modules(plan, spec, 0) == plan.modules[0]
-    assert shared_weights(plan, spec) == [(("tok_embeddings", "tok_embeddings"), (0, 1))]
+    last = len(expected) - 1
+    assert shared_weights(plan, spec) == [(("tok_embeddings", "tok_embeddings"), (0, last))]
