@@ -210,6 +210,59 @@ def test_all_ranks_of_all_replicas_get_one_quorum_and_one_outcome() -> None:
             assert outcomes == [all(votes)] * 2
 
 
+def test_a_vote_whose_answer_is_lost_has_the_same_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the other ranks have gone on, which do not vote again."""
+    monkeypatch.setattr(module, "_VOTE_RETRY_S", 0.05)
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service,
+        _replicas(service.address, "a:f:1", num_ranks=2) as (replica,),
+    ):
+        call, num_lost = replica.ranks[1]._client.call, 0
+
+        def lose_the_first_answer(name: str, request: dict[str, Any], timeout_s: float) -> Any:
+            nonlocal num_lost
+            answer = call(name, request, timeout_s)
+            if num_lost == 0:
+                num_lost += 1
+                raise RpcError(grpc.StatusCode.UNAVAILABLE, "the connection was cut")
+            return answer
+
+        monkeypatch.setattr(replica.ranks[1]._client, "call", lose_the_first_answer)
+        for commits in (True, False):
+            outcomes = _together(
+                [
+                    lambda rank=rank, commits=commits: replica.ranks[rank].should_commit(
+                        rank, 7, commits or rank == 0, _TIMEOUT
+                    )
+                    for rank in (0, 1)
+                ]
+            )
+            assert outcomes == [commits] * 2
+        assert num_lost == 1
+
+
+def test_a_repeated_request_of_a_rank_replaces_the_earlier_one() -> None:
+    """Whose call was cut, without the coordinator noticing."""
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service,
+        _replicas(service.address, "a:f:1", num_ranks=2) as (replica,),
+        RpcClient(replica.coordinator.address, SERVICE, SECRET, "replica a:f:1") as client,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        votes = replica.coordinator._votes
+        earlier = threads.submit(client.call, "Vote", {"rank": 0, "vote": 1, "commit": False}, 30)
+        wait_until(lambda: 0 in votes, 30)
+        first = votes[0]
+        repeated = threads.submit(replica.ranks[0].should_commit, 0, 7, True, _TIMEOUT)
+        wait_until(lambda: votes.get(0, first) is not first, 30)
+        assert replica.ranks[1].should_commit(1, 7, True, _TIMEOUT)
+        assert repeated.result(30)
+        with pytest.raises(RpcError):
+            earlier.result(30)
+
+
 def test_another_run_is_rejected() -> None:
     with LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service:
         with _replicas(service.address, "a:f:1") as (first,):
