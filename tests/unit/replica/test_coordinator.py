@@ -252,7 +252,7 @@ def test_a_repeated_request_of_a_rank_replaces_the_earlier_one() -> None:
         ThreadPoolExecutor(2) as threads,
     ):
         votes = replica.coordinator._votes
-        earlier = threads.submit(client.call, "Vote", {"rank": 0, "vote": 1, "commit": False}, 30)
+        earlier = threads.submit(client.call, "Vote", {"rank": 0, "vote": 1, "commit": False}, 2)
         wait_until(lambda: 0 in votes, 30)
         first = votes[0]
         repeated = threads.submit(replica.ranks[0].should_commit, 0, 7, True, _TIMEOUT)
