@@ -176,7 +176,7 @@ def long(*rows: Any) -> list[Any]:
 _SHORT = {
     *("hsdp-2x2", "accumulation-fsdp-2", "recompute-full", "recompute-op", "fsdp-2-tp-2"),
     *("fsdp-2-cp-2", "replicate-2-cp-2-ulysses", "pp-2-zbv", "replicate-2-pp-2", "pp-2-tp-2"),
-    *("ep-2-etp-2", "hsdp-2x2-ep-2", "fsdp-2-tp-2-ep-4", "pp-2-ep-2"),
+    *("ep-2-etp-2", "hsdp-2x2-ep-2", "fsdp-2-tp-2-ep-4", "pp-2-ep-2", "tp-2-ep-2-whole-sequence"),
 }
 # With AdamW: one row for each kind of parameter layout.
 _SHORT_ADAMW = {"fsdp-2-tp-2", "cpu-offload", "ep-2-fsdp-4"}
