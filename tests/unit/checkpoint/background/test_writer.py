@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,11 @@ import pytest
 from tests.harness.launch import wait_until
 from tests.harness.ranks import REPOSITORY
 from tests.harness.snapshots import orphan, snapshot, trainers, verify
-from torchtitan_lite.checkpoint.background.channel import WriterSettings
+from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.background.save import RankSave
+from torchtitan_lite.checkpoint.background.writer import Writer
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.log import logger
@@ -265,6 +267,32 @@ def test_a_flush_retries_until_storage_works(tmp_path: Path, how: str) -> None:
         assert 7 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
         ranks.close()
     verify(root / "step-7")
+
+
+def test_the_newest_step_of_a_hanging_trainer_is_written_before_an_older_request(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoint"
+    (orders, to_writer), (from_writer, responses), (signals, handler) = (os.pipe() for _ in "123")
+    with trainers(tmp_path, root, 1) as run:
+        run.snapshot(0, 7)
+        run.snapshot(1, 8)
+        save = RankSave(run.regions[0], open_storage(str(root)))
+        VisibleRanks(save).request_save(7)
+        channel, trainer = Channel(orders, responses), Channel(from_writer, to_writer)
+        channel.listen_to_signals(signals)
+        os.write(handler, bytes([signal.SIGTERM]))
+        settings = WriterSettings(preemption_grace_s=0.0)
+        writer = threading.Thread(target=Writer(save, settings, channel).run, daemon=True)
+        writer.start()
+        while "committed" not in (response := trainer.next_order() or {}):
+            pass
+        trainer.send(stop=True)
+        writer.join()
+    for descriptor in (orders, to_writer, from_writer, responses, signals, handler):
+        os.close(descriptor)
+    assert response["committed"] == 8
+    assert _steps(root) == ["step-8"]
 
 
 def test_a_file_size_limit_fails_the_save_and_not_the_writer(tmp_path: Path) -> None:
