@@ -140,6 +140,14 @@ def test_the_convolution_is_causal_and_within_documents(
     torch.testing.assert_close(apart[1], found[1], rtol=0, atol=tolerance)
 
 
+def test_the_convolution_rounds_bfloat16_once() -> None:
+    draws = torch.Generator().manual_seed(3)
+    inputs_BSI = torch.randn(2, LENGTH, 6, generator=draws).bfloat16()
+    taps_I1T = torch.randn(6, 1, 4, generator=draws).bfloat16()
+    wide = short_convolution(inputs_BSI.float(), taps_I1T.float(), None)
+    assert torch.equal(short_convolution(inputs_BSI, taps_I1T, None), wide.bfloat16())
+
+
 def test_a_packed_document_equals_the_document_alone() -> None:
     layer = DIMS.build(18, "sdpa").double()
     for parameter in layer.parameters():
