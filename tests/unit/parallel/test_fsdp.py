@@ -152,13 +152,15 @@ def test_the_compute_dtype_on_a_gpu_defaults_to_bfloat16() -> None:
     assert fsdp.compute_dtype_of(plain, gpu) == torch.float32
 
 
-def test_an_offloaded_shard_is_freed_after_forward(mesh: Mesh) -> None:
+def test_offloaded_shards_are_freed_after_forward_but_the_last(mesh: Mesh) -> None:
     model = _sharded(mesh)
     model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy())
-    *blocks, _ = [module for module in model.modules() if isinstance(module, FSDPModule)][1:]
+    *blocks, last = [module for module in model.modules() if isinstance(module, FSDPModule)][1:]
     assert len(blocks) > 2
     # They would fill the device.
     assert all(isinstance(next(block.parameters()), DTensor) for block in blocks)
+    # Backward begins with it.
+    assert not isinstance(next(last.parameters()), DTensor)
 
 
 def _sharded(mesh: Mesh, policy: str = "default", **changes: Any) -> Decoder:
