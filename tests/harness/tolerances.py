@@ -84,6 +84,10 @@ adds one position after the other."""
 DELTA_FLOAT32 = 1e-5
 """The same in float32, over some hundred positions."""
 
+DELTA_BFLOAT16 = 2e-2
+"""Relative to the norm of a layer's output: bfloat16 (4e-3) rounds the results of its projections,
+convolution and norm, and float32 holds the state."""
+
 GROUPED_BFLOAT16 = 2e-2
 """Relative to the largest element. Both sides sum in float32 and round to bfloat16 (4e-3) once; on
 a GPU the kernel may sum in parts."""

@@ -17,7 +17,8 @@ from tests.parity.meshes import CP, TP
 from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.cli import evaluate, generate
 from torchtitan_lite.cli.parsers import parser
-from torchtitan_lite.errors import ConfigError, DataError, MeshError, UserError
+from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, MeshError, UserError
+from torchtitan_lite.inference import open_weights
 
 Pools = Callable[[int], WorkerPool]
 RUN: dict[str, Any] = {
@@ -176,6 +177,20 @@ def test_unsupported_meshes_are_errors(trained: Path, pools: Pools) -> None:
     pipeline = {"parallelism.pipeline_parallel_degree": 2}
     for error in pools(2).run(error_of, trained, pipeline, ()):
         assert "pipeline_parallel_degree = 2" in error and "data_parallel_shard_degree" in error
+
+
+def step_after_an_error(folder: Path) -> str:
+    """The weights that each rank opens after the leader could not list other ones."""
+    world = _world(folder, {})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_weights("unknown://run", world)
+    return open_weights(str(folder / "checkpoint"), world).snapshot.where
+
+
+@pytest.mark.parametrize("trained", ["llama"], indirect=True)
+def test_all_ranks_raise_the_error_of_the_leader(trained: Path, pools: Pools) -> None:
+    expected = [str(trained / "checkpoint" / "step-2")] * 2
+    assert pools(2).run(step_after_an_error, trained) == expected
 
 
 def error_of_a_missing_file(folder: Path) -> str:

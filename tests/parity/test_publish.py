@@ -3,27 +3,35 @@ mesh."""
 
 import logging
 import os
+import secrets
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.harness.jobs import mesh_for, odd_config, whole
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES
 from torchtitan_lite.builders import build
+from torchtitan_lite.cli import generate
 from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.inference import LoadedModel
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.publish import Subscriber, Subscription, Target, Update
+from torchtitan_lite.publish.publisher import Publisher
 from torchtitan_lite.publish.sources import PUBLISHED_FILE, read_json
 from torchtitan_lite.redistribute import HolderMesh, Layout
 from torchtitan_lite.redistribute.program import RAW_DTYPES
 from torchtitan_lite.rpc.authentication import TOKEN
+from torchtitan_lite.schema.publish import PublishConfig
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
 
@@ -210,3 +218,29 @@ def test_initial_weights_are_version_0(transport: str, pools: Pools, tmp_path: P
     how = (settings, "columns-2", transport)
     for updates in pools(world_size).run(publish_and_receive, folder, *how):
         assert [update and update.version for update in updates] == [0, 1, 2, 3]
+
+
+def version_for_texts(folder: Path, run_id: str) -> int:
+    """Return the version that this rank generates texts with, if rank 1 does not see the newest of
+    two yet."""
+    mesh = mesh_for(odd_config(folder, {}))
+    weights = {"weight": torch.ones(2, 2)}
+    how: dict[str, Any] = {"run_id": run_id, "folder": folder, "model": {}, "secret": SECRET}
+    publisher = Publisher(PublishConfig(enable=True, keep_versions=2), weights, mesh, **how)
+    for version in (1, 2):
+        publisher.publish(version, weights)
+    publisher._finish_last()
+    mesh.barrier()
+    newest = 1 if mesh.rank == 1 else 2
+    loaded = cast("LoadedModel", Namespace(model=nn.Linear(2, 2, bias=False), mesh=mesh))
+    with patch.object(Subscriber, "newest", lambda self: newest):
+        (version,) = generate._versions(Namespace(subscribe=str(folder), versions=1), loaded)
+    mesh.barrier()
+    publisher.close()
+    return version
+
+
+def test_all_ranks_generate_texts_with_the_same_version(pools: Pools, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "run"
+    folder.mkdir(parents=True)
+    assert pools(2).run(version_for_texts, folder, secrets.token_hex(16)) == [1, 1]

@@ -189,6 +189,10 @@ def test_a_rank_without_shared_memory_is_not_a_peer(pools: Pools) -> None:
     assert pools(3).run(_peers_if_one_allocation_fails) == [{0, 2}, {1}, {0, 2}]
 
 
+def test_a_rank_that_allocates_late_is_a_peer(pools: Pools) -> None:
+    assert pools(3).run(_peers_if_one_allocation_is_slow) == [{0, 1, 2}] * 3
+
+
 def test_a_missing_rank_is_named(pools: Pools) -> None:
     pools(3).run(_wait_for_a_missing_rank)
 
@@ -222,6 +226,17 @@ def _peers_if_one_allocation_fails() -> set[int]:
     assert memory.problem is not None and "No space left" in memory.problem
     assert not memory.covers_all
     return _peers_after_exchange(memory)
+
+
+def _peers_if_one_allocation_is_slow() -> set[int]:
+    allocate = os.posix_fallocate
+
+    def slow(*given: int) -> None:
+        time.sleep(0.1 * dist.get_rank())
+        allocate(*given)
+
+    with patch("os.posix_fallocate", slow):
+        return set(SharedMemory(_world(), 1 << 16).peers)
 
 
 def _peers_after_exchange(memory: SharedMemory) -> set[int]:

@@ -3,6 +3,7 @@
 import errno
 import pickle
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,29 @@ def test_all_checkpoints_are_kept_without_a_limit(manage: Manage) -> None:
     manager = manage(state, keep_latest_k=0)
     run_steps(manager, state, 12)
     assert len(steps_in(manager.root)) == 12
+
+
+def test_the_storage_is_closed_after_the_last_deletion(
+    manage: Manage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    delete = LocalStorage.delete
+
+    def slow_delete(*given: Any) -> None:
+        time.sleep(0.1)
+        delete(*given)
+        calls.append("delete")
+
+    monkeypatch.setattr(LocalStorage, "delete", slow_delete)
+    monkeypatch.setattr(LocalStorage, "close", lambda self: calls.append("close"))
+    state = SmallState()
+    manager = manage(state, keep_latest_k=1)
+    for _ in range(2):
+        state.take_step()
+        manager.after_step()
+    manager.close()
+    assert calls == ["delete", "close"]
+    assert steps_in(manager.root) == ["step-2"]
 
 
 def test_a_save_is_never_deleted_in_favor_of_a_damaged_later_one(manage: Manage) -> None:

@@ -49,7 +49,7 @@ def test_all_tensors_of_a_step_are_listed_and_read(
 @pytest.mark.parametrize(
     "index",
     [
-        5, -1, slice(3), slice(140, 160), slice(-2, None), slice(9, 4), slice(1000),
+        5, -1, -300, slice(3), slice(140, 160), slice(-2, None), slice(9, 4), slice(1000),
         (7, 2), (slice(149, 151), slice(1, 3)), (slice(None), -1), (),
     ],
 )  # fmt: skip

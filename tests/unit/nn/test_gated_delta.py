@@ -1,5 +1,6 @@
 """Gated DeltaNet: chunks against the recurrence of single positions, maps, documents, bounds."""
 
+import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -8,10 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.harness.tolerances import DELTA_FLOAT32, DELTA_FLOAT64
+from tests.harness.tolerances import DELTA_BFLOAT16, DELTA_FLOAT32, DELTA_FLOAT64
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.nn.attention import BlockContext
-from torchtitan_lite.nn.gated_delta import GatedDelta, gated_delta_rule, short_convolution
+from torchtitan_lite.nn.gated_delta import (
+    GatedDelta,
+    GatedDeltaNet,
+    gated_delta_rule,
+    short_convolution,
+)
 from torchtitan_lite.nn.recurrent import AffineMap, Carry
 
 DIMS = GatedDelta(num_heads=2, num_value_heads=6, key_head_dim=5, value_head_dim=7, chunk_size=4)
@@ -140,22 +146,45 @@ def test_the_convolution_is_causal_and_within_documents(
     torch.testing.assert_close(apart[1], found[1], rtol=0, atol=tolerance)
 
 
-def test_a_packed_document_equals_the_document_alone() -> None:
-    layer = DIMS.build(18, "sdpa").double()
+def test_the_convolution_rounds_bfloat16_once() -> None:
+    draws = torch.Generator().manual_seed(3)
+    inputs_BSI = torch.randn(2, LENGTH, 6, generator=draws).bfloat16()
+    taps_I1T = torch.randn(6, 1, 4, generator=draws).bfloat16()
+    wide = short_convolution(inputs_BSI.float(), taps_I1T.float(), None)
+    assert torch.equal(short_convolution(inputs_BSI, taps_I1T, None), wide.bfloat16())
+
+
+def _layer(dtype: torch.dtype) -> GatedDeltaNet:
+    layer = DIMS.build(18, "sdpa")
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(4))
+    return layer.to(dtype)
+
+
+def _context(documents: list[int] | None, length: int) -> BlockContext:
+    documents_BS = None if documents is None else torch.tensor([documents]).int()
+    positions_BS = torch.arange(length)[None]
+    return BlockContext(None, None, None, positions_BS, torch.zeros(1).long(), documents_BS)
+
+
+def test_a_bfloat16_layer_holds_its_state_in_float32() -> None:
+    layer, length = _layer(torch.bfloat16), 200
+    draws = torch.Generator().manual_seed(5)
+    x_BSD = torch.randn(2, length, 18, generator=draws).bfloat16()
+    found = layer(x_BSD, _context(None, length))
+    assert found.dtype == torch.bfloat16
+    expected = copy.deepcopy(layer).double()(x_BSD.double(), _context(None, length))
+    assert (found - expected).norm() < DELTA_BFLOAT16 * expected.norm()
+
+
+def test_a_packed_document_equals_the_document_alone() -> None:
+    layer = _layer(torch.float64)
     x_BSD = torch.randn(1, 14, 18, generator=torch.Generator().manual_seed(5)).double()
-
-    def context(documents: list[int] | None, length: int) -> BlockContext:
-        documents_BS = None if documents is None else torch.tensor([documents]).int()
-        positions_BS = torch.arange(length)[None]
-        return BlockContext(None, None, None, positions_BS, torch.zeros(1).long(), documents_BS)
-
-    packed = layer(x_BSD, context([0] * 5 + [1] + [2] * 8, 14))
+    packed = layer(x_BSD, _context([0] * 5 + [1] + [2] * 8, 14))
     for first, end in ((0, 5), (5, 6), (6, 14)):
-        alone = layer(x_BSD[:, first:end], context(None, end - first))
+        alone = layer(x_BSD[:, first:end], _context(None, end - first))
         torch.testing.assert_close(packed[:, first:end], alone, rtol=0, atol=DELTA_FLOAT64)
-    mixed = layer(x_BSD, context(None, 14))
+    mixed = layer(x_BSD, _context(None, 14))
     assert (mixed - packed)[:, 5:].abs().amax(-1).min() > 1e-6
 
 

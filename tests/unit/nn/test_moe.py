@@ -262,6 +262,23 @@ def test_the_choice_of_the_kernel_compiles() -> None:
     assert aligned(torch.zeros(3, 8)).all() and not aligned(torch.zeros(3, 4)).any()
 
 
+@pytest.mark.parametrize(
+    ("tensor", "is_aligned"),
+    [
+        (torch.zeros(2, 3, 8), True),
+        (torch.zeros(2, 3, 16)[:, :, 8:], True),
+        (torch.zeros(2, 3, 16)[:, :, 4:12], False),
+        (torch.zeros(2, 8, 3).mT, False),
+        # Every second row is aligned, as is each matrix.
+        (torch.zeros(2, 2, 4), False),
+    ],
+)
+def test_the_kernel_needs_rows_at_multiples_of_16_bytes(
+    tensor: torch.Tensor, is_aligned: bool
+) -> None:
+    assert _is_aligned(tensor) == is_aligned
+
+
 @pytest.mark.gpu
 def test_the_kernel_and_the_loop_agree_on_a_gpu() -> None:
     _compare_kernel_with_loop(torch.device("cuda"))

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.parallel import compile
 from torchtitan_lite.schema.compile import CompileConfig
 
@@ -33,3 +33,15 @@ def test_all_blocks_share_one_graph(mesh: Mesh) -> None:
         name for name, _ in plain.named_parameters()
     ]
     assert DIMS.num_layers != 5
+
+
+def test_with_tensor_parallelism_another_batch_size_is_another_graph(mesh: Mesh) -> None:
+    """DTensor does not support a symbolic one."""
+    mesh.degrees = ParallelDims(tp=2)
+    counter, model = CompileCounter(), tiny_decoder(num_layers=1).eval()
+    config = CompileConfig(enable=True).model_copy(update={"backend": counter})
+    compile.apply(model, tiny_spec(num_layers=1), mesh, config)
+    with torch.no_grad():
+        for batch_size in (2, 3, 4):
+            model(**tiny_samples(batch_size, length=5))
+    assert counter.frame_count == 3

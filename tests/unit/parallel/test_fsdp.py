@@ -12,7 +12,7 @@ from tests.harness.tolerances import CHUNKED_LOSS_BFLOAT16
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.device import Device, detect_device
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.parallel import fsdp
@@ -72,6 +72,15 @@ def test_a_single_rank_computes_what_fsdp_does_without_its_copies(mesh: Mesh, ti
         # Tied weights are read twice: FSDP adds their gradients in bfloat16, casts in float32.
         if not tied or "embeddings" not in name:
             assert torch.equal(parameter.grad, other.full_tensor())
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_a_single_rank_is_wrapped_if_the_model_is_split(mesh: Mesh, axis: str) -> None:
+    """FSDP casts each weight once for all microbatches of a pipeline."""
+    mesh.degrees = ParallelDims(**{axis: 2})
+    model = tiny_decoder(torch.float32)
+    fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), _MIXED)
+    assert all(isinstance(block, FSDPModule) for block in model.layers.values())
 
 
 @pytest.mark.parametrize("precision", [_MIXED, _OFFLOADED], ids=["casts", "FSDP"])
@@ -152,13 +161,15 @@ def test_the_compute_dtype_on_a_gpu_defaults_to_bfloat16() -> None:
     assert fsdp.compute_dtype_of(plain, gpu) == torch.float32
 
 
-def test_an_offloaded_shard_is_freed_after_forward(mesh: Mesh) -> None:
+def test_offloaded_shards_are_freed_after_forward_but_the_last(mesh: Mesh) -> None:
     model = _sharded(mesh)
     model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy())
-    *blocks, _ = [module for module in model.modules() if isinstance(module, FSDPModule)][1:]
+    *blocks, last = [module for module in model.modules() if isinstance(module, FSDPModule)][1:]
     assert len(blocks) > 2
     # They would fill the device.
     assert all(isinstance(next(block.parameters()), DTensor) for block in blocks)
+    # Backward begins with it.
+    assert not isinstance(next(last.parameters()), DTensor)
 
 
 def _sharded(mesh: Mesh, policy: str = "default", **changes: Any) -> Decoder:

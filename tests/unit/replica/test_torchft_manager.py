@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .warn. method:DeprecationWar
 
 
 @contextmanager
-def _replicas(*numbers: int) -> Iterator[list[Replica]]:
+def _replicas(*numbers: int, **settings: Any) -> Iterator[list[Replica]]:
     """Replicas without a committed step."""
     with lighthouse(len(numbers)) as address:
-        made = [Replica(address, number, Run(elements=8)) for number in numbers]
+        made = [Replica(address, number, Run(elements=8), **settings) for number in numbers]
         try:
             yield made
         finally:
@@ -148,6 +149,17 @@ def test_the_tenth_replica_follows_the_second() -> None:
     with _replicas(10, 2) as (tenth, second):
         form_quorum([tenth, second])
         assert [one.manager.participating_rank() for one in (second, tenth)] == [0, 1]
+
+
+def test_spares_are_members_of_the_quorum_that_do_not_participate() -> None:
+    spares = {"world_size_mode": "fixed_with_spares", "min_replica_size": 1}
+    with _replicas(0, 1, **spares) as (first, spare):
+        form_quorum([first, spare])
+        for one in (first, spare):
+            assert one.manager.quorum.replica_world_size == 2
+            assert one.manager.num_participants() == 1
+        assert first.manager.participating_rank() == 0
+        assert spare.manager.participating_rank() is None
 
 
 def test_a_step_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

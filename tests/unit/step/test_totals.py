@@ -1,4 +1,4 @@
-"""The divisor and the skip that the device computes equal those of the host."""
+"""Totals of a step: exact, and the divisor and the skip of the device equal those of the host."""
 
 import math
 
@@ -7,8 +7,11 @@ import torch
 
 from torchtitan_lite.anomalies import Action, AnomalyDetector, History
 from torchtitan_lite.checkpoint import NUM_SAVE_SIGNALS
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.replica import SingleReplica
 from torchtitan_lite.schema.anomalies import AnomaliesConfig
-from torchtitan_lite.step.totals import NORM_EPS, PendingTotals
+from torchtitan_lite.step.totals import NORM_EPS, PendingTotals, StepValues, reduce_step
 
 _MAX_NORM = 0.5
 
@@ -27,6 +30,8 @@ def test_device_and_host_agree(
 ) -> None:
     pending = _pending(squared_norm, loss, num_targets, copies)
     divisor, skip = pending.divisor_and_skip(_MAX_NORM)
+    # As fused optimizers require.
+    assert divisor.dtype == skip.dtype == torch.float32
     totals = pending.read()
     assert totals.num_targets == num_targets
     detector = AnomalyDetector(AnomaliesConfig(), max_skipped_steps=100)
@@ -41,3 +46,22 @@ def test_device_and_host_agree(
 def test_spikes_depend_on_the_history() -> None:
     config = AnomaliesConfig(on_spike="skip")
     assert not AnomalyDetector(config, max_skipped_steps=1).ignores_history
+
+
+def test_large_counts_are_exact(mesh: Mesh) -> None:
+    """Float32 has no odd integers of this size."""
+    large = (1 << 24) + 1
+    none = torch.zeros(0, dtype=torch.float64)
+    values = StepValues(
+        loss=torch.zeros((), dtype=torch.float64),
+        num_targets=large,
+        cursor=large,
+        step=large,
+        save_signals=torch.zeros(NUM_SAVE_SIGNALS, dtype=torch.float64),
+        work_times=none,
+        rank_flags=none,
+        router_counts=torch.tensor([large], dtype=torch.float64),
+    )
+    totals = reduce_step(values, [], SingleReplica(), mesh, StopRequest()).read()
+    assert totals.num_targets == totals.cursor_sum == totals.step_sum == large
+    assert totals.router_counts.tolist() == [large]

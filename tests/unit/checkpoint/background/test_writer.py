@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ import pytest
 from tests.harness.launch import wait_until
 from tests.harness.ranks import REPOSITORY
 from tests.harness.snapshots import orphan, snapshot, trainers, verify
-from torchtitan_lite.checkpoint.background.channel import WriterSettings
+from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.background.save import RankSave
+from torchtitan_lite.checkpoint.background.writer import Writer
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.log import logger
@@ -265,6 +268,56 @@ def test_a_flush_retries_until_storage_works(tmp_path: Path, how: str) -> None:
         assert 7 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
         ranks.close()
     verify(root / "step-7")
+
+
+@contextmanager
+def _pipes() -> Iterator[tuple[Channel, Channel, int]]:
+    """Return the writer's end of its pipes, the trainer's end, and the descriptor into which the
+    trainer writes its signals."""
+    (orders, to_writer), (from_writer, responses), (signals, handler) = (os.pipe() for _ in "123")
+    channel = Channel(orders, responses)
+    channel.listen_to_signals(signals)
+    yield channel, Channel(from_writer, to_writer), handler
+    for descriptor in (orders, to_writer, from_writer, responses, signals, handler):
+        os.close(descriptor)
+
+
+def test_the_newest_step_of_a_hanging_trainer_is_written_before_an_older_request(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 1) as run, _pipes() as (channel, trainer, handler):
+        run.snapshot(0, 7)
+        run.snapshot(1, 8)
+        save = RankSave(run.regions[0], open_storage(str(root)))
+        VisibleRanks(save).request_save(7)
+        os.write(handler, bytes([signal.SIGTERM]))
+        settings = WriterSettings(preemption_grace_s=0.0)
+        writer = threading.Thread(target=Writer(save, settings, channel).run, daemon=True)
+        writer.start()
+        while "committed" not in (response := trainer.next_order() or {}):
+            pass
+        trainer.send(stop=True)
+        writer.join()
+    assert response["committed"] == 8
+    assert _steps(root) == ["step-8"]
+
+
+@pytest.mark.parametrize(("step", "result"), [(7, "abandoned"), (8, "written")])
+def test_only_the_newest_step_has_the_second_half_of_the_grace_period(
+    step: int, result: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 1) as run, _pipes() as (channel, trainer, _):
+        run.snapshot(0, 7)
+        run.snapshot(1, 8)
+        run.regions[0].confirm(8)
+        save = RankSave(run.regions[0], open_storage(str(root)))
+        channel.ended_at = time.monotonic() - 600
+        writer = Writer(save, WriterSettings(preemption_grace_s=1000.0), channel)
+        writer._carry_out({"save": {"slot": step - 7, "step": step}})
+        response = trainer.next_order()
+    assert response is not None and response.get(result) == step
 
 
 def test_a_file_size_limit_fails_the_save_and_not_the_writer(tmp_path: Path) -> None:
