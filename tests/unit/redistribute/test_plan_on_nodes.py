@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from tests.redistribution.reference import replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
 from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, Link
+from torchtitan_lite.redistribute.placements import Nodes
 
 _PLACEMENTS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
 
@@ -47,6 +48,18 @@ def test_other_meshes_are_exact_with_relays() -> None:
     dst = Layout(HolderMesh.ranks(2, 4, first=2), [Shard(1), Replicate()])
     actual = _on_nodes(src, dst, (50, 30), 4)
     assert replay(actual, rng) * 4 == actual.moved_bytes
+
+
+def test_nodes_of_ranks_and_of_files() -> None:
+    nodes, ranks = Nodes(4), HolderMesh.ranks(8, first=4)
+    of_ranks, of_others = nodes.numbers(ranks, HolderMesh.ranks(5))
+    assert of_ranks.tolist() == [1] * 4 + [2] * 4
+    assert of_others.tolist() == [0] * 4 + [1]
+    files = HolderMesh((2,), ("a", "b"), ("dp_shard",))
+    for pair in ((ranks, files), (files, ranks)):
+        numbers = dict(zip(pair, nodes.numbers(*pair), strict=True))
+        assert len(set(numbers[ranks].tolist())) == 2
+        assert len({*numbers[files].tolist(), *numbers[ranks].tolist()}) == 4
 
 
 def test_each_element_enters_a_node_once() -> None:
