@@ -90,6 +90,17 @@ def test_relays_are_used_where_they_save_more_than_a_round(
     assert actual.rounds == (("move", "spread") if shape[0] == 4096 else ("move",))
 
 
+@pytest.mark.parametrize(("first", "rounds"), [(0, ("move", "spread")), (4, ("move",))])
+def test_relays_are_used_if_the_node_with_most_receivers_lacks_data(
+    first: int, rounds: tuple[str, ...]
+) -> None:
+    """Two of the receivers are on the first node, four on the second."""
+    src = Layout(HolderMesh.ranks(4, first=first), [Shard(0)])
+    dst = Layout(HolderMesh.ranks(6, first=2), [Replicate()])
+    costs = CPU.with_ranks_per_node(4)
+    assert plan(src, dst, (4096, 4096), torch.float32, costs=costs).rounds == rounds
+
+
 def test_many_small_shards_are_forwarded_whole_and_evenly() -> None:
     mesh = HolderMesh.ranks(128)
     src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()])
