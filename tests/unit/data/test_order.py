@@ -54,7 +54,15 @@ def test_order_is_a_function_of_the_index() -> None:
 
 @pytest.mark.parametrize(
     "weights",
-    [[1.0], [0.7, 0.3], [1, 1, 1], [0.5, 0.1, 0.25, 0.15], [1e-3, 1.0, 3.14159], [1.0] * 10],
+    [
+        [1.0],
+        [0.7, 0.3],
+        [1, 1, 1],
+        [0.5, 0.1, 0.25, 0.15],
+        [1e-3, 1.0, 3.14159],
+        [1.0] * 10,
+        [0.1234567, 2 / 3],
+    ],
 )
 def test_blend_keeps_shares_and_has_no_gaps(weights: list[float]) -> None:
     num_samples = 6000
@@ -69,6 +77,11 @@ def test_blend_keeps_shares_and_has_no_gaps(weights: list[float]) -> None:
         assert np.abs(used - share).max() <= 2
         for cursor in (0, 1, 2, 999, num_samples):
             assert order.corpus_samples_before(cursor, corpus) == used[cursor]
+
+
+def test_a_corpus_of_tiny_weight_is_used_as_rarely_as_possible() -> None:
+    order = SampleOrder(0, [None, None], [1e-9, 1.0])
+    assert [order.corpus_samples_before(n << 20, 0) for n in (1, 2, 40)] == [1, 2, 40]
 
 
 @pytest.mark.parametrize(("local", "steps_of"), [(2, 8), (1, 12), (3, 12)])
