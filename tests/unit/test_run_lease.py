@@ -303,6 +303,21 @@ def test_a_full_disk_is_a_warning(
     assert "lease.json cannot be written: [Errno 28]" in caplog.text
 
 
+def test_a_lease_is_durable_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bytes] = []
+
+    def fsync(descriptor: int) -> None:
+        assert not (tmp_path / _NAME).exists()
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).read_bytes())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    lease = acquire(lease_in(str(tmp_path)))
+    assert (tmp_path / _NAME).read_bytes() in synced
+    lease.release()
+
+
 def test_a_storage_that_fsspec_does_not_know_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

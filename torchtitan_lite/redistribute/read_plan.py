@@ -176,8 +176,6 @@ def element_range(
 ) -> tuple[int, int]:
     """Return the range [start, stop) of a holder's shard in `layout`, in memory order, that it has
     in `once`, made by `deduplicate`."""
-    if once.mesh.position(holder) is None:
-        return 0, 0
     (part,) = plan(layout, once, tuple(shape), torch.uint8).transfers(holder)
     for piece in part.copies:
         row = prod(layout.local_shape(shape, holder)[1:])

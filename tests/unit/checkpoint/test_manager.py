@@ -3,6 +3,7 @@
 import errno
 import pickle
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -339,6 +340,39 @@ def test_a_failed_save_waits_until_all_replicas_have_the_same_state(
     assert not root.exists() or steps_in(root) == []
     step(same_state=True)
     assert steps_in(root) == ["step-7"]
+
+
+@pytest.mark.parametrize("others_write", [True, False])
+def test_the_first_replica_commits_once_the_others_have_written(
+    manage: Manage,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: pytest.LogCaptureFixture,
+    others_write: bool,
+) -> None:
+    states = [SmallState(), SmallState()]
+    managers = [manage(state, replica=index) for index, state in enumerate(states)]
+    for index, manager in enumerate(managers):
+        manager.set_writer_group(WriterGroup(index, 2, "abc"))
+        states[index].take_step()
+    present, late = LocalStorage.parts_present, threading.Thread(target=managers[1].after_step)
+
+    def parts_present(*given: Any) -> set[int]:
+        found = present(*given)
+        if others_write and late.ident is None:
+            late.start()
+        return found
+
+    monkeypatch.setattr(LocalStorage, "parts_present", parts_present)
+    monkeypatch.setattr(sync_saver, "_PATIENCE_S", 30.0 if others_write else 0.05)
+    managers[0].after_step()
+    assert steps_in(managers[0].root) == (["step-1"] if others_write else [])
+    if others_write:
+        late.join()
+        restored = SmallState(seed=1)
+        manage(restored).restore()
+        assert same(restored.tensors(), states[0].tensors())
+    else:
+        assert any("writers [1] did not write" in one.getMessage() for one in logged.records)
 
 
 def test_an_unreadable_folder_is_named_at_the_start(manage: Manage) -> None:

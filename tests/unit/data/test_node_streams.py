@@ -214,6 +214,24 @@ def test_a_rank_reads_for_itself_once_the_reading_rank_is_killed(
         loader.close()
 
 
+def test_the_reading_rank_serves_the_others_until_they_close(
+    opened: Opener, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = rows(opened(streaming=True).loader, range(400))
+    server = StreamServer(listener_on(address, 2), 2)
+    opened(streaming=True, node=server)
+    closing = threading.Thread(target=server.__exit__, args=(None, None, None))
+    with StreamClient(address) as client:
+        loader = opened(streaming=True, node=client).loader
+        found = rows(loader, range(10))
+        closing.start()
+        closing.join(0.1)
+        assert found | rows(loader, range(10, 400)) == expected
+        loader.close()
+    closing.join()
+    assert "gone" not in caplog.text
+
+
 def test_a_rank_that_stops_reads_nothing_in_place_of_the_reading_rank(
     opened: Opener, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,11 @@ def test_blend_keeps_shares_and_has_no_gaps(weights: list[float]) -> None:
             assert order.corpus_samples_before(cursor, corpus) == used[cursor]
 
 
+def test_a_corpus_of_tiny_weight_is_used_as_rarely_as_possible() -> None:
+    order = SampleOrder(0, [None, None], [1e-9, 1.0])
+    assert [order.corpus_samples_before(n << 20, 0) for n in (1, 2, 40)] == [1, 2, 40]
+
+
 @pytest.mark.parametrize(("local", "steps_of"), [(2, 8), (1, 12), (3, 12)])
 def test_ranks_divide_a_step_for_every_world_size(local: int, steps_of: int) -> None:
     for num_ranks in (1, 2, 4):

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from tests.harness.hugging_face import add_tokenizer, in_transformers, make_folder
 from tests.harness.ranks import WorkerPool
 from torchtitan_lite.api import ParallelismConfig, generate, load_model, start_mesh
+from torchtitan_lite.checkpoint.tensors import local_tensors
 from torchtitan_lite.cli import main
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import CheckpointError, DataError, MeshError, UserError
 from torchtitan_lite.inference import LoadedModel
+from torchtitan_lite.train_state import model_tensors
 
 PROMPTS = ["import os", "def main() -> None:"]
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import"}]
@@ -186,7 +188,7 @@ def test_errors_of_load_model(
 
 
 def on_a_mesh(folder: Path, parallelism: dict[str, Any], tensor_parallel: int | None) -> Any:
-    """Return on one rank: the degrees, the texts, and the logits."""
+    """Return on one rank: the degrees, the texts, the logits, and the number of weights."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     device = detect_device("cpu")
     with start_mesh(ParallelismConfig.model_validate(parallelism), device=device) as mesh:
@@ -197,7 +199,8 @@ def on_a_mesh(folder: Path, parallelism: dict[str, Any], tensor_parallel: int | 
         assert stream.getvalue() == (answer.text if mesh.rank == 0 else "")
         logits_BSV = loaded.logits(torch.arange(12)[None])
         degrees = loaded.mesh.degrees
-        return (degrees.dp_replicate, degrees.tp), [*texts, answer], logits_BSV
+        held = sum(part.numel() for part in local_tensors(model_tensors(loaded.model)).values())
+        return (degrees.dp_replicate, degrees.tp), [*texts, answer], logits_BSV, held
 
 
 @pytest.mark.parametrize(
@@ -215,10 +218,12 @@ def test_the_same_texts_on_two_ranks(
     folder: Path,
     pools: Callable[[int], WorkerPool],
 ) -> None:
-    _, expected, logits_BSV = on_a_mesh(folder, {}, None)
+    _, expected, logits_BSV, num_weights = on_a_mesh(folder, {}, None)
     for found in pools(2).run(on_a_mesh, folder, parallelism, tensor_parallel):
         assert found[0] == degrees and found[1] == expected
         torch.testing.assert_close(found[2], logits_BSV, rtol=0, atol=1e-5)
+        # Norms are replicated.
+        assert found[3] < 0.55 * num_weights if degrees[1] == 2 else found[3] == num_weights
 
 
 def errors_on_ranks(folder: Path) -> list[str]:

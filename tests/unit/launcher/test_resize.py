@@ -1,16 +1,19 @@
 """The number of ranks per replica when slots change."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from tests.harness.launch import SMALL
 from torchtitan_lite.cli import main
+from torchtitan_lite.cli.train import _checked, _resizing, _split_options
 from torchtitan_lite.config import load_config
 from torchtitan_lite.config.compatibility import check_rank_counts, check_resize_arguments
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.resize import ResizePolicy, SlotsFile, parse_ranks, parse_slots
+from torchtitan_lite.launcher.resize_request import ResizeRequest, RunMesh
 
 
 @pytest.mark.parametrize(
@@ -169,6 +172,28 @@ def test_a_request_to_resize_may_change_the_mesh(arguments: list[str]) -> None:
 def test_a_request_to_resize_may_change_nothing_else(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="a resize changes"):
         check_resize_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((), ""),
+        (("--checkpoint.async_mode=disabled",), "it resumes from snapshots in shared memory"),
+        (("--training.global_batch_size=3",), "global_batch_size"),
+    ],
+)
+def test_an_agent_accepts_a_request_if_its_run_can_continue(
+    tmp_path: Path, arguments: tuple[str, ...], error: str
+) -> None:
+    options, given = _split_options(
+        [*SMALL, f"--job.dump_folder={tmp_path}", "--checkpoint.ram_interval=1",
+         "--training.local_batch_size=1", *arguments]
+    )  # fmt: skip
+    config, _ = _checked(given, 1)
+    _, check = _resizing(given, options, config)
+    request = ResizeRequest(mesh=RunMesh(2))
+    with pytest.raises(ConfigError, match=error) if error else nullcontext():
+        check(request)
 
 
 def test_resized_arguments_need_spares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,7 @@ def test_every_element_has_one_of_its_holders(
     for holder in once.mesh.holders:
         mine, part = (_part(some, full, holder) for some in (layout, once))
         start, stop = element_range(layout, once, shape, holder)
+        assert stop - start == part.size
         assert np.array_equal(mine.reshape(-1)[start:stop], part.reshape(-1))
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from tests.redistribution.reference import replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
 from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, Link
+from torchtitan_lite.redistribute.placements import Nodes
 
 _PLACEMENTS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
 
@@ -49,6 +50,18 @@ def test_other_meshes_are_exact_with_relays() -> None:
     assert replay(actual, rng) * 4 == actual.moved_bytes
 
 
+def test_nodes_of_ranks_and_of_files() -> None:
+    nodes, ranks = Nodes(4), HolderMesh.ranks(8, first=4)
+    of_ranks, of_others = nodes.numbers(ranks, HolderMesh.ranks(5))
+    assert of_ranks.tolist() == [1] * 4 + [2] * 4
+    assert of_others.tolist() == [0] * 4 + [1]
+    files = HolderMesh((2,), ("a", "b"), ("dp_shard",))
+    for pair in ((ranks, files), (files, ranks)):
+        numbers = dict(zip(pair, nodes.numbers(*pair), strict=True))
+        assert len(set(numbers[ranks].tolist())) == 2
+        assert len({*numbers[files].tolist(), *numbers[ranks].tolist()}) == 4
+
+
 def test_each_element_enters_a_node_once() -> None:
     mesh = HolderMesh.ranks(8)
     shape = (4096, 64)
@@ -75,6 +88,17 @@ def test_relays_are_used_where_they_save_more_than_a_round(
     src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()])
     actual = plan(src, dst, shape, torch.float32, costs=costs)
     assert actual.rounds == (("move", "spread") if shape[0] == 4096 else ("move",))
+
+
+@pytest.mark.parametrize(("first", "rounds"), [(0, ("move", "spread")), (4, ("move",))])
+def test_relays_are_used_if_the_node_with_most_receivers_lacks_data(
+    first: int, rounds: tuple[str, ...]
+) -> None:
+    """Two of the receivers are on the first node, four on the second."""
+    src = Layout(HolderMesh.ranks(4, first=first), [Shard(0)])
+    dst = Layout(HolderMesh.ranks(6, first=2), [Replicate()])
+    costs = CPU.with_ranks_per_node(4)
+    assert plan(src, dst, (4096, 4096), torch.float32, costs=costs).rounds == rounds
 
 
 def test_many_small_shards_are_forwarded_whole_and_evenly() -> None:

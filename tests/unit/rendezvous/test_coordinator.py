@@ -276,6 +276,29 @@ def test_the_next_run_waits_until_the_machines_of_the_last_one_have_left() -> No
     assert rig.send("c").state is RunState.REBUILDING
 
 
+def test_a_machine_that_joins_when_all_ranks_have_finished_is_of_the_next_run() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    for name in "ab":
+        rig.machines[name] = replace(rig.machines[name], phase=Phase.ENDED)
+        rig.leave(name)
+    # The spare machine has not left yet.
+    rig.add("d")
+    with pytest.raises(Busy, match="all ranks have finished"):
+        rig.send("d")
+
+
+def test_failures_in_a_row_delay_an_attempt_by_at_most_a_second() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    for attempt in range(2, 9):
+        fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+        failed_at_s = rig.now_s
+        rig.run(8, until=lambda attempt=attempt: rig.attempt() == attempt)
+        # The ranks of the other machine park before.
+        assert rig.now_s - failed_at_s <= 2 * REPORT_S + 1
+
+
 def test_a_machine_that_fails_twice_in_a_row_is_replaced() -> None:
     rig = Rig("a", "b", "c")
     rig.start()

@@ -77,6 +77,19 @@ def test_a_spare_machine_joins_on_the_new_mesh() -> None:
     assert rig.machines["c"].mesh == _MESH
 
 
+def test_a_lost_lease_ends_a_resize_that_not_all_machines_have_joined() -> None:
+    rig = _training()
+    _request(rig)
+    rig.run(5, until=lambda: rig.attempt() == 2)
+    rig.silent = {"a"}
+    rig.run(1)
+    rig.send("b", phase=Phase.PARKED, has_lost_lease=True)
+    rig.silent = set()
+    rig.run(5)
+    assert rig.ended.get("r1") == (ResizeState.FAILED, "b was cut off")
+    assert rig.attempt() == 3 and rig.answers["a"].mesh == "1"
+
+
 def test_a_request_that_one_machine_refuses_is_rejected() -> None:
     rig = _training()
     rig.slow.add("a")

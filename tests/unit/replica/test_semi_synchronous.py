@@ -45,6 +45,9 @@ class _Manager:
     def abort_step(self, reason: str) -> None:
         self._error = RuntimeError(reason)
 
+    def should_commit(self) -> bool:
+        return self._error is None
+
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Any:
         return SimpleNamespace(wait=lambda: True)
 
@@ -79,6 +82,14 @@ def _replicas(
     )
 
 
+def _run_with_a_due_average() -> Run:
+    run = Run(elements=8)
+    for _ in range(3):
+        run.take_step()
+    assert (run.step, run.cursor) == (3, 24)
+    return run
+
+
 @pytest.mark.parametrize(
     ("loses_max", "another_rank_lost_it", "goes_to"),
     [(False, False, _FURTHEST), (True, False, 24), (False, True, 24)],
@@ -88,11 +99,25 @@ def test_all_ranks_move_to_the_furthest_position_or_none(
 ) -> None:
     """Also during an average whose result is not known yet."""
     monkeypatch.setattr(FaultTolerantReplicas, "agree", lambda self: Share(index=0, count=2))
-    run = Run(elements=8)
-    for _ in range(3):
-        run.take_step()
-    assert (run.step, run.cursor) == (3, 24)
+    run = _run_with_a_due_average()
     manager = _Manager(loses_max=loses_max)
     replicas = _replicas(run, manager, lambda mine: mine or another_rank_lost_it)
     replicas.finish_step(committed=True, is_last=False)
     assert run.cursor == goes_to
+
+
+def test_a_skipped_step_neither_starts_nor_completes_an_average(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other replicas count only committed steps."""
+    monkeypatch.setattr(FaultTolerantReplicas, "agree", lambda self: Share(index=0, count=2))
+    run = _run_with_a_due_average()
+    replicas = _replicas(run, _Manager(loses_max=False), lambda mine: mine)
+    replicas.finish_step(committed=False, is_last=False)
+    assert run.cursor == 24
+    replicas.finish_step(committed=True, is_last=False)
+    assert run.cursor == _FURTHEST
+    replicas.finish_step(committed=False, is_last=False)
+    assert replicas.events() == []
+    replicas.finish_step(committed=True, is_last=False)
+    assert [event.name for event in replicas.events()] == ["averaged"]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.harness.hugging_face import make_folder
 from tests.harness.ranks import FORK_SERVER, GLOO_TIMEOUT_S, WorkerPool
-from tests.unit.checkpoint.faulty_writer import SlowFiles
+from tests.unit.checkpoint.faulty_writer import PowerLossDisk, RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.conversion import TargetExists, lock_folder
 from torchtitan_lite.checkpoint.hugging_face import partial_folder
 from torchtitan_lite.checkpoint.hugging_face.export import ExportFile, ExportTensor
@@ -337,6 +337,22 @@ def test_a_superseded_attempt_changes_nothing(tmp_path: Path) -> None:
             stale.join(stale.attempt)
         again.finish()
     assert contents(target) == {"a": b"complete"}
+
+
+def test_a_finished_folder_survives_a_power_loss(tmp_path: Path) -> None:
+    disk, found = tmp_path / "disk", tmp_path / "found"
+    disk.mkdir()
+    files = RecordingFiles(disk)
+    folder = PartialFolder(disk / "out", "token", files)
+    with folder.open():
+        with folder.writing("a") as path:
+            files.write_file(path, b"complete")
+        folder.finish()
+    lost = PowerLossDisk(disk)
+    for operation in files.log:
+        lost.replay(operation)
+    lost.after_crash(found, 0.0, seed=0)
+    assert contents(found / "out") == {"a": b"complete"}
 
 
 def test_attempts_of_two_machines_end_with_one_folder(

@@ -49,6 +49,30 @@ class FlakyFilesystem:
         return call
 
 
+class CachingFilesystem:
+    """A filesystem that lists from its cache until that is invalidated, as clients of object stores
+    do."""
+
+    def __init__(self) -> None:
+        self._fs = MemoryFileSystem()
+        self._listed: dict[Any, Any] = {}
+
+    def invalidate_cache(self) -> None:
+        self._listed.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._fs, name)
+        if name not in ("ls", "find", "exists"):
+            return real
+
+        def call(path: str, **kwargs: Any) -> Any:
+            if (name, path) not in self._listed:
+                self._listed[name, path] = real(path, **kwargs)
+            return self._listed[name, path]
+
+        return call
+
+
 class Killed(BaseException):
     """Stands for the end of the process."""
 
@@ -201,6 +225,20 @@ def test_a_step_without_a_manifest_is_not_listed_and_is_removed(root: str) -> No
     store.delete_stale_attempts(4)
     assert store.parts_present(3, "b-0") == set()
     assert store.steps() == [1]
+
+
+def test_objects_of_other_processes_are_seen_in_spite_of_cached_listings(root: str) -> None:
+    other, store = ObjectStore(root), ObjectStore(root, CachingFilesystem())  # type: ignore[arg-type]
+    for step in (1, 2):
+        _save(other, step, "a-0")
+        assert store.steps() == list(range(1, step + 1))
+    for rank in (0, 1):
+        other.put_part(3, "a-0", rank, {"rank": rank})
+        assert store.parts_present(3, "a-0") == set(range(rank + 1))
+    for attempt in ("b-0", "b-1"):
+        other.put_part(3, attempt, 0, {"rank": 0})
+        store.abandon(3, attempt)
+        assert other.parts_present(3, attempt) == set()
 
 
 def test_a_lost_file_fails_the_commit(root: str) -> None:

@@ -145,3 +145,16 @@ def test_more_files_are_read_than_may_be_open(tmp_path: Path, few_descriptors: i
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, order))
     folder.close()
+
+
+def test_a_closed_folder_holds_no_file(tmp_path: Path) -> None:
+    """Otherwise, the disk space of deleted checkpoints is not released."""
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    folder, target = LocalStorage(tmp_path, Files()), bytearray(7)
+    with folder.read("file")[:4] as view:  # type: ignore[union-attr]
+        folder.read_into("file", 0, memoryview(target), lambda piece: None)
+        folder.close()
+        assert bytes(view) == b"cont" and target == b"content"
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert str(path) not in map(os.path.realpath, Path("/proc/self/fd").iterdir())
