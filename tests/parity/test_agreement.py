@@ -10,6 +10,15 @@ from torchtitan_lite.checkpoint.lineage import SnapshotLineage
 Pools = Callable[[int], WorkerPool]
 
 
+def number_of_the_leader(folder: Path) -> int:
+    mesh = mesh_for(odd_config(folder, {}))
+    return mesh.broadcast_int((1 << 53) + 1 + mesh.rank)
+
+
+def test_all_ranks_have_the_number_of_the_leader(pools: Pools, tmp_path: Path) -> None:
+    assert pools(2).run(number_of_the_leader, tmp_path / "run" / "run") == [(1 << 53) + 1] * 2
+
+
 def permitted_snapshots(folder: Path) -> Mapping[int, int | None] | None:
     mesh = mesh_for(odd_config(folder, {}))
     return SnapshotLineage(folder / f"of-rank-{mesh.rank}.json", mesh).permitted()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.harness.launch import wait_until
 from tests.harness.ranks import FORK_SERVER
 from torchtitan_lite.data import DataLoader, OpenedData, microbatch_indices, open_data
 from torchtitan_lite.data import node_streams as module
@@ -133,6 +134,20 @@ def test_runs_are_held_until_all_ranks_have_taken_them(
     assert stream._num_held_tokens >= 200 * 17
     rows(loaders[2], range(200))
     assert stream._num_held_tokens == 0
+
+
+def test_runs_are_not_held_for_a_rank_that_has_left(
+    opened: Opener, node_of: Callable[[int], Node]
+) -> None:
+    server, client, leaving = node_of(3)
+    loaders = [opened(streaming=True, node=end).loader for end in (server, client, leaving)]
+    assert isinstance(server, StreamServer)
+    [stream] = server._streams
+    for loader, num_samples in zip(loaders, (900, 900, 1), strict=True):
+        rows(loader, range(num_samples))
+    assert stream._num_held_tokens > 0
+    leaving.stop()
+    wait_until(lambda: stream._num_held_tokens == 0, 10)
 
 
 @pytest.mark.parametrize("max_held_tokens", [0, 1000])

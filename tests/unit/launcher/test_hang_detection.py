@@ -68,6 +68,8 @@ def test_phases_without_a_limit_never_time_out(phase: Phase) -> None:
 def test_a_stopped_rank_is_late_in_every_phase(phase: Phase) -> None:
     stopped = seen(0, phase, state="T", since_s=100)
     assert late_at([stopped], 100, 109, 110.5, 112)[1:] == [set(), set(), {0}]
+    # Not yet at the limit.
+    assert late_at([stopped], 100, 110, 111) == [set()] * 3
     # Only while it is stopped: here it resumed in between.
     stalls = StallDetector()
     stalls.update([stopped], 100)

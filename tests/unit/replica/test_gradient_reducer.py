@@ -13,10 +13,13 @@ class _Twice:
 
     def __init__(self) -> None:
         self.sent: list[int] = []
+        self.most_bytes = 0
+        """The largest memory of a bucket."""
         self.are_done = True
 
     def all_reduce_sum(self, flat: torch.Tensor) -> "_Twice":
         self.sent.append(flat.numel())
+        self.most_bytes = max(self.most_bytes, flat.untyped_storage().nbytes())
         flat *= 2
         return self
 
@@ -81,6 +84,7 @@ def test_backward_does_not_wait() -> None:
     assert len(group.sent) == 3
     sums.reduce(parameters, torch.zeros(1, dtype=torch.float64))
     assert len(group.sent) == 7
+    assert group.most_bytes == 16 * 16 * 4
 
 
 def test_a_replica_without_samples_makes_the_same_calls() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc import state_client, state_server
-from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
+from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection, split_into_chunks
 from torchtitan_lite.rpc.state_server import (
     MAX_RANGES,
     ByteRows,
@@ -267,3 +267,14 @@ def test_the_content_of_a_stranger_is_not_read(
         connection.close()
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_chunks_cover_each_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_client, "_CHUNK_BYTES", 10)
+    targets = [(0, memoryview(bytearray(25))), (25, memoryview(bytearray(3)))]
+    chunks = split_into_chunks(targets)
+    assert [(one.start, list(map(len, one.targets))) for one in chunks] == [
+        (0, [10]),
+        (10, [10]),
+        (20, [5, 3]),
+    ]

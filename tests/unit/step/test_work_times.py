@@ -1,4 +1,5 @@
-"""Waiting in collectives is no work, and a rank's loss of time has a cause."""
+"""Waiting in collectives is no work, a rank's loss of time has a cause, and ranks are compared with
+those of the same stage."""
 
 import time
 
@@ -6,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.step.work_times import WorkTimes
 from torchtitan_lite.torch_compat import collective_waits
 
 
@@ -48,3 +51,17 @@ def test_compiled_code_may_wait() -> None:
     with collective_waits():
         compiled = torch.compile(waits_for, fullgraph=True, backend="eager")
         assert compiled(torch.zeros(1)).item() == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slow_ranks"), [((1.0, 1.0, 2.0, 2.0), []), ((1.0, 1.0, 1.0, 2.0), [3])]
+)
+def test_ranks_are_compared_with_those_of_their_stage(
+    mesh: Mesh, seconds: tuple[float, ...], slow_ranks: list[int]
+) -> None:
+    mesh.degrees, mesh.world_size = ParallelDims(pp=2, dp_shard=2), 4
+    times = WorkTimes(mesh, 0)
+    # Per rank: its replica, microbatches, seconds of work, seconds of waiting, last write.
+    totals = torch.tensor([[0.0, 1.0, one, 0.0, 0.0, 0.0] for one in seconds]).double().flatten()
+    events = [one for _ in range(64) for one in times.record(totals, 1, is_valid=True)]
+    assert [event.values["rank"] for event in events] == slow_ranks

@@ -49,6 +49,13 @@ def test_another_process_reads_complete_slots(region: Region) -> None:
     seen.close()
 
 
+def test_steps_count_from_0(region: Region) -> None:
+    _fill(region, 0, 0)
+    assert Region.open(region.path).complete_slots() == {0: 0}
+    with pytest.raises(ValueError, match="Step -1 is negative"):
+        region.begin(1, -1)
+
+
 def test_values_of_an_incomplete_slot_are_rejected(region: Region) -> None:
     with pytest.raises(DamagedSnapshot, match="slot 1 is not complete"):
         region.values(1)
