@@ -247,6 +247,36 @@ def test_the_reading_rank_serves_the_others_until_they_close(
     assert "gone" not in caplog.text
 
 
+def test_the_reading_rank_ends_when_its_threads_have_ended(
+    opened: Opener, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has failed while it reads for another rank."""
+    is_reading, may_read = threading.Event(), threading.Event()
+    errors: list[object] = []
+
+    def documents() -> Iterator[str]:
+        yield "first"
+        is_reading.set()
+        may_read.wait(60)
+        yield from ["next"] * 100
+
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    monkeypatch.setitem(REGISTRY.datasets, "slow", Dataset(documents=documents, version="1"))
+    server = StreamServer(listener_on(address, 2), 2)
+    settings = {"corpora": [{"dataset": "slow", "streaming": True}]}
+    opened(**settings, node=server)
+    with StreamClient(address) as client:
+        loader = opened(**settings, node=client).loader
+        loader.prefetch([range(8)], 0)
+        assert is_reading.wait(60)
+        threading.Timer(0.1, may_read.set).start()
+        server.__exit__(ValueError, ValueError(), None)
+        assert not [one for one in threading.enumerate() if one.name.startswith("streams")]
+        client.stop()
+        loader.close()
+    assert errors == []
+
+
 def test_a_rank_that_stops_reads_nothing_in_place_of_the_reading_rank(
     opened: Opener, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:

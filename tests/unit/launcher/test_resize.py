@@ -119,6 +119,8 @@ def config_with(*more: str):
 
 def test_a_config_that_cannot_change_its_ranks_is_rejected() -> None:
     check_rank_counts(config_with(), [1, 2])
+    with pytest.raises(ConfigError, match="data_parallel_shard_degree"):
+        check_rank_counts(config_with("--parallelism.data_parallel_shard_degree=2"), [1])
     wrong = [
         ("--training.global_batch_size=-1", "global_batch_size = -1 follows the mesh"),
         ("--checkpoint.load_only=true", "resume from checkpoints"),

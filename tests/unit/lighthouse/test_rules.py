@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_lite.errors import LighthouseError
-from torchtitan_lite.lighthouse.rules import Quorum, QuorumRules, QuorumSettings, WaitingReplica
+from torchtitan_lite.lighthouse.rules import (
+    LEFT,
+    Quorum,
+    QuorumRules,
+    QuorumSettings,
+    WaitingReplica,
+)
 
 NOW_S = 1000.0
 SETTINGS = QuorumSettings(min_replicas=2, join_timeout_ms=3000, heartbeat_timeout_ms=5000)
@@ -241,6 +247,15 @@ def test_late_messages_of_a_replica_that_has_left_are_ignored() -> None:
     quorum = _request(rules, 1, "a:1", "b:1")
     assert quorum is not None
     assert quorum.ids == ("a:1", "b:1")
+
+
+def test_the_reasons_of_the_latest_departures_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan_lite.lighthouse.rules._MAX_DEPARTURES", 2)
+    rules = QuorumRules(SETTINGS)
+    for replica_id in ("a:1", "b:1", "c:1"):
+        rules.mark_left(replica_id)
+    reasons = [rules.departure(one) for one in ("a:1", "b:1", "c:1")]
+    assert reasons == [None, LEFT, LEFT]
 
 
 def test_it_rejoins_with_another_uuid() -> None:

@@ -77,3 +77,9 @@ def test_the_bound_holds_where_one_replica_sends_a_whole_contribution() -> None:
     src = Layout(HolderMesh.ranks(4, 4), [Replicate(), Partial()])
     dst = Layout(HolderMesh.ranks(16, 2, first=16), [Shard(0), Partial()])
     check_bound(plan(src, dst, (1 << 20,), torch.float32))
+
+
+def test_the_bound_holds_where_replicas_divide_many_small_pieces() -> None:
+    src = Layout(HolderMesh.ranks(2, 2), [Replicate(), Shard(0)])
+    dst = Layout(HolderMesh.ranks(8, 2, first=4), [Shard(0), Shard(0)], {0: (1, 0)})
+    check_bound(plan(src, dst, (4000,), torch.float32))

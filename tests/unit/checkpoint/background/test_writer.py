@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.harness.launch import wait_until
@@ -21,7 +22,7 @@ from tests.harness.ranks import REPOSITORY
 from tests.harness.snapshots import orphan, snapshot, trainers, verify
 from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
-from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.background.process import BackgroundProcess, WriterProcess
 from torchtitan_lite.checkpoint.background.save import RankSave
 from torchtitan_lite.checkpoint.background.writer import Writer
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
@@ -511,6 +512,15 @@ def _save_many(memory: Path, number: int) -> tuple[list[int], list[int]]:
     assert before == {"rank-00000.snapshots", "rank-00000.lock"}
     assert _steps(root) == sorted([f"step-{number - 1}", f"step-{number}"])
     return sizes, handles
+
+
+def test_a_process_that_does_not_stop_is_killed_and_gone() -> None:
+    process = BackgroundProcess(["sh", "-c", """echo '{"ready": 1}'; exec sleep 100"""], {})
+    process.start()
+    pid = process.pid
+    assert pid is not None and process.wait_for("ready", 60)
+    process.close(timeout_s=0.1)
+    assert not psutil.pid_exists(pid)
 
 
 @pytest.mark.parametrize("number", [200, pytest.param(1000, marks=pytest.mark.matrix)])
