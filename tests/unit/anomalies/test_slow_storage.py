@@ -67,3 +67,16 @@ def test_writes_belong_to_ranks_and_not_to_their_places_in_the_quorum() -> None:
         rank for number in range(12, 18) for rank, _ in detector.step(writes(number, (2, 0, 1)))
     ]
     assert found == []
+
+
+def test_other_ranks_restart_the_detection() -> None:
+    """A rank that joins late is named after its own first writes, however many there were before."""
+    detector = SlowStorageDetector()
+
+    def writes(number: int, *ranks: int) -> dict[tuple[int, int], tuple[float, float]]:
+        return {(0, rank): (0.1 + 2.0 * (rank == 2) + number * 1e-6, 1e6) for rank in ranks}
+
+    for number in range(30):
+        assert detector.step(writes(number, 0, 1)) == []
+    named = [detector.step(writes(number, 0, 1, 2)) for number in range(30, 36)]
+    assert [[rank for rank, _ in one] for one in named] == [[], [], [], [(0, 2)], [], []]

@@ -1,5 +1,6 @@
 """Part files: valid safetensors for all sizes and offsets, with and without direct I/O."""
 
+import errno
 import mmap
 import random
 import time
@@ -15,6 +16,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     TokenBucket,
     WriteAbandoned,
     write_part,
+    write_stream,
 )
 
 
@@ -55,6 +57,32 @@ def test_every_box_is_read_back(
     listed = [pool[start : start + n] for start, n in places]
     again = write_part(Files(), tmp_path / "again", boxes, listed)
     assert again == written and (tmp_path / "again").read_bytes() == raw
+
+
+class _LateRejection(Files):
+    """A filesystem that accepts direct writes, and rejects their end."""
+
+    has_rejected = False
+
+    def truncate(self, descriptor: int, length: int) -> None:
+        if not self.has_rejected:
+            self.has_rejected = True
+            raise OSError(errno.EINVAL, "Invalid argument")
+        super().truncate(descriptor, length)
+
+
+def test_generated_bytes_are_written_again_without_direct_io(tmp_path: Path) -> None:
+    pool = _pool(9 << 20)
+    boxes = [PartBox("a", "U8", (5 << 20,), 0, 5 << 20), PartBox("b", "U8", (7,), 5 << 20, 7)]
+
+    def content() -> list[list[memoryview]]:
+        return [[pool[box.start :][: box.bytes]] for box in boxes]
+
+    files = _LateRejection()
+    again = write_stream(files, tmp_path / "again", boxes, content)
+    assert files.has_rejected
+    assert again == write_stream(Files(), tmp_path / "once", boxes, content)
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "once").read_bytes()
 
 
 def test_a_second_box_of_a_tensor_has_another_name(tmp_path: Path) -> None:
