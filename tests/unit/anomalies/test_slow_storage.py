@@ -70,7 +70,7 @@ def test_writes_belong_to_ranks_and_not_to_their_places_in_the_quorum() -> None:
 
 
 def test_other_ranks_restart_the_detection() -> None:
-    """A rank that joins late is named after its own first writes, however many there were before."""
+    """A rank that joins late is named after its own first writes."""
     detector = SlowStorageDetector()
 
     def writes(number: int, *ranks: int) -> dict[tuple[int, int], tuple[float, float]]:
