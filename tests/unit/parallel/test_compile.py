@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+from torch._dynamo.exc import InvalidBackend
 from torch._dynamo.testing import CompileCounter
 
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel import compile
+from torchtitan_lite.nn.initialize import on_meta
+from torchtitan_lite.parallel import compile, parallelize
+from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan_lite.schema.compile import CompileConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.training import PrecisionConfig
 
 
 @pytest.mark.parametrize(
@@ -33,3 +38,17 @@ def test_all_blocks_share_one_graph(mesh: Mesh) -> None:
         name for name, _ in plain.named_parameters()
     ]
     assert DIMS.num_layers != 5
+
+
+def test_a_parallelized_model_is_compiled(mesh: Mesh) -> None:
+    config = CompileConfig(enable=True).model_copy(update={"backend": "no such backend"})
+    with pytest.raises(InvalidBackend):
+        parallelize(
+            on_meta(tiny_decoder, torch.float32),
+            tiny_spec(),
+            mesh,
+            parallelism=ParallelismConfig(),
+            precision=PrecisionConfig(),
+            checkpointing=ActivationCheckpointConfig(),
+            compilation=config,
+        )
