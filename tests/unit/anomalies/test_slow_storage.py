@@ -69,6 +69,7 @@ def test_writes_belong_to_ranks_and_not_to_their_places_in_the_quorum() -> None:
     assert found == []
 
 
+<<<<<<< HEAD
 def test_other_ranks_restart_the_detection() -> None:
     """A rank that joins late is named after its own first writes."""
     detector = SlowStorageDetector()
@@ -80,3 +81,16 @@ def test_other_ranks_restart_the_detection() -> None:
         assert detector.step(writes(number, 0, 1)) == []
     named = [detector.step(writes(number, 0, 1, 2)) for number in range(30, 36)]
     assert [[rank for rank, _ in one] for one in named] == [[], [], [], [(0, 2)], [], []]
+=======
+def test_a_replica_that_joins_late_is_named_as_early_as_others() -> None:
+    detector, slow = SlowStorageDetector(), (3, 0)
+
+    def observe(number: int, num_replicas: int) -> list[tuple[int, int]]:
+        ranks = [(one, 0) for one in range(num_replicas)]
+        writes = {rank: (0.1 + 2.0 * (rank == slow) + number * 1e-6, 1e6) for rank in ranks}
+        return [rank for rank, _ in detector.step(writes)]
+
+    assert not any(observe(number, 3) for number in range(20))
+    # The newest writes of the others were observed before.
+    assert [observe(number, 4) for number in range(19, 25)] == [[], [], [], [], [slow], []]
+>>>>>>> kill2

@@ -22,7 +22,8 @@ from torchtitan_lite.checkpoint.tensors import local_tensors
 from torchtitan_lite.cli import main
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import CheckpointError, DataError, MeshError, UserError
-from torchtitan_lite.inference import LoadedModel
+from torchtitan_lite.inference import LoadedModel, encode_prompts, open_model
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.train_state import model_tensors
 
 PROMPTS = ["import os", "def main() -> None:"]
@@ -153,6 +154,14 @@ def test_errors_of_generate(
 ) -> None:
     with pytest.raises(UserError, match=error):
         generate(loaded, prompts, **settings)
+
+
+def test_a_prompt_that_is_too_long_is_rejected_before_the_weights_are_loaded(
+    folder: Path, mesh: Mesh
+) -> None:
+    files = open_model(str(folder), mesh)
+    with pytest.raises(UserError, match=r"Prompt 2 has .* tokens, but .* 256 positions"):
+        encode_prompts(files, ["a", "a" * 3000])
 
 
 def test_errors_of_load_model(

@@ -187,3 +187,31 @@ def test_an_error_of_an_exchange_reaches_the_step() -> None:
     shards = [torch.zeros(128, 512, dtype=torch.bfloat16) for _ in specs]
     with pytest.raises(RuntimeError, match="a peer is lost"):
         sharded.run(shards)
+
+
+def test_matrices_are_orthogonalized_after_they_have_arrived() -> None:
+    matrix = 3 * torch.eye(64, dtype=torch.bfloat16)
+    sent: list[torch.Tensor] = []
+
+    class Gather:
+        def run(self, parts: object, wholes: list[torch.Tensor | None]) -> None:
+            time.sleep(0.1)
+            for whole in wholes:
+                if whole is not None:
+                    whole.copy_(matrix)
+
+    class Scatter:
+        def run(self, wholes: list[torch.Tensor | None], parts: object) -> None:
+            sent.extend(whole.clone() for whole in wholes if whole is not None)
+
+    specs = [spec(FSDP, 64, 64) for _ in range(8)]
+    assignment = assign_matrices(specs, ITERATION)
+    assert len(assignment.buckets) == 1
+    sharded = ShardedOrthogonalization(assignment, ITERATION, rank=0, device=torch.device("cpu"))
+    sharded._exchanges = [(Gather(), Scatter())]  # pyright: ignore
+    sharded.run([torch.zeros(16, 64, dtype=torch.bfloat16) for _ in specs])
+    expected = matrix.clone()
+    ITERATION.orthogonalize_(expected)
+    assert len(sent) == 2 and not torch.equal(expected, matrix)
+    for whole in sent:
+        torch.testing.assert_close(whole, expected)

@@ -83,3 +83,13 @@ def test_the_bound_holds_where_replicas_divide_many_small_pieces() -> None:
     src = Layout(HolderMesh.ranks(2, 2), [Replicate(), Shard(0)])
     dst = Layout(HolderMesh.ranks(8, 2, first=4), [Shard(0), Shard(0)], {0: (1, 0)})
     check_bound(plan(src, dst, (4000,), torch.float32))
+
+
+@pytest.mark.parametrize("shape", [(200, 7), (1, 200, 7)])
+def test_replicas_that_divide_many_rows_send_whole_ones(shape: tuple[int, ...]) -> None:
+    replicated = [Replicate()]
+    src = Layout(HolderMesh.ranks(3), replicated)
+    made = plan(src, Layout(HolderMesh.ranks(1, first=3), replicated), shape, torch.float32)
+    (sent,) = made.transfers(3)
+    assert len(sent.receives) == 3
+    assert all(piece.start % 7 == piece.stop % 7 == 0 for piece in sent.receives)

@@ -1,5 +1,6 @@
 """Coordinators of replicas: quorums as torchft's managers compute them, votes, links, strangers."""
 
+import asyncio
 import socket
 import threading
 import time
@@ -492,3 +493,30 @@ def test_a_status_without_a_proof_does_not_end_a_replica_at_its_start(
             assert replica.quorum(step=6).max_step == 6
             replica.close()
     assert len(caplog.records) <= 2
+
+
+@pytest.mark.parametrize(("num_members", "interval_s"), [(2, 1.0), (40, 4.0)])
+def test_a_member_sends_at_most_ten_pings_per_second(
+    monkeypatch: pytest.MonkeyPatch, num_members: int, interval_s: float
+) -> None:
+    class Client:
+        async def call(self, name: str, content: object, timeout_s: float) -> None: ...
+
+        async def close(self) -> None: ...
+
+    async def sleep(seconds: float) -> None:
+        slept_s.append(seconds)
+        raise asyncio.CancelledError
+
+    slept_s: list[float] = []
+    monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=sleep))
+    member: Any = SimpleNamespace(replica_id="a:1")
+    own: Any = SimpleNamespace(
+        _client_of=lambda member: Client(),
+        _is_current=lambda quorum_id: True,
+        _unreachable=set(),
+        _answered_s={},
+    )
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(Coordinator._ping_regularly(own, 1, member, num_members))
+    assert slept_s == [interval_s]

@@ -17,17 +17,23 @@ class _Twice:
         """The largest memory of a bucket."""
         self.are_done = True
 
-    def all_reduce_sum(self, flat: torch.Tensor) -> "_Twice":
+    def all_reduce_sum(self, flat: torch.Tensor) -> "_Reduction":
         self.sent.append(flat.numel())
         self.most_bytes = max(self.most_bytes, flat.untyped_storage().nbytes())
-        flat *= 2
-        return self
+        return _Reduction(self, flat)
+
+
+class _Reduction:
+    """Has its result after `wait`."""
+
+    def __init__(self, group: _Twice, flat: torch.Tensor) -> None:
+        self._group, self._flat = group, flat
 
     def is_done(self) -> bool:
-        return self.are_done
+        return self._group.are_done
 
     def wait(self) -> None:
-        return None
+        self._flat *= 2
 
 
 def _model() -> nn.Sequential:
@@ -72,6 +78,12 @@ def test_reduction_during_backward_equals_reduction_after_it() -> None:
     for run in (early, blocked):
         assert run[1] == late[1] == 6
         assert torch.equal(run[0], late[0])
+    single = _model()
+    for _ in range(2):
+        _backward(single, torch.ones(4, 16))
+    for actual, parameter in zip(late[0], single.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(actual, 2 * parameter.grad)
 
 
 def test_backward_does_not_wait() -> None:

@@ -90,6 +90,17 @@ def test_a_client_with_another_secret_trusts_no_answer(
     assert echo.calls == 0
 
 
+def test_an_altered_response_is_not_trusted(
+    server: RpcServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sign = authentication.ServerSession.sign
+    monkeypatch.setattr(
+        authentication.ServerSession, "sign", lambda session, response: sign(session, b"another")
+    )
+    with _client(server) as client, pytest.raises(RpcError, match="cannot be trusted"):
+        client.call("Echo", {}, 30)
+
+
 def test_recorded_and_forged_requests_change_nothing(
     server: RpcServer, echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

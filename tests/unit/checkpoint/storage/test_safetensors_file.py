@@ -4,6 +4,7 @@ import errno
 import mmap
 import random
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,40 @@ def test_an_abandoned_write_leaves_no_file(tmp_path: Path) -> None:
             pool = memoryview(mmap.mmap(-1, 64 << 20))
             write_part(Files(), tmp_path / "part", boxes, pool, direct=direct, tick=tick)
         assert list(tmp_path.iterdir()) == []
+
+
+class _RejectsLaterWrites(Files):
+    """Accepts the flag of direct I/O, and rejects the second write with it."""
+
+    def __init__(self) -> None:
+        self._num_writes = 0
+
+    def pwritev(self, descriptor: int, contents: Sequence[memoryview], offset: int) -> None:
+        self._count()
+        super().pwritev(descriptor, contents, offset)
+
+    def pwrite(self, descriptor: int, content: bytes | memoryview, offset: int) -> None:
+        self._count()
+        super().pwrite(descriptor, content, offset)
+
+    def _count(self) -> None:
+        self._num_writes += 1
+        if self._num_writes == 2:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_stream_is_generated_again_if_direct_writes_are_rejected(tmp_path: Path) -> None:
+    pool = _pool(18 << 20)
+    places = [(0, 1 << 20), (1 << 20, 17 << 20)]
+    boxes = [PartBox(f"t{i}", "U8", (n,), start, n) for i, (start, n) in enumerate(places)]
+    expected = write_part(Files(), tmp_path / "part", boxes, pool)
+
+    def content() -> Iterator[list[memoryview]]:
+        return ([pool[start : start + n]] for start, n in places)
+
+    written = write_stream(_RejectsLaterWrites(), tmp_path / "stream", boxes, content)
+    assert written == expected
+    assert (tmp_path / "stream").read_bytes() == (tmp_path / "part").read_bytes()
 
 
 def test_wrong_sizes_are_rejected(tmp_path: Path) -> None:
