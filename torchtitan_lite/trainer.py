@@ -226,7 +226,6 @@ def train_step(job: Job) -> StepReport:
     stop_requested, is_signaled = totals.num_stop_requests > 0, totals.num_signaled > 0
     is_last = stop_requested or fatal_error is not None or state.step >= job.steps
     job.replicas.finish_step(committed=committed, is_last=is_last)
-    # After the average of semi-synchronous replicas.
     job.monitor.end_step(state.optimized_tensors)
     # Semi-synchronous replicas have the same state only after they have averaged it.
     job.checkpoints.set_writer_group(job.replicas.writer_group)

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.harness import tolerances
-from tests.harness.jobs import Outcome, run_job
+from tests.harness.jobs import Outcome, mesh_for, odd_config, run_job
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import (
     EP,
@@ -164,6 +165,20 @@ def test_same_training_when_all_parameters_decay(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
+def _run_validated(folder: Path, overrides: dict[str, Any]) -> Outcome:
+    """Run a job in which torch compares what stages receive with the shapes and dtypes that they
+    have announced."""
+    # Not groups that are created with it.
+    mesh_for(odd_config(folder, overrides))
+    debug: Any = dist
+    level = debug.get_debug_level()
+    debug.set_debug_level(debug.DebugLevel.DETAIL)
+    try:
+        return run_job(folder, overrides)
+    finally:
+        debug.set_debug_level(level)
+
+
 @pytest.mark.parametrize(
     ("mesh", "optimizer"),
     [*TIED, *long(*TIED_LONG)],
@@ -175,7 +190,7 @@ def test_same_training_with_tied_embeddings(
     shared = {"model.flavor": "odd_tied", "optimizer.name": optimizer}
     expected = reference(**shared)
     assert "output.weight" not in expected.weights
-    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+    for outcome in pools(world_size).run(_run_validated, tmp_path / "run", {**overrides, **shared}):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 

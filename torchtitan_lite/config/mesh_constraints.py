@@ -261,9 +261,8 @@ def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: ParallelDims
     yield from _recurrences_over_ranks(config, spec, degrees)
     # Recurrences exchange states, and no heads.
     with_heads = [one for one in spec.attentions if not one.carried_inputs]
-    heads = min((one.num_heads // degrees.tp for one in with_heads), default=0)
     uneven = [one for one in with_heads if (one.num_heads // degrees.tp) % degrees.cp]
-    if method == "ulysses" and (heads == 0 or uneven):
+    if method == "ulysses" and (uneven or not with_heads):
         heads = uneven[0].num_heads // degrees.tp if uneven else 0
         yield (
             f"{asked} splits the {heads} heads that each tp rank of {spec.name} {spec.flavor} has "

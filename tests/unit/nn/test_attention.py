@@ -1,5 +1,7 @@
 """Attention: causal, within documents, with grouped query heads."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from tests.harness.tolerances import ATTENTION_FLOAT64
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
 from torchtitan_lite.nn.attention import AttentionMask, BlockContext, SDPAKernel
-from torchtitan_lite.nn.grouped_query import GroupedQuery
+from torchtitan_lite.nn.grouped_query import GroupedQuery, Temperature
 from torchtitan_lite.nn.rope import Rope, rotate
 
 
@@ -84,3 +86,17 @@ def test_without_a_mask_the_kernel_uses_its_causal_path() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(SDPAKernel()(q, k, v, None), expected)
+
+
+def test_temperatures_grow_in_float32_whatever_the_default_dtype() -> None:
+    temperature, positions_BS = Temperature(weight=0.5, interval=2), torch.arange(4)[None]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        factors_BS = temperature.of(positions_BS)
+    finally:
+        torch.set_default_dtype(before)
+    once, twice = (1 + 0.5 * math.log1p(turns) for turns in (1, 2))
+    expected_BS = torch.tensor([[1.0, once, once, twice]])
+    assert factors_BS.dtype == expected_BS.dtype == torch.float32
+    torch.testing.assert_close(factors_BS, expected_BS)
