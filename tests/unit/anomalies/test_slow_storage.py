@@ -69,19 +69,6 @@ def test_writes_belong_to_ranks_and_not_to_their_places_in_the_quorum() -> None:
     assert found == []
 
 
-<<<<<<< HEAD
-def test_other_ranks_restart_the_detection() -> None:
-    """A rank that joins late is named after its own first writes."""
-    detector = SlowStorageDetector()
-
-    def writes(number: int, *ranks: int) -> dict[tuple[int, int], tuple[float, float]]:
-        return {(0, rank): (0.1 + 2.0 * (rank == 2) + number * 1e-6, 1e6) for rank in ranks}
-
-    for number in range(30):
-        assert detector.step(writes(number, 0, 1)) == []
-    named = [detector.step(writes(number, 0, 1, 2)) for number in range(30, 36)]
-    assert [[rank for rank, _ in one] for one in named] == [[], [], [], [(0, 2)], [], []]
-=======
 def test_a_replica_that_joins_late_is_named_as_early_as_others() -> None:
     detector, slow = SlowStorageDetector(), (3, 0)
 
@@ -93,4 +80,3 @@ def test_a_replica_that_joins_late_is_named_as_early_as_others() -> None:
     assert not any(observe(number, 3) for number in range(20))
     # The newest writes of the others were observed before.
     assert [observe(number, 4) for number in range(19, 25)] == [[], [], [], [], [slow], []]
->>>>>>> kill2

@@ -6,15 +6,10 @@ from torch._dynamo.exc import InvalidBackend
 from torch._dynamo.testing import CompileCounter
 
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec
-<<<<<<< HEAD
 from torchtitan_lite.mesh import Mesh, ParallelDims
-from torchtitan_lite.parallel import compile
-=======
-from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.initialize import on_meta
 from torchtitan_lite.parallel import compile, parallelize
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
->>>>>>> kill2
 from torchtitan_lite.schema.compile import CompileConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.schema.training import PrecisionConfig
@@ -45,7 +40,6 @@ def test_all_blocks_share_one_graph(mesh: Mesh) -> None:
     assert DIMS.num_layers != 5
 
 
-<<<<<<< HEAD
 def test_with_tensor_parallelism_another_batch_size_is_another_graph(mesh: Mesh) -> None:
     """DTensor does not support a symbolic one."""
     mesh.degrees = ParallelDims(tp=2)
@@ -56,7 +50,8 @@ def test_with_tensor_parallelism_another_batch_size_is_another_graph(mesh: Mesh)
         for batch_size in (2, 3, 4):
             model(**tiny_samples(batch_size, length=5))
     assert counter.frame_count == 3
-=======
+
+
 def test_a_parallelized_model_is_compiled(mesh: Mesh) -> None:
     config = CompileConfig(enable=True).model_copy(update={"backend": "no such backend"})
     with pytest.raises(InvalidBackend):
@@ -69,4 +64,3 @@ def test_a_parallelized_model_is_compiled(mesh: Mesh) -> None:
             checkpointing=ActivationCheckpointConfig(),
             compilation=config,
         )
->>>>>>> kill2

@@ -60,32 +60,6 @@ def test_every_box_is_read_back(
     assert again == written and (tmp_path / "again").read_bytes() == raw
 
 
-class _LateRejection(Files):
-    """A filesystem that accepts direct writes, and rejects their end."""
-
-    has_rejected = False
-
-    def truncate(self, descriptor: int, length: int) -> None:
-        if not self.has_rejected:
-            self.has_rejected = True
-            raise OSError(errno.EINVAL, "Invalid argument")
-        super().truncate(descriptor, length)
-
-
-def test_generated_bytes_are_written_again_without_direct_io(tmp_path: Path) -> None:
-    pool = _pool(9 << 20)
-    boxes = [PartBox("a", "U8", (5 << 20,), 0, 5 << 20), PartBox("b", "U8", (7,), 5 << 20, 7)]
-
-    def content() -> list[list[memoryview]]:
-        return [[pool[box.start :][: box.bytes]] for box in boxes]
-
-    files = _LateRejection()
-    again = write_stream(files, tmp_path / "again", boxes, content)
-    assert files.has_rejected
-    assert again == write_stream(Files(), tmp_path / "once", boxes, content)
-    assert (tmp_path / "again").read_bytes() == (tmp_path / "once").read_bytes()
-
-
 def test_a_second_box_of_a_tensor_has_another_name(tmp_path: Path) -> None:
     boxes = [PartBox("w", "U8", (3,), 0, 3), PartBox("w", "U8", (4,), 3, 4)]
     write_part(Files(), tmp_path / "part", boxes, _pool(4096))
