@@ -68,6 +68,7 @@ def test_round_trip(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "second" / "checkpoint" / "step-3").is_dir()
 
 
+@pytest.mark.matrix
 def test_unsupported_folders_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").touch()

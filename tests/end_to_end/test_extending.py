@@ -37,6 +37,7 @@ def call(*words: str, folder: Path, status: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.matrix
 def test_example_package(tmp_path: Path) -> None:
     write_files("extending.md", tmp_path)
     command = ("train", "--config", "fruits.toml", "--training.cache_folder=cache")

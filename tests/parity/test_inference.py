@@ -130,6 +130,7 @@ def test_evaluation_gives_the_loss_of_the_trainer_on_every_mesh(
             assert found["tokens"] == alone["tokens"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("trained", ["llama"], indirect=True)
 def test_a_stride_evaluates_every_held_out_token_once(trained: Path, pools: Pools) -> None:
     (packed,) = pools(1).run(record, trained, {})

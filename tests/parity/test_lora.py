@@ -247,6 +247,7 @@ def failure(folder: Path, settings: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.matrix
 def test_adapters_are_refused_on_other_weights_and_other_factors(
     pools: Pools,
     base: Callable[..., dict[str, Any]],

@@ -30,7 +30,7 @@ Pools = Callable[[int], WorkerPool]
 
 MUON = {"optimizer.name": "Muon", "optimizer.muon_dtype": "float64"}
 # One row for each kind of layout: the others differ in forward and backward.
-SHORT = ("fsdp-2-tp-2", "pp-2-zbv", "cpu-offload")
+SHORT = ("pp-2-zbv", "cpu-offload")
 SHORT_EXPERTS = ("ep-2-etp-2",)
 
 

@@ -62,7 +62,7 @@ ROWS = [
     ("pp-2-tp-2-fsdp-2", "columns-2", "memory", False),
 ]
 EXPERT_ROWS = [
-    ("ep-2-etp-2", "columns-2", "memory", True),
+    ("ep-2-etp-2", "columns-2", "memory", False),
     ("ep-4", "rows-2", "server", False),
     ("ep-2-fsdp-4", "columns-3", "memory", False),
     ("pp-2-ep-2", "rows-2-columns-2", "memory", False),

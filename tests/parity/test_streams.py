@@ -47,15 +47,10 @@ def run_and_count(folder: Path, overrides: dict[str, Any]) -> tuple[Outcome, int
     return outcome, _OPENS.count
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "mesh",
-    [
-        "tp-2",
-        *(
-            pytest.param(mesh, marks=pytest.mark.matrix)
-            for mesh in ("fsdp-2-tp-2", "fsdp-4", "cp-2-allgather", "pp-2", "pp-2-tp-2-fsdp-2")
-        ),
-    ],
+    ["tp-2", "fsdp-2-tp-2", "fsdp-4", "cp-2-allgather", "pp-2", "pp-2-tp-2-fsdp-2"],
 )
 def test_one_rank_reads_the_stream_of_a_node(mesh: str, pools: Pools, tmp_path: Path) -> None:
     ((expected, num_opens),) = pools(1).run(run_and_count, tmp_path / "one", STREAM)

@@ -24,10 +24,8 @@ ROTATIONS = {
     "qwen3_next": ("allgather", "ulysses", "alltoall"),
 }
 SHORT = {
-    ("gpt_oss", "cp-2-allgather"),
     ("gpt_oss", "experts-ep-2-etp-2"),
     ("llama4", "cp-2-ulysses"),
-    ("llama4", "experts-pp-2-ep-2"),
     ("qwen3_next", "cp-2-ring"),
 }
 CASES = [

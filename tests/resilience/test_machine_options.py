@@ -54,6 +54,7 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
     return fails
 
 
+@pytest.mark.matrix
 def test_a_machine_of_another_run_names_the_difference(endpoint: str, fails: Fails) -> None:
     line = fails(endpoint, "--nnodes=2")
     error = "fingerprint is 2-[0-9a-f]+ here, but 2-0123456789ab on the first"

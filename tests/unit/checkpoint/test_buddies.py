@@ -77,7 +77,7 @@ def copied(manager: CheckpointManager) -> dict[int, int]:
 
 
 @pytest.mark.usefixtures("own_buddy")
-@pytest.mark.parametrize("ram_interval", [0, 1, 3])
+@pytest.mark.parametrize("ram_interval", [0, 3, pytest.param(1, marks=pytest.mark.matrix)])
 def test_copies_have_their_interval_whatever_that_of_snapshots(
     manage: Manage, mesh: Mesh, ram_interval: int
 ) -> None:

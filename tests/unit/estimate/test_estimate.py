@@ -235,6 +235,7 @@ def test_layers_and_stages_are_those_of_the_model(schedule: str) -> None:
     assert "of part" not in text(found) + json.dumps(as_values(found))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("extrapolate", [True, False])
 def test_forward_and_backward_run_through_the_layers_of_the_model(extrapolate: bool) -> None:
     found = _plain() if extrapolate else estimate(_config(6), 1, "cpu", extrapolate=False)
@@ -251,6 +252,7 @@ def test_text_and_values_name_every_kind() -> None:
     assert set(as_values(found)["ranks"][0]["peak_bytes_by_kind"]) == set(KINDS)
 
 
+@pytest.mark.matrix
 def test_memory_estimation_replaces_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def test_more_failures_never_give_more_goodput(strategy: Strategy) -> None:
     assert found[0] > 0.95 > found[-1]
 
 
-@pytest.mark.parametrize("num_ranks", [64, 16384])
+@pytest.mark.parametrize("num_ranks", [64, pytest.param(16384, marks=pytest.mark.matrix)])
 def test_spares_and_buddies_are_never_worse(num_ranks: int) -> None:
     """With the same saves and snapshots at no cost: what differs is only the recovery."""
     scenario = replace(OFTEN, snapshot_s_per_gib=0.0, async_save_s_per_gib=OFTEN.save_s_per_gib)

@@ -197,6 +197,7 @@ def test_an_invalid_setting_fails_early_and_is_shown(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
+@pytest.mark.matrix
 def test_a_replica_that_fails_repeatedly_ends_the_job(tmp_path: Path) -> None:
     with launched(tmp_path, "breaks", 2, 2, 1) as process:
         output = output_of(process, tmp_path, 1)
@@ -217,6 +218,7 @@ def ranks_are(folder: Path, *wanted: str) -> bool:
     ) == len(wanted)
 
 
+@pytest.mark.matrix
 def test_replicas_resize_when_slots_change(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.write_text('{"1": 2}')
