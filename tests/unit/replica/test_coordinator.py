@@ -227,7 +227,7 @@ def test_a_vote_whose_answer_is_lost_has_the_same_outcome(
             answer = call(name, request, timeout_s)
             if num_lost == 0:
                 num_lost += 1
-                raise RpcError(grpc.StatusCode.UNAVAILABLE, "the connection was cut")
+                raise RpcError("the connection was cut", grpc.StatusCode.UNAVAILABLE)
             return answer
 
         monkeypatch.setattr(replica.ranks[1]._client, "call", lose_the_first_answer)
