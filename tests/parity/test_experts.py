@@ -47,12 +47,7 @@ def test_validation_loss_is_the_same(pools: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        *("ep-2", "pp-2-ep-2", "tp-2-ep-2-whole-sequence"),
-    ],
-)
+@pytest.mark.parametrize("mesh", ["ep-2", "pp-2-ep-2", "tp-2-ep-2-whole-sequence"])
 def test_router_load_is_logged_and_sums_to_the_tokens(
     mesh: str, pools: Pools, tmp_path: Path
 ) -> None:

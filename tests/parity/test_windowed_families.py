@@ -85,11 +85,7 @@ def test_same_training_as_one_process(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64, unequal_targets=not is_causal)
 
 
-@cases(
-    {
-        ("qwen3_next", "cp-2-ulysses"),
-    }
-)
+@cases({("qwen3_next", "cp-2-ulysses")})
 def test_same_loss_and_norm_in_float32(
     family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:

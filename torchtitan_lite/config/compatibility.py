@@ -61,7 +61,6 @@ _MAY_DIFFER = {
         "lighthouse",
         "heal_interface",
         "heal_connections",
-        "state_check",
     ),
     "debug": (
         "sample_ledger",

@@ -97,10 +97,10 @@ class StepMonitor:
         if not is_complete:
             return ABORT, events
         own = share.index * self._mesh.world_size + self._mesh.rank
-        damaged = [] if self._state_check is None else damaged_ranks(totals.rank_flags)
-        if damaged:
-            if own in damaged and self._state_check is not None:
-                self._report(Cause.MEMORY_CORRUPTION, self._state_check.describe())
+        check = self._state_check
+        if check is not None and (damaged := damaged_ranks(totals.rank_flags)):
+            if own in damaged:
+                self._report(Cause.MEMORY_CORRUPTION, check.describe())
             return Decision(
                 Action.ABORT, faulty_ranks=tuple(damaged), has_damaged_state=True
             ), events

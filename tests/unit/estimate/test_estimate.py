@@ -206,9 +206,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.matrix)]
-)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_layers_and_stages_are_those_of_the_model(schedule: str) -> None:
     pipeline = {
         "parallelism.pipeline_parallel_degree": 2,
