@@ -206,7 +206,9 @@ def merged(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[di
 
 
 def _merge(path: Path, earlier: str) -> None:
-    rows = merged(json.loads(path.read_text(encoding="utf-8")), json.loads(earlier))
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    rows = [row | {"card": card} for row in json.loads(path.read_text(encoding="utf-8"))]
+    rows = merged(rows, json.loads(earlier))
     lines = [json.dumps(row) for row in rows]
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 

@@ -293,7 +293,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     ]
     for row in rows:
         cells = [
-            row["case"],
+            f"{row['case']} ({row['card']})" if "card" in row else row["case"],
             row["metric"],
             row["unit"],
             *(_number(row.get(key)) for key in ("ours", "floor", "peer")),
