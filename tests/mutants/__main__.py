@@ -60,6 +60,8 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     outcomes = outcomes_in(results)
     position = {site.id: number for number, site in enumerate(sites)}
     chosen = draw(sites, options.seed, options.per_operator)
+    if options.operators:
+        chosen = [site for site in sites if site.operator in options.operators]
     if options.only:
         chosen = [site for site in sites if site.id in options.only]
     elif options.survivors:
@@ -75,6 +77,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         jobs=options.jobs,
         budget_s=options.budget_s,
         includes_matrix=options.matrix,
+        tests_s=options.tests_s,
     )
     return 0
 
@@ -116,6 +119,7 @@ def _check(options: argparse.Namespace, arguments: list[str]) -> int:
         jobs=options.jobs,
         budget_s=float("inf"),
         includes_matrix=False,
+        tests_s=float("inf"),
     )
     return int(any(outcome.is_alive for outcome in outcomes_in(results).values()))
 
@@ -138,6 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", parents=[shared, drawn, jobs])
     run.set_defaults(run=_run)
     run.add_argument("--budget-s", type=float, default=float("inf"))
+    run.add_argument(
+        "--tests-s",
+        type=float,
+        default=float("inf"),
+        help="only the cheapest tests of each mutant, up to this sum of durations: a first pass",
+    )
+    run.add_argument("--operators", nargs="*", metavar="NAME", help="all sites of these, undrawn")
     run.add_argument("--matrix", action="store_true", help="with the long matrices")
     run.add_argument("--survivors", action="store_true", help="only these, again")
     run.add_argument("--only", nargs="*", metavar="ID")

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -86,14 +87,23 @@ def records_in(folder: Path) -> list[TestRecord]:
     return list(records.values())
 
 
-def tests_for(position: int, records: Sequence[TestRecord]) -> list[TestRecord]:
-    """Return the tests that reach a site, whole files one after the other, the cheapest first."""
+def tests_for(
+    position: int, records: Sequence[TestRecord], tests_s: float = float("inf")
+) -> list[TestRecord]:
+    """Return the tests that reach a site, whole files one after the other, the cheapest first, as
+    far as `tests_s` suffices, at least one."""
     by_file: dict[str, list[TestRecord]] = {}
     for record in records:
         if position in record.sites:
             by_file.setdefault(record.file, []).append(record)
     costs = {file: sum(one.duration_s for one in tests) for file, tests in by_file.items()}
-    return [record for file in sorted(by_file, key=costs.__getitem__) for record in by_file[file]]
+    tests = [record for file in sorted(by_file, key=costs.__getitem__) for record in by_file[file]]
+    ends_s = accumulate(test.duration_s for test in tests)
+    return [
+        test
+        for n, (test, end_s) in enumerate(zip(tests, ends_s, strict=True))
+        if n == 0 or end_s < tests_s
+    ]
 
 
 def run_all(
@@ -104,9 +114,11 @@ def run_all(
     jobs: int,
     budget_s: float,
     includes_matrix: bool,
+    tests_s: float,
 ) -> None:
     """Run the mutants of `sites`, given with their positions in the recording, `jobs` at a time,
-    and append an outcome each to `results`. No mutant is started after `budget_s`."""
+    and append an outcome each to `results`. No mutant is started after `budget_s`; each is run
+    against tests of `tests_s`."""
     _import_libraries()
     started = time.monotonic()
     waiting = list(sites)
@@ -114,7 +126,7 @@ def run_all(
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() - started < budget_s:
             position, site = waiting.pop(0)
-            tests = tests_for(position, records)
+            tests = tests_for(position, records, tests_s)
             if tests:
                 running.append(_Run(site, tests, results.parent, includes_matrix))
             else:
