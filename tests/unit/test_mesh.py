@@ -1,15 +1,25 @@
 """ParallelDims, and the mesh of a single process."""
 
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
+from tests.harness.threads import run_on_threads
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import AXES, ParallelDims, resolve_degrees, start_mesh
+from torchtitan_lite.mesh import (
+    AXES,
+    Mesh,
+    ParallelDims,
+    check_own_gpus,
+    resolve_degrees,
+    start_mesh,
+)
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
@@ -76,6 +86,75 @@ def test_one_process_agrees_with_itself() -> None:
         mesh.barrier()
 
 
+def test_ranks_agree_on_sums_flags_and_numbers() -> None:
+    for sums, numbers, flags, leader in run_on_threads(3, _agreement):
+        assert sums == [6, 30]
+        # Float32 has no odd integers of this size.
+        assert numbers == [3 * (2**30 + 1), 3]
+        assert flags == (True, False)
+        assert leader == 2**40
+
+
+def _agreement() -> tuple[list[float], list[float], tuple[bool, bool], int]:
+    mesh = Mesh(detect_device("cpu"), ParallelDims(dp_shard=3))
+    rank = mesh.rank
+    sums = mesh.all_reduce_(torch.tensor([rank + 1.0, 10.0])).tolist()
+    numbers = mesh.all_reduce_numbers([2**30 + 1, rank])
+    flags = mesh.any(rank == 1), mesh.any(False)
+    return sums, numbers, flags, mesh.broadcast_int(2**40 + rank)
+
+
+def test_no_rank_passes_a_barrier_before_all_have_arrived() -> None:
+    has_passed = Event()
+
+    def meet() -> None:
+        mesh = Mesh(detect_device("cpu"), ParallelDims(dp_shard=2))
+        if mesh.rank == 1:
+            assert not has_passed.wait(0.1)
+        mesh.barrier()
+        has_passed.set()
+
+    run_on_threads(2, meet)
+
+
+def test_ranks_with_the_same_samples_have_the_same_batch_rank() -> None:
+    degrees = ParallelDims(dp_replicate=3, dp_shard=2, tp=2)
+    ranks = run_on_threads(12, lambda: Mesh(detect_device("cpu"), degrees).batch_rank)
+    assert ranks == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+@pytest.mark.parametrize(
+    "degrees", [ParallelDims(dp_shard=2, tp=2), ParallelDims(pp=2, tp=2)], ids=["shards", "stages"]
+)
+def test_a_tensor_on_one_axis_becomes_one_on_all_ranks_of_its_stage(degrees: ParallelDims) -> None:
+    def sizes() -> tuple[int, int, bool]:
+        mesh = Mesh(detect_device("cpu"), degrees)
+        along = DTensor.from_local(torch.ones(2), mesh.device_mesh["tp"], [Shard(0)])
+        on_stage = mesh.to_dtensor(along)
+        by_axis = dict(
+            zip(on_stage.device_mesh.mesh_dim_names or (), on_stage.placements, strict=True)
+        )
+        assert by_axis["tp"] == Shard(0)
+        return on_stage.device_mesh.size(), len(on_stage), mesh.to_dtensor(on_stage) is on_stage
+
+    assert run_on_threads(4, sizes) == [(4 // degrees.pp, 4, True)] * 4
+
+
+def test_ranks_that_share_a_gpu_are_named_on_all_ranks() -> None:
+    def check(*uuids: str) -> str:
+        try:
+            check_own_gpus(uuids[dist.get_rank()])
+        except MeshError as error:
+            return str(error)
+        return ""
+
+    assert (
+        run_on_threads(3, check, "a", "b", "c") == run_on_threads(3, check, "", "", "") == [""] * 3
+    )
+    for message in run_on_threads(3, check, "a", "b", "a"):
+        assert message.startswith("Ranks 0, 2 have the same GPU")
+
+
 def test_the_group_is_destroyed_if_the_block_fails() -> None:
     with (
         pytest.raises(RuntimeError, match="inside"),
@@ -128,6 +207,14 @@ def test_the_expert_mesh_has_the_same_ranks() -> None:
     degrees = resolve_degrees(config, 48)
     assert degrees.shape == (1, 2, 2, 3, 4)
     assert degrees.expert_shape == (1, 2, 2, 6, 2)
+
+
+def test_each_size_is_the_product_of_its_own_axes() -> None:
+    degrees = ParallelDims(pp=2, dp_replicate=4, dp_shard=10, cp=7, tp=3, ep=14, etp=3)
+    assert degrees.shape == (2, 4, 10, 7, 3)
+    assert degrees.expert_shape == (2, 4, 5, 14, 3)
+    assert degrees.batch == 40
+    assert degrees.token_copies == 42
 
 
 @pytest.mark.parametrize(
