@@ -81,7 +81,7 @@ def resolve_degrees(config: ParallelismConfig, world_size: int) -> ParallelDims:
     ep, etp = config.expert_parallel_degree, config.expert_tensor_parallel_degree
     sharing = degrees.dp_shard * degrees.cp * degrees.tp
     if sharing % (ep * etp):
-        fitting = [str(d) for d in range(1, sharing // etp + 1) if sharing % (d * etp) == 0]
+        fitting = [str(d) for d in range(1, sharing + 1) if sharing % (d * etp) == 0]
         remedy = (
             f"With expert_tensor_parallel_degree = {etp}, expert_parallel_degree may be "
             f"{', '.join(fitting)}"

@@ -20,11 +20,11 @@ def local_flags(
     `loss` is its part of the loss; `is_damaged` is 0-d, 1 if its state has changed in memory."""
     flags = torch.zeros(share.count * mesh.world_size, dtype=torch.float64, device=loss.device)
     if share.index >= 0:
-        own = _NON_FINITE * (~loss.detach().isfinite()).double()
+        own = _NON_FINITE * ~loss.detach().isfinite()
         # The other stages of a pipeline have none.
-        own = own + _HAS_LOSS * (loss.detach() != 0).double()
+        own = own + _HAS_LOSS * (loss.detach() != 0)
         if is_damaged is not None:
-            own = own + _DAMAGED * is_damaged.double()
+            own = own + _DAMAGED * is_damaged
         flags[share.index * mesh.world_size + mesh.rank] = own
     return flags
 

@@ -82,7 +82,8 @@ class PendingTotals:
         num_targets = num_targets / self._token_copies
         norm = squared_norm.sqrt() / num_targets
         divisor = num_targets * ((norm + NORM_EPS) / max_norm).clamp_min(1)
-        is_finite = (loss / num_targets).isfinite() & norm.isfinite()
+        # Without targets the norm is not finite.
+        is_finite = loss.isfinite() & norm.isfinite()
         return divisor.float(), 1 - is_finite.float()
 
     def read(self) -> StepTotals:

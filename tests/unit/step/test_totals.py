@@ -5,13 +5,21 @@ import math
 import pytest
 import torch
 
+from tests.harness.threads import run_on_threads
 from torchtitan_lite.anomalies import Action, AnomalyDetector, History
 from torchtitan_lite.checkpoint import NUM_SAVE_SIGNALS
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import SingleReplica
 from torchtitan_lite.schema.anomalies import AnomaliesConfig
-from torchtitan_lite.step.totals import NORM_EPS, PendingTotals, StepValues, reduce_step
+from torchtitan_lite.step.totals import (
+    NORM_EPS,
+    PendingTotals,
+    StepTotals,
+    StepValues,
+    reduce_step,
+)
 
 _MAX_NORM = 0.5
 
@@ -43,25 +51,50 @@ def test_device_and_host_agree(
         assert divisor.item() == pytest.approx(1 / factor, rel=1e-6)
 
 
+def test_loss_and_norm_are_per_target_token() -> None:
+    totals = _pending(squared_norm=36.0, loss=30.0, num_targets=12.0, copies=2).read()
+    assert (totals.mean_loss, totals.grad_norm) == (2.5, 0.5)
+
+
 def test_spikes_depend_on_the_history() -> None:
     config = AnomaliesConfig(on_spike="skip")
     assert not AnomalyDetector(config, max_skipped_steps=1).ignores_history
 
 
-def test_large_counts_are_exact(mesh: Mesh) -> None:
-    """Float32 has no odd integers of this size."""
-    large = (1 << 24) + 1
+def _values(number: int) -> StepValues:
     none = torch.zeros(0, dtype=torch.float64)
-    values = StepValues(
-        loss=torch.zeros((), dtype=torch.float64),
-        num_targets=large,
-        cursor=large,
-        step=large,
+    return StepValues(
+        loss=torch.tensor(float(number), dtype=torch.float64),
+        num_targets=number,
+        cursor=number,
+        step=number,
         save_signals=torch.zeros(NUM_SAVE_SIGNALS, dtype=torch.float64),
         work_times=none,
         rank_flags=none,
-        router_counts=torch.tensor([large], dtype=torch.float64),
+        router_counts=torch.tensor([number], dtype=torch.float64),
     )
-    totals = reduce_step(values, [], SingleReplica(), mesh, StopRequest()).read()
+
+
+def test_totals_are_sums_over_all_ranks() -> None:
+    def reduce() -> StepTotals:
+        mesh = Mesh(detect_device("cpu"), ParallelDims(dp_shard=3))
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.full_like(parameter, mesh.rank + 1.0)
+        stop = StopRequest()
+        stop.was_signaled = mesh.rank == 1
+        values = _values(mesh.rank + 1)
+        return reduce_step(values, [parameter], SingleReplica(), mesh, stop).read()
+
+    for totals in run_on_threads(3, reduce):
+        assert totals.loss == totals.num_targets == totals.cursor_sum == totals.step_sum == 6
+        assert totals.num_ranks == 3 and totals.num_signaled == 1
+        assert totals.squared_norm == pytest.approx(2 * (1 + 4 + 9), rel=1e-6)
+        assert totals.router_counts.tolist() == [6]
+
+
+def test_large_counts_are_exact(mesh: Mesh) -> None:
+    """Float32 has no odd integers of this size."""
+    large = (1 << 24) + 1
+    totals = reduce_step(_values(large), [], SingleReplica(), mesh, StopRequest()).read()
     assert totals.num_targets == totals.cursor_sum == totals.step_sum == large
     assert totals.router_counts.tolist() == [large]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.replica import Share
 from torchtitan_lite.step.work_times import WorkTimes
 from torchtitan_lite.torch_compat import collective_waits
 
@@ -59,9 +60,16 @@ def test_compiled_code_may_wait() -> None:
 def test_ranks_are_compared_with_those_of_their_stage(
     mesh: Mesh, seconds: tuple[float, ...], slow_ranks: list[int]
 ) -> None:
-    mesh.degrees, mesh.world_size = ParallelDims(pp=2, dp_shard=2), 4
+    mesh.degrees, mesh.world_size = ParallelDims(pp=2, tp=2), 4
     times = WorkTimes(mesh, 0)
     # Per rank: its replica, microbatches, seconds of work, seconds of waiting, last write.
     totals = torch.tensor([[0.0, 1.0, one, 0.0, 0.0, 0.0] for one in seconds]).double().flatten()
     events = [one for _ in range(64) for one in times.record(totals, 1, is_valid=True)]
     assert [event.values["rank"] for event in events] == slow_ranks
+
+
+def test_the_bytes_of_a_write_are_exact(mesh: Mesh) -> None:
+    """Float32 has no odd integers of this size."""
+    num_bytes = 2**40 + 1
+    values = WorkTimes(mesh, 3).local_values(Share(index=1, count=2), (0.1, num_bytes))
+    assert values.tolist() == [0.0] * 6 + [3.0, 0.0, 0.0, 0.0, 0.1, num_bytes]
