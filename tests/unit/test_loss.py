@@ -206,3 +206,19 @@ def _z_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -
     """The auxiliary loss of arXiv:2204.02311, section 5, over the targets."""
     denominators = (hidden @ weight.T).exp().sum(-1)[targets != IGNORE_INDEX]
     return _Z_WEIGHT * (denominators.log() ** 2).sum()
+
+
+def test_the_losses_of_many_chunks_are_summed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In float32, adding 1 changes nothing.
+    losses = [2.0**25, *[1.0] * 8]
+
+    def chunk(*args: Any) -> tuple[torch.Tensor, None, None]:
+        return torch.tensor(losses.pop(0)), None, None
+
+    monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(module, "_chunk_loss", chunk)
+    with torch.no_grad():
+        summed = cross_entropy(logits_per_chunk=3)(
+            torch.zeros(9, 2), torch.zeros(3, 2), torch.zeros(9, dtype=torch.int64)
+        )
+    assert not losses and summed.item() == 2.0**25 + 8

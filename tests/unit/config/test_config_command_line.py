@@ -111,3 +111,8 @@ def test_an_outdated_reference_is_detected(tmp_path: Path) -> None:
     assert not is_current(page)
     page.write_text(markdown(Config).replace("steps", "stpes"))
     assert not is_current(page)
+
+
+def test_the_help_of_a_section_has_its_keys_only() -> None:
+    text = help_text(Config, 100, ["lr_scheduler", "optimizer"])
+    assert "[lr_scheduler]" in text and "[optimizer]" in text and "[training]" not in text

@@ -1,6 +1,9 @@
 """Constraints between values: each error has its numbers."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +11,10 @@ from safetensors.torch import save_file
 
 from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.config.constraints import check_against, check_pipeline
+from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models import model_spec
+from torchtitan_lite.mesh import ParallelDims
+from torchtitan_lite.models import model_spec, qwen3
 from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.schema.section import Section
@@ -645,3 +650,68 @@ def test_buddy_copies_need_snapshots_and_no_replicas(config) -> None:
     )
     replicas = ["--checkpoint.enable", "--fault_tolerance.enable", "true"]
     assert "the other replicas already hold the state" in config_error(config(*replicas, *copies))
+
+
+def test_sequence_parallelism_splits_sequences_too(config) -> None:
+    uneven = ["--training.seq_len", "2051", "--parallelism.tensor_parallel_degree", "4"]
+    assert config_error(config(*uneven), 4) == (
+        "training.seq_len (2051) is not a multiple of tensor_parallel_degree (sequence "
+        "parallelism) (4) = 4. Set seq_len = 2048 or 2052."
+    )
+    check_against(config(*uneven, "--parallelism.enable_sequence_parallel", "false"), 4)
+    both = ["--training.seq_len", "2052", *uneven[2:], "--parallelism.context_parallel_degree=3"]
+    assert "(3) x pieces per rank (2) x tensor_parallel_degree (sequence parallelism) (4) = 24" in (
+        config_error(config(*both), 12)
+    )
+
+
+def test_ulysses_splits_the_heads_of_a_tensor_parallel_rank(config) -> None:
+    method = ["--parallelism.context_parallel_rotate_method", "ulysses"]
+    method += ["--parallelism.tensor_parallel_degree", "4", "--training.seq_len", "2048"]
+    check_against(config(*method, "--parallelism.context_parallel_degree", "4"), 16)
+    text = config_error(config(*method, "--parallelism.context_parallel_degree", "8"), 32)
+    assert (
+        '"ulysses" splits the 4 heads that each tp rank of llama3 debugmodel has over '
+        "context_parallel_degree (8) ranks, which does not divide them. Degrees that do: 1, 2, 4;"
+    ) in text
+
+
+def test_a_piece_of_a_sequence_is_as_long_as_the_convolutions(config) -> None:
+    recurrent = ["--model.name=qwen3_next", "--model.flavor=tiny"]
+    recurrent += ["--training.seq_len=16", "--parallelism.tensor_parallel_degree=1"]
+    recurrent += ["--parallelism.context_parallel_degree"]
+    text = config_error(config(*recurrent, "4"), 4)
+    assert "leaves 2 positions for each of the 8 pieces" in text and "degree (4) ranks" in text
+    check_against(config(*recurrent, "2"), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "axes"),
+    [
+        ({"context_parallel_degree": 2}, "cp"),
+        ({"tensor_parallel_degree": 2}, "tp"),
+        ({"context_parallel_degree": 2, "tensor_parallel_degree": 2}, "cp and tp"),
+        ({"tensor_parallel_degree": 2, "enable_sequence_parallel": "false"}, ""),
+    ],
+)
+def test_a_capacity_needs_whole_sequences(config, options: dict[str, Any], axes: str) -> None:
+    dims = qwen3.FLAVORS["tiny_moe"]
+    assert dims.moe is not None
+    qwen3.FLAVORS["capped"] = replace(dims, moe=replace(dims.moe, capacity_factor=1.0))
+    chosen = config(
+        "--model.name=qwen3",
+        "--model.flavor=capped",
+        *(f"--parallelism.{key}={value}" for key, value in options.items()),
+    )
+    world_size = math.prod(value for value in options.values() if isinstance(value, int))
+    if axes:
+        assert f"the ranks of {axes} have only parts" in config_error(chosen, world_size)
+    else:
+        check_against(chosen, world_size)
+
+
+def test_the_batch_ranks_divide_the_microbatches_of_a_pipeline(config) -> None:
+    chosen = config(
+        "--training.global_batch_size=48", "--parallelism.pipeline_parallel_microbatch_size=4"
+    )
+    assert pipeline_microbatches(chosen, ParallelDims(pp=2, dp_replicate=2, dp_shard=3)) == 2

@@ -231,3 +231,12 @@ def test_a_gate_without_shared_experts_is_rejected() -> None:
         replace(QWEN3_NEXT.moe, shared_hidden_dim=0)
     plain = replace(QWEN3_NEXT, moe=replace(QWEN3_NEXT.moe, shared_gate=False))
     assert qwen3_next.spec_of(plain, "tiny").hugging_face is None
+
+
+def test_a_bfloat16_norm_keeps_small_weights() -> None:
+    norm = ZeroCenteredRMSNorm(8, eps=1e-6).bfloat16()
+    # 1 + 2**-9 is 1 in bfloat16.
+    torch.nn.init.constant_(norm.weight, 2.0**-9)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = torch.nn.functional.rms_norm(x.double(), (8,), eps=1e-6) * (1 + 2.0**-9)
+    assert torch.equal(norm(x), expected.bfloat16())

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.harness.tolerances import ATTENTION_FLOAT64
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
-from torchtitan_lite.nn.attention import AttentionMask, BlockContext, SDPAKernel
+from torchtitan_lite.nn.attention import AttentionMask, BlockContext, Chunk, SDPAKernel
 from torchtitan_lite.nn.grouped_query import GroupedQuery, Temperature
 from torchtitan_lite.nn.rope import Rope, rotate
 
@@ -100,3 +100,10 @@ def test_temperatures_grow_in_float32_whatever_the_default_dtype() -> None:
     expected_BS = torch.tensor([[1.0, once, once, twice]])
     assert factors_BS.dtype == expected_BS.dtype == torch.float32
     torch.testing.assert_close(factors_BS, expected_BS)
+
+
+def test_a_chunk_sees_its_own_positions_up_to_the_query() -> None:
+    positions = torch.arange(10)
+    seen_SS = Chunk(4).sees(positions[:, None], positions)
+    for query in range(10):
+        assert seen_SS[query].nonzero().flatten().tolist() == list(range(query // 4 * 4, query + 1))

@@ -150,3 +150,12 @@ def test_the_initial_weights_of_a_seed_never_change() -> None:
         for p in model.parameters()
     )
     assert digest == pytest.approx(-14.295339696883154, rel=GOLDEN_DIGEST)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_threads"), [(1, 8), (4, 2), (16, 1)])
+def test_the_ranks_of_a_node_share_its_cores(
+    num_ranks: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    assert module._num_threads() == num_threads

@@ -13,7 +13,7 @@ from tests.harness.tolerances import LOGITS_FLOAT32, MERGED_FLOAT64
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import deepseek_v3, llama3, qwen3
 from torchtitan_lite.nn.initialize import allocate_memory, draw_box, initialize, on_meta
-from torchtitan_lite.nn.lora import AdaptedLinear, merge_adapters, with_adapters
+from torchtitan_lite.nn.lora import AdaptedLinear, merge_adapters, merged, with_adapters
 from torchtitan_lite.redistribute import Box
 from torchtitan_lite.schema.lora import LoRAConfig
 from torchtitan_lite.spec import ModelSpec
@@ -159,3 +159,12 @@ def test_latent_attention_and_shared_experts_have_adapters() -> None:
     names = {name for name, m in model.named_modules() if isinstance(m, AdaptedLinear)}
     assert "layers.1.feed_forward.shared.w1" in names and "layers.0.attention.wkv_b" in names
     assert not any("router" in name or "experts" in name for name in names)
+
+
+def test_a_merged_bfloat16_weight_is_rounded_once() -> None:
+    weight_OI, a_RI, b_OR = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for seed, shape in enumerate([(7, 5), (3, 5), (7, 3)])
+    )
+    exact_OI = weight_OI.double() + b_OR.double() @ a_RI.double() * 0.3
+    assert torch.equal(merged(weight_OI, a_RI, b_OR, 0.3), exact_OI.bfloat16())

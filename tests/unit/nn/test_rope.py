@@ -1,9 +1,12 @@
 """Properties of rotary embeddings that need no second implementation."""
 
+import math
+
+import pytest
 import torch
 
 from tests.harness.tolerances import ROPE_FLOAT32
-from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding, rotate
+from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding, YarnScaling, rotate
 
 
 def test_scores_depend_only_on_the_distance_of_positions() -> None:
@@ -45,3 +48,32 @@ def test_rotations_are_computed_even_if_the_model_is_on_the_meta_device() -> Non
         rotary = RotaryEmbedding(8, 100.0, RopeScaling())
     expected = RotaryEmbedding(8, 100.0, RopeScaling())
     assert torch.equal(rotary.frequencies_E, expected.frequencies_E)
+
+
+def _exact(head_dim: int, theta: float) -> torch.Tensor:
+    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+
+def test_frequencies_are_powers_of_theta() -> None:
+    frequencies = RotaryEmbedding(128, 500000.0, None).frequencies_E
+    torch.testing.assert_close(
+        frequencies.double(), _exact(128, 500000.0), rtol=ROPE_FLOAT32, atol=0
+    )
+
+
+def test_yarn_interpolates_in_the_number_of_the_frequency() -> None:
+    scaling = YarnScaling(factor=40.0, original_max_position=4096, truncate=False)
+    scaled = RotaryEmbedding(64, 10000.0, scaling).frequencies_E
+    low, high = (
+        64 * math.log(4096 / (turns * 2 * math.pi)) / (2 * math.log(10000)) for turns in (32, 1)
+    )
+    plain = _exact(64, 10000.0)
+    slow = ((torch.arange(32, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    expected = plain / 40 * slow + plain * (1 - slow)
+    torch.testing.assert_close(scaled.double(), expected, rtol=10 * ROPE_FLOAT32, atol=0)
+
+
+def test_the_magnitude_of_yarn_is_relative_to_that_of_the_scores() -> None:
+    scaling = YarnScaling(factor=4.0, original_max_position=64, mscale=1.0, mscale_all_dim=0.5)
+    growth = 0.1 * math.log(4)
+    assert scaling.magnitude == pytest.approx((1 + growth) / (1 + 0.5 * growth))

@@ -363,3 +363,23 @@ def test_the_norm_is_exact_and_does_not_depend_on_the_sharding(
     columns = values[: elements // 2 * 2].reshape(-1, 2)[:, 0]
     exact = columns.double().square().sum().item()
     assert square_norm([(columns, 1)]).item() == pytest.approx(exact, rel=2 * NORM_FLOAT32)
+
+
+def test_a_single_parameter_in_float64_keeps_the_factor_out_of_the_kernels() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, dtype=torch.float64))
+    optimizer = build_optimizer(OptimizerConfig(), model, (), detect_device("cpu"))
+    assert not optimizer.can_step_unless(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("slot", ["ema", "step"])
+def test_averages_and_counts_are_loaded_in_float32(slot: str) -> None:
+    model = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    (weight,) = model.parameters()
+    optimizer = build_optimizer(OptimizerConfig(ema_decay=0.5), model, (), detect_device("cpu"))
+    optimizer.allocate(weight, slot, () if slot == "step" else (1, 2))
+    assert optimizer.slots(weight)[slot].dtype == torch.float32
+
+
+def test_a_rank_without_gradients_has_the_norm_zero_in_float64() -> None:
+    norm = square_norm([])
+    assert norm.item() == 0 and norm.dtype == torch.float64

@@ -12,10 +12,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.orthogonalization import (
     Assignment,
+    Matrix,
     ShardedOrthogonalization,
+    _in_buckets,
     assign_matrices,
 )
 from torchtitan_lite.redistribute import HolderMesh, Layout, TensorSpec
+from torchtitan_lite.redistribute.cost import CPU
 from torchtitan_lite.redistribute.placements import Holder
 
 ITERATION = NewtonSchulz(steps=5, dtype=torch.bfloat16)
@@ -215,3 +218,20 @@ def test_matrices_are_orthogonalized_after_they_have_arrived() -> None:
     assert len(sent) == 2 and not torch.equal(expected, matrix)
     for whole in sent:
         torch.testing.assert_close(whole, expected)
+
+
+def test_the_owner_with_the_most_decides_the_number_of_buckets() -> None:
+    matrices = [
+        Matrix(
+            parameter=number,
+            spec=spec(FSDP, 64, 64),
+            local_index=None,
+            flops=ITERATION.flops((64, 64)),
+            owner=int(number == 4),
+            bucket=None,
+            costs=CPU,
+        )
+        for number in range(5)
+    ]
+    in_buckets = list(_in_buckets(matrices, bucket_bytes=64 * 64 * 4))
+    assert [matrix.bucket for matrix in in_buckets if matrix.owner == 0] == [0, 1, 2, 3]

@@ -14,7 +14,7 @@ from tests.redistribution.reference import elements_of
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.read_plan import deduplicate, element_range
-from torchtitan_lite.torch_compat import is_strided_shard
+from torchtitan_lite.torch_compat import is_strided_shard, strided_shard
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LAYOUTS = [
@@ -65,3 +65,10 @@ def test_small_tensors_are_assigned_round_robin() -> None:
     assert [deduplicate(scalar, (), number).mesh.holders for number in range(4)] == [
         (0,), (1,), (2,), (3,),
     ]  # fmt: skip
+
+
+def test_replicas_of_a_strided_shard_do_not_divide_it() -> None:
+    layout = Layout(HolderMesh.ranks(2, 2), [R, strided_shard(0, 2)])
+    once = deduplicate(layout, (4096, 2), 1)
+    sizes = [prod(once.local_shape((4096, 2), rank)) for rank in range(4)]
+    assert sorted(sizes) == [0, 0, 4096, 4096]

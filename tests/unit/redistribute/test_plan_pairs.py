@@ -12,6 +12,7 @@ from tests.redistribution.bound import fewest_elements
 from tests.redistribution.layouts import all_layouts
 from tests.redistribution.reference import check_bound, replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
+from torchtitan_lite.redistribute.transfers import stripes
 
 SHAPES = [(8, 12), (5, 7), (3, 0)]
 # By mesh: every n-th of all pairs and shapes. Primes that do not divide the number of layouts, so
@@ -93,3 +94,14 @@ def test_replicas_that_divide_many_rows_send_whole_ones(shape: tuple[int, ...]) 
     (sent,) = made.transfers(3)
     assert len(sent.receives) == 3
     assert all(piece.start % 7 == piece.stop % 7 == 0 for piece in sent.receives)
+
+
+@pytest.mark.parametrize(("start", "stop", "count"), [(0, 10, 4), (3, 20, 3), (5, 6, 2)])
+def test_stripes_are_consecutive_and_as_equal_as_possible(
+    start: int, stop: int, count: int
+) -> None:
+    parts = stripes(start, stop, count, 1)
+    assert [begin for begin, _ in parts] == [start, *(end for _, end in parts[:-1])]
+    assert parts[-1][1] == stop
+    sizes = [end - begin for begin, end in parts]
+    assert len(sizes) == count and max(sizes) - min(sizes) <= 1
