@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -14,6 +15,7 @@ from torchft.manager import _ManagedWork
 from torchft.process_group import ProcessGroupGloo, _WorkAcceleratorTimeout
 
 from tests.harness.launch import wait_until
+from tests.unit.conftest import RecordedStreams
 from torchtitan_lite.replica.torchft_manager import (
     PendingHostReduction,
     PendingReduction,
@@ -77,6 +79,36 @@ def test_an_abort_that_gloo_does_not_notice_ends_the_wait() -> None:
         assert not work.is_completed()
         for group in groups:
             group.abort()
+
+
+@pytest.mark.parametrize("has_device", [False, True])
+def test_the_end_of_a_wait_is_the_end_of_the_reduction(
+    monkeypatch: pytest.MonkeyPatch, streams: RecordedStreams, has_device: bool
+) -> None:
+    """On a device, its current stream waits for the stream of the call."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_device)
+    monkeypatch.setattr(torch.accelerator, "current_stream", streams.current)
+    monkeypatch.setattr(torch.accelerator, "set_stream", streams.set_current)
+    work: Any = SimpleNamespace(
+        wait=lambda: streams.log.append(f"{streams.current().name} waits for the reduction")
+    )
+    pending = PendingReduction(work)
+    if has_device:
+        streams.set_current(streams.stream("next"))
+    pending.wait()
+    assert streams.log[0] == "main waits for the reduction"
+    assert streams.log[1:] == (["next waits for main"] if has_device else [])
+
+
+def test_a_host_reduction_waits_as_torchft_does() -> None:
+    """Its wait reports errors, and divides."""
+    waits: list[str] = []
+    inner = SimpleNamespace(is_completed=lambda: True)
+    work: Any = SimpleNamespace(_work=inner, wait=lambda: waits.append("waited"))
+    group: Any = SimpleNamespace(num_aborts=0)
+    manager: Any = None
+    PendingHostReduction(manager, work, group).wait()
+    assert waits == ["waited"]
 
 
 def _wrapped(group: ProcessGroupGloo, work: Any, flat: torch.Tensor) -> PendingReduction:

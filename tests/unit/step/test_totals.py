@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.unit.conftest import RecordedStreams
 from torchtitan_lite.anomalies import Action, AnomalyDetector, History
 from torchtitan_lite.checkpoint import NUM_SAVE_SIGNALS
 from torchtitan_lite.mesh import Mesh
@@ -41,6 +42,18 @@ def test_device_and_host_agree(
     if not skip.item():
         factor = min(1.0, _MAX_NORM / (totals.grad_norm + NORM_EPS)) / num_targets
         assert divisor.item() == pytest.approx(1 / factor, rel=1e-6)
+
+
+class _OnGpu(torch.Tensor):
+    is_cuda = True  # pyright: ignore[reportAssignmentType]
+
+
+def test_the_host_reads_totals_of_a_gpu_after_they_have_arrived(streams: RecordedStreams) -> None:
+    totals = torch.ones(8 + NUM_SAVE_SIGNALS, dtype=torch.float64).as_subclass(_OnGpu)
+    pending = PendingTotals(totals, 0, 0, 1)
+    assert streams.log == []
+    pending.read()
+    assert streams.log == ["host waits for event of main"]
 
 
 def test_spikes_depend_on_the_history() -> None:
