@@ -164,9 +164,6 @@ class AsynchronousSaver:
         self._newest_slot = self._step_to_confirm = None
         self._problem = ""
         self.resume_from(origin)
-        if self._common_slot is None:
-            # The step to resume from may not be known here yet, so the next step takes a snapshot.
-            self._snapshot_step = 0
 
     def set_writer_group(self, writer_group: WriterGroup) -> None:
         """Set the replicas that write with this one. A save in progress that other replicas take

@@ -152,10 +152,8 @@ class BackgroundProcess:
                     self._unsent[0] = self._unsent[0][written:]
                     return
                 self._unsent.popleft()
-        except BlockingIOError:
+        except (BlockingIOError, BrokenPipeError, ValueError):
             return
-        except (BrokenPipeError, ValueError):
-            self._unsent.clear()
 
     def _reap(self) -> None:
         if self._process is not None:

@@ -194,7 +194,6 @@ def copy_assets(
         files.make_folders((target / name).parent)
         files.write_file(target / name, files.read(source / name))
         files.sync_folder((target / name).parent)
-    files.sync_folder(target)
     return found
 
 

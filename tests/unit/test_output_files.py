@@ -153,3 +153,27 @@ def test_prints_follow_once_the_disk_accepts_them(tmp_path: Path) -> None:
     with path.open("wb") as output:
         subprocess.run([sys.executable, "-c", code], stdout=output, check=True, stderr=-3)
     assert path.read_text() == "0\n1\n2\nend\n"
+
+
+def test_a_file_exists_from_the_start_and_is_complete_at_the_end(
+    tmp_path: Path, faults: OutputFaults
+) -> None:
+    file = RecordFile(tmp_path / "records", faults)
+    assert (tmp_path / "records").read_bytes() == b""
+    with _largest_file(0):
+        file.append(b"record")
+    assert (tmp_path / "records").read_bytes() == b""
+    file.close()
+    assert (tmp_path / "records").read_bytes() == b"record"
+
+
+def test_late_records_are_counted_once(
+    tmp_path: Path, faults: OutputFaults, reports: list[str]
+) -> None:
+    file = RecordFile(tmp_path / "records", faults)
+    for _ in range(2):
+        with _largest_file(0):
+            file.append(b"record")
+        file.flush()
+        assert "1 records were written late" in reports[-1]
+    file.close()

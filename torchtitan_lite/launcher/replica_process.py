@@ -311,7 +311,6 @@ class ReplicaProcess:
         self.state = ReplicaState.ENDING
         failure = group.failure()
         self._examine_until_s, self._failed_at_ns = now_s, time.time_ns()
-        self._asked.clear()
         if failure.has_error and not (failure.names_itself or failure.status == TRANSIENT):
             # Its error may be the effect of another rank's. A stopped rank does not answer.
             self._examine_until_s += _EXAMINE_S

@@ -393,7 +393,6 @@ class Coordinator:
         self._state, self._store_port, self._lost = RunState.RUNNING, 0, []
         self._policy.attempt_started()
         self._progress_since_s = None
-        self._finished = {}
         for one in self._machines.values():
             one.was_joined = False
 

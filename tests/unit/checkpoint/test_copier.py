@@ -2,11 +2,13 @@
 registered once, and addresses stay registered until they are unregistered."""
 
 import mmap
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.unit.checkpoint.conftest import SmallState, same
+from tests.unit.conftest import RecordedStreams
 from torchtitan_lite.checkpoint import copier as module
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.save_plan import plan_save
@@ -18,27 +20,34 @@ _ALREADY_REGISTERED, _NOT_REGISTERED, _OUT_OF_MEMORY = 712, 713, 2
 class _Runtime:
     def __init__(self, max_slots: int = 100) -> None:
         self.registered: set[int] = set()
+        self.has_error = False
         self._max_slots = max_slots
 
     def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
         if address in self.registered:
-            return _ALREADY_REGISTERED
+            return self._error(_ALREADY_REGISTERED)
         if len(self.registered) == self._max_slots:
-            return _OUT_OF_MEMORY
+            return self._error(_OUT_OF_MEMORY)
         self.registered.add(address)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         if address not in self.registered:
-            return _NOT_REGISTERED
+            return self._error(_NOT_REGISTERED)
         self.registered.remove(address)
         return 0
+
+    def clear_error(self) -> None:
+        self.has_error = False
+
+    def _error(self, code: int) -> int:
+        self.has_error = True
+        return code
 
 
 def _on_gpu(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_runtime", lambda: runtime)
-    # Without a stream the copies of the state, which is on the CPU, are made by the thread.
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(module, "clear_cuda_error", lambda: runtime.clear_error())
 
 
 def _snapshot(slots: list[memoryview], mesh: Mesh) -> Copier:
@@ -57,7 +66,10 @@ def _slots(mesh: Mesh) -> list[memoryview]:
 
 
 def test_memory_is_unlocked_at_the_end_and_can_be_locked_again(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mesh: Mesh,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: RecordedStreams,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime, slots = _Runtime(), _slots(mesh)
     _on_gpu(runtime, monkeypatch)
@@ -66,11 +78,18 @@ def test_memory_is_unlocked_at_the_end_and_can_be_locked_again(
         assert len(runtime.registered) == 3
         copier.close()
         assert not runtime.registered
-    assert not caplog.records
+    # It has nothing left to unlock.
+    with monkeypatch.context() as kept:
+        kept.setattr(runtime, "clear_error", lambda: None)
+        copier.close()
+    assert not runtime.has_error and not caplog.records
 
 
 def test_snapshots_work_without_locked_memory(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+    mesh: Mesh,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: RecordedStreams,
+    logged: pytest.LogCaptureFixture,
 ) -> None:
     runtime = _Runtime(max_slots=1)
     _on_gpu(runtime, monkeypatch)
@@ -78,6 +97,58 @@ def test_snapshots_work_without_locked_memory(
     assert not runtime.registered
     (record,) = logged.records
     assert "cannot be page-locked (CUDA error 2)" in record.getMessage()
+    # torch would raise it at the next kernel launch.
+    assert not runtime.has_error
+    copier.close()
+
+
+def test_an_error_of_unlocking_is_cleared(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, streams: RecordedStreams
+) -> None:
+    runtime = _Runtime()
+    _on_gpu(runtime, monkeypatch)
+    copier = _snapshot(_slots(mesh), mesh)
+    runtime.registered.clear()
+    copier.close()
+    assert not runtime.has_error
+
+
+def test_a_copy_follows_the_computation_and_is_complete_before_it_is_reported(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, streams: RecordedStreams
+) -> None:
+    _on_gpu(_Runtime(), monkeypatch)
+    monkeypatch.setattr(
+        module,
+        "foreach_copy_",
+        lambda outs, given, non_blocking: streams.log.append(f"copy on {streams.current().name}"),
+    )
+    state = SmallState()
+    copier = Copier(plan_save(state.tensors(), mesh), _slots(mesh), torch.device("cuda", 0))
+    copier.start(0, state.tensors(), lambda: streams.log.append("reported"))
+    copier.close()
+    assert streams.log == [
+        "side waits for main",
+        "copy on side",
+        "host waits for side",
+        "reported",
+    ]
+
+
+@pytest.mark.parametrize("end", [Copier.wait, Copier.close])
+def test_an_error_of_a_copy_is_raised_once(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, end: Callable[[Copier], None]
+) -> None:
+    monkeypatch.setattr(module, "has_free_core", lambda: True)
+    state = SmallState()
+    copier = Copier(plan_save(state.tensors(), mesh), _slots(mesh), torch.device("cpu"))
+
+    def fail() -> None:
+        raise OSError("the region is lost")
+
+    copier.start(0, state.tensors(), fail)
+    with pytest.raises(OSError, match="the region is lost"):
+        end(copier)
+    copier.wait()
     copier.close()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.conftest import Fsyncs
 from torchtitan_lite.checkpoint import HistoryClaim, RunHistory
 from torchtitan_lite.errors import CheckpointError
 
@@ -29,6 +30,13 @@ def test_a_token_is_claimed_once(tmp_path: Path) -> None:
     assert sum(won) == 1
     assert histories[0].newest() == claims[won.index(True)]
     assert [path.name for path in histories[0].folder.iterdir()] == ["00000001.json"]
+
+
+def test_a_claim_is_durable(tmp_path: Path, fsyncs: Fsyncs) -> None:
+    history = RunHistory(tmp_path, 0)
+    assert history.try_claim(FIRST)
+    assert "00000001.json" in fsyncs.synced[history.folder]
+    assert (history.folder / "00000001.json").read_bytes() in fsyncs.synced.values()
 
 
 def test_only_the_newest_claims_are_kept(tmp_path: Path) -> None:

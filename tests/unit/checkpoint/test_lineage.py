@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.checkpoint.conftest import Manage, SmallState, crash
 from tests.unit.checkpoint.test_asynchronous import complete, steps
+from tests.unit.conftest import Fsyncs
 from torchtitan_lite.checkpoint.lineage import SnapshotLineage
 from torchtitan_lite.mesh import Mesh
 
@@ -29,6 +30,13 @@ def test_segments_follow_the_history(tmp_path: Path, mesh: Mesh) -> None:
     # A resume from storage abandons all snapshots.
     lineage.begin_segment(None)
     assert lineage.permitted() == {lineage.segment: None}
+
+
+def test_a_segment_is_durable(tmp_path: Path, mesh: Mesh, fsyncs: Fsyncs) -> None:
+    path = tmp_path / "lineage.json"
+    SnapshotLineage(path, mesh).begin_segment(None)
+    assert fsyncs.synced[tmp_path] == {"lineage.json"}
+    assert path.read_bytes() in fsyncs.synced.values()
 
 
 def test_a_damaged_history_permits_no_snapshot(tmp_path: Path, mesh: Mesh) -> None:

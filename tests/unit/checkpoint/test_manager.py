@@ -375,6 +375,16 @@ def test_the_first_replica_commits_once_the_others_have_written(
         assert any("writers [1] did not write" in one.getMessage() for one in logged.records)
 
 
+def test_the_last_step_is_kept_without_the_other_replicas(manage: Manage) -> None:
+    """They may have ended already."""
+    state = SmallState()
+    manager = manage(state, interval=100, enable_first_step_checkpoint=False, preemption_grace_s=1)
+    manager.set_writer_group(WriterGroup(index=0, count=2, token="ab"))
+    run_steps(manager, state, 1)
+    manager.keep_last_step()
+    assert steps_in(manager.root) == ["step-1"]
+
+
 def test_an_unreadable_folder_is_named_at_the_start(manage: Manage) -> None:
     manager = manage(SmallState())
     Path(manager.root).write_text("a file where the folder should be")

@@ -1,5 +1,6 @@
 """The token cache: built once, complete or absent, split in two, cheap to open again."""
 
+import hashlib
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.harness.ranks import FORK_SERVER
+from tests.unit.conftest import Fsyncs
 from torchtitan_lite.data import open_data, token_cache
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
@@ -81,6 +83,13 @@ def test_documents_are_complete_and_in_order(
     assert (part.tokens[part.document_starts] == tokenizer.bos_id).all()
     assert (part.tokens[part.document_starts[1:] - 1] == tokenizer.eos_id).all()
     assert part.tokens.dtype == np.uint16
+    # Of uint32 tokens, the same in every release, because checkpoints store it.
+    digest = hashlib.blake2b(digest_size=16)
+    for start, ids in zip(
+        part.document_starts, np.split(part.tokens, part.document_starts[1:]), strict=True
+    ):
+        digest.update(start.tobytes() + ids.astype(np.uint32).tobytes())
+    assert part.digest == digest.hexdigest()
 
 
 def test_a_cache_with_truncated_documents_is_not_used(
@@ -156,6 +165,19 @@ def test_leftovers_of_a_dead_builder_are_removed(tmp_path: Path) -> None:
     build_once(tmp_path / "thing", "a thing", lambda folder: (folder / "whole").touch())
     build_once(tmp_path / "thing", "a thing", fail)
     assert (tmp_path / "thing" / "whole").is_file()
+
+
+def test_a_folder_is_durable_once_it_has_its_name(tmp_path: Path, fsyncs: Fsyncs) -> None:
+    def build(folder: Path) -> None:
+        (folder / "part").mkdir()
+        (folder / "part" / "file").write_bytes(b"content")
+
+    build_once(tmp_path / "thing", "a thing", build)
+    parent = fsyncs.synced.pop(tmp_path)
+    (folder,) = (path for path in fsyncs.synced if path.parent == tmp_path)
+    assert "thing" in parent and folder.name not in parent
+    part = folder / "part"
+    assert fsyncs.synced == {folder: {"part"}, part: {"file"}, part / "file": b"content"}
 
 
 def test_a_damaged_or_unwritable_cache_is_named(tmp_path: Path, tokenizer_folder: Path) -> None:

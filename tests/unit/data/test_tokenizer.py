@@ -1,5 +1,6 @@
 """Loading and training tokenizers."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torchtitan_lite.data.tokenizer import (
     special_ids,
     train_tokenizer,
 )
+from torchtitan_lite.data.tokenizer_folder import FILES
 from torchtitan_lite.errors import DataError
 
 
@@ -200,6 +202,21 @@ def test_every_file_that_decides_about_tokens_is_in_the_fingerprint(
         (tmp_path / name).write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
         seen.add(open_tokenizer(str(tmp_path), (), 300, tmp_path).fingerprint)
     assert len(seen) == 3
+
+
+def test_the_fingerprint_is_the_same_in_every_release(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Checkpoints store it."""
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    (tmp_path / FILES[-1]).write_bytes(b"[]")
+    contents = dict.fromkeys(FILES, b"") | {
+        path.name: path.read_bytes() for path in tmp_path.iterdir()
+    }
+    expected = hashlib.blake2b(digest_size=16)
+    for name in FILES:
+        expected.update(contents[name] + b"\x1f")
+    assert open_tokenizer(str(tmp_path), (), 300, tmp_path).fingerprint == expected.hexdigest()
 
 
 def test_errors_name_the_folder_and_the_remedy(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -170,6 +170,13 @@ def test_requests_that_cannot_be_followed_change_nothing(run: _Run) -> None:
     assert run.permissions() == [[], []] and run.restarts() == [0, 0] and not run.events
 
 
+def test_the_end_of_a_run_answers_a_request_once(run: _Run) -> None:
+    request = run.request(_TP)
+    for reason in ("the replicas stop", "the run has ended"):
+        run.resizer.end(reason)
+        assert run.outcome(request) == (ResizeState.FAILED, "the replicas stop")
+
+
 @pytest.mark.parametrize("is_unreachable", [False, True])
 def test_a_mesh_that_is_rejected_is_cancelled(is_unreachable: bool, run: _Run) -> None:
     run.replicas[1].is_unreachable = is_unreachable

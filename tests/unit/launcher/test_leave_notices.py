@@ -36,6 +36,15 @@ def test_a_notifier_that_fails_is_restarted_with_growing_delays(tmp_path: Path) 
     assert notifier.poll("a:1", 1000.0) is None and notifier.pid is None
 
 
+def test_a_killed_notifier_has_ended(tmp_path: Path) -> None:
+    notifier = LeaveNotifier(lambda address: ["cat"], {}, tmp_path / "log", max_restarts=2)
+    notifier.start("a:1")
+    pid = notifier.pid
+    assert pid is not None
+    notifier.kill()
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_a_killed_notifier_stays_down(tmp_path: Path) -> None:
     notifier = LeaveNotifier(lambda address: ["false"], {}, tmp_path / "log", max_restarts=2)
     notifier.start("a:1")

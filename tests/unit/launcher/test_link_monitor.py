@@ -114,6 +114,40 @@ def test_a_slow_table_is_read_less_often(monkeypatch: pytest.MonkeyPatch) -> Non
     assert reads == [0.0, 60.0]
 
 
+@pytest.mark.parametrize(
+    ("connection", "num_samples", "num_reports"),
+    [
+        # A slow link is reported again of other ranks, and a dead one that stays dead is not.
+        ((4000, 0, False), 40, 2),
+        ((100, 5, False), 8, 1),
+    ],
+)
+def test_restarted_ranks_are_judged_by_their_own_links(
+    monkeypatch: pytest.MonkeyPatch,
+    connection: tuple[int, int, bool],
+    num_samples: int,
+    num_reports: int,
+) -> None:
+    monitor, found = LinkMonitor(), []
+
+    def poll(pid: int, times: int) -> None:
+        for _ in range(times):
+            now_s = monitor._due_s + 1
+            found.extend(monitor.poll({(0, 0): pid, (0, 1): pid + 1}, now_s, is_symmetric=True))
+
+    slow = Connection("0->1", "1->0", *connection, inode=1)
+    other = Connection("1->0", "0->1", 0, 0, False, inode=2)
+    monkeypatch.setattr(link_monitor, "_connections", lambda pids: [slow, other])
+    monkeypatch.setattr(link_monitor, "_socket_owners", lambda ranks: {1: (0, 0), 2: (0, 1)})
+    poll(100, num_samples - 1)
+    poll(200, num_samples - 1)
+    assert found == []
+    poll(200, 1)
+    assert len(found) == 1
+    poll(300, 100)
+    assert len(found) == num_reports
+
+
 def test_the_rank_at_the_end_of_most_dead_links_is_named() -> None:
     monitor = LinkMonitor()
     assert _observe(monitor, {(0, 2): (100, 3, False)}, 2) == []

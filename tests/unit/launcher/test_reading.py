@@ -19,6 +19,7 @@ from torchtitan_lite.launcher.logs import (
 )
 from torchtitan_lite.launcher.plan import LaunchPlan, dump_folder, training_plan
 from torchtitan_lite.launcher.resize_request import RunMesh
+from torchtitan_lite.outputs import PARTICIPATES, RECEIVES_STATE
 
 CHATTER = b"2026-01-01T00:00:00.000 [INFO] [torchft::manager] - [Replica 0] start quorum"
 
@@ -180,6 +181,14 @@ def test_progress_sees_healing(tmp_path: Path) -> None:
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
     progress = ReplicaProgress(metrics, log)
     log.write_text("12:00:00 Receiving the state of another replica, at sample 4.\n")
+    progress.update()
+    assert progress.is_healing
+    with log.open("a") as file:
+        file.write(f"12:00:01 {PARTICIPATES} in the quorum.\n")
+    progress.update()
+    assert not progress.is_healing
+    with log.open("a") as file:
+        file.write(f"12:00:02 {RECEIVES_STATE}\n")
     progress.update()
     assert progress.is_healing
     metrics.write_text("no JSON\n" + step(5))

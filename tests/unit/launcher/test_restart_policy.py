@@ -26,6 +26,18 @@ def delay_s(decision: RestartAfter | GiveUp) -> float:
     return decision.delay_s
 
 
+def test_identical_failures_are_counted_anew_after_progress() -> None:
+    policy = RestartPolicy(100)
+    for makes_progress in (False, True, False):
+        policy.attempt_started()
+        if makes_progress:
+            policy.made_progress(1.0)
+        assert isinstance(policy.attempt_failed(wrong("x"), 2.0), RestartAfter)
+    policy.attempt_started()
+    decision = policy.attempt_failed(wrong("x"), 2.0)
+    assert isinstance(decision, GiveUp) and "2 times in the same way" in decision.reason
+
+
 def test_delays_double_up_to_half_a_minute_until_the_limit() -> None:
     policy = RestartPolicy(7, first_delay_s=1)
     delays = []

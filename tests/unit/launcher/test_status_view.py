@@ -96,7 +96,7 @@ def test_the_lighthouse_starts_listens_and_stops(tmp_path: Path) -> None:
         dict(os.environ),
         host="127.0.0.1",
         log=tmp_path / "lighthouse.log",
-        max_restarts=1,
+        max_restarts=2,
         report_event=print,
         report_diagnosis=print,
     )
@@ -120,6 +120,15 @@ def test_the_lighthouse_starts_listens_and_stops(tmp_path: Path) -> None:
         *("waiting", "starting", "listening"),
         *("down", "starting", "listening", "stopped"),
     ]
+    assert lighthouse.descriptors == []
+    # It stays down if it is killed before it has started again.
+    lighthouse.start()
+    assert lighthouse.pid is not None
+    os.kill(lighthouse.pid, signal.SIGKILL)
+    follow("down")
+    lighthouse.kill()
+    lighthouse.poll(time.monotonic() + 100)
+    assert lighthouse.state == "stopped"
 
 
 def test_the_last_table_shows_the_end(

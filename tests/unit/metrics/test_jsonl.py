@@ -100,6 +100,13 @@ def test_resume_drops_only_later_records(path, write, make_record):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_what_is_kept_is_durable_before_it_replaces_the_file(path, write, fsyncs):
+    write(1, 2, 3, resume_step=0)
+    write(resume_step=2)
+    assert steps_in(path) == [1, 2]
+    assert path.read_bytes() in fsyncs.synced.values()
+
+
 def test_a_fresh_run_keeps_the_history_of_an_earlier_one(path, write):
     write(1, 2, 3, resume_step=0)
     write(1, 2, resume_step=0)

@@ -1,6 +1,8 @@
 """Muon in one process: updates of torch.optim.Muon, and the iteration against singular values."""
 
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness.tolerances import NEWTON_SCHULZ_FLOAT64
+from tests.unit.conftest import RecordedStreams
 from tests.unit.models.tiny import (
     QWEN3_EXPERTS,
     tiny_decoder,
@@ -22,6 +25,7 @@ from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.optim import ShardedOptimizer, build_optimizer
+from torchtitan_lite.optim.muon import Muon
 from torchtitan_lite.optim.newton_schulz import COEFFICIENTS, NewtonSchulz
 from torchtitan_lite.optim.optimizer import uses_muon
 from torchtitan_lite.schema.optimizer import OptimizerConfig
@@ -232,3 +236,48 @@ def test_a_model_without_matrices_is_left_to_adamw() -> None:
 
 def test_a_step_does_not_depend_on_a_value_of_the_device() -> None:
     assert not build(tiny_decoder(torch.float32)).can_step_unless(torch.device("cpu"))
+
+
+class _Kept:
+    """Keeps the updates as they are."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def run(self, shards: Sequence[torch.Tensor]) -> None:
+        self.seen = [shard.clone() for shard in shards]
+
+
+def muon_of(parameters: list[nn.Parameter], orthogonalization: _Kept, device: str) -> Muon:
+    return Muon(
+        [{"params": parameters, "weight_decay": 0.0}],
+        [parameter.shape for parameter in parameters],
+        orthogonalization,
+        lr=1.0,
+        momentum=0.0,
+        nesterov=False,
+        adjust_lr="original",
+        dtype=torch.float32,
+        device=torch.device(device),
+    )
+
+
+def test_a_matrix_without_a_gradient_takes_part_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matrices of one step are exchanged together."""
+    monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, math.nan, **kind))
+    parameters = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    parameters[0].grad = torch.ones(2, 2)
+    kept = _Kept()
+    muon_of(parameters, kept, "cpu").step()
+    assert [update.sum().item() for update in kept.seen] == [4.0, 0.0]
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_the_host_waits_for_the_updates_of_offloaded_parameters(
+    streams: RecordedStreams, is_offloaded: bool
+) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    # With a number it is another device than that of the parameter, with the same memory.
+    muon_of([parameter], _Kept(), "cpu:0" if is_offloaded else "cpu").step()
+    assert streams.log == (["host waits for main"] if is_offloaded else [])

@@ -4,16 +4,22 @@ import math
 import random
 import time
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from tests.unit.conftest import RecordedStreams
+from torchtitan_lite.optim import orthogonalization
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.orthogonalization import (
     Assignment,
     Matrix,
     ShardedOrthogonalization,
+    _background,
+    _BackgroundStream,
     _in_buckets,
     assign_matrices,
 )
@@ -177,7 +183,14 @@ def test_thousands_of_experts_on_hundreds_of_ranks_are_assigned_in_seconds() -> 
     assert max(assignment.flops.values()) <= 1.05 * mean
 
 
-def test_an_error_of_an_exchange_reaches_the_step() -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_error_of_an_exchange_reaches_the_step(place: int) -> None:
+    """Of the gathering one, or of the scattering one of the last bucket."""
+
+    class Working:
+        def run(self, sources: object, outs: object) -> None:
+            pass
+
     class Broken:
         def run(self, sources: object, outs: object) -> None:
             raise RuntimeError("a peer is lost")
@@ -185,8 +198,10 @@ def test_an_error_of_an_exchange_reaches_the_step() -> None:
     specs = [spec(FSDP, 512, 512) for _ in range(64)]
     assignment = assign_matrices(specs, ITERATION)
     assert len(assignment.buckets) == 4
-    sharded = ShardedOrthogonalization(assignment, ITERATION, rank=0, device=torch.device("cpu"))
-    sharded._exchanges = [(Broken(), Broken())] * 4  # pyright: ignore
+    identity: Any = SimpleNamespace(orthogonalize_=lambda matrix: None)
+    sharded = ShardedOrthogonalization(assignment, identity, rank=0, device=torch.device("cpu"))
+    broken = (Broken(), Working()) if place == 0 else (Working(), Broken())
+    sharded._exchanges = [(Working(), Working())] * 3 + [broken]  # pyright: ignore
     shards = [torch.zeros(128, 512, dtype=torch.bfloat16) for _ in specs]
     with pytest.raises(RuntimeError, match="a peer is lost"):
         sharded.run(shards)
@@ -235,3 +250,14 @@ def test_the_owner_with_the_most_decides_the_number_of_buckets() -> None:
     ]
     in_buckets = list(_in_buckets(matrices, bucket_bytes=64 * 64 * 4))
     assert [matrix.bucket for matrix in in_buckets if matrix.owner == 0] == [0, 1, 2, 3]
+
+
+def test_streams_wait_for_what_they_read(
+    monkeypatch: pytest.MonkeyPatch, streams: RecordedStreams
+) -> None:
+    monkeypatch.setattr(orthogonalization, "_background_stream", _BackgroundStream)
+    with _background(torch.device("cuda")) as background:
+        started = background.start(lambda: streams.log.append(f"on {streams.current().name}"))
+        assert streams.log == ["side waits for main", "on side"]
+        started.wait()
+    assert streams.log[2:] == ["main waits for event of side"]

@@ -138,6 +138,32 @@ def test_a_cancelled_resize_leaves_no_spare(replica: _Replica) -> None:
     assert not any(one.is_ordered_to_leave for one in replica.ranks)
 
 
+def test_after_a_cancelled_resize_a_user_may_request_another(replica: _Replica) -> None:
+    replica.ready()
+    replica.permit(Permission.CANCEL)
+    assert _answer_to(replica, RunMesh(1)) == (ResizeState.ACCEPTED, "")
+
+
+def test_a_newer_request_replaces_one_that_has_not_begun(replica: _Replica) -> None:
+    """The processes that only the former one needs are ended."""
+    assert _answer_to(replica, RunMesh(5)) == (ResizeState.ACCEPTED, "")
+    before = list(replica.started)
+    assert len(before) == 3
+    assert _answer_to(replica, RunMesh(1)) == (ResizeState.ACCEPTED, "")
+    assert all(one.state is RankState.EXITED for one in before)
+
+
+def test_ranks_are_ordered_to_leave_again_after_a_failure(replica: _Replica) -> None:
+    replica.ready()
+    replica.permit(Permission.LEAVE)
+    replica.ranks[0].state, replica.ranks[0].status = RankState.EXITED, ExitStatus(-9)
+    assert replica.tick().state is WorkerState.FAILED
+    for one in replica.ranks:
+        one.state, one.is_ordered_to_leave = RankState.TRAINING, False
+    replica.tick()
+    assert all(one.is_ordered_to_leave for one in replica.ranks)
+
+
 def test_a_stop_after_the_ranks_have_left_returns_to_the_former_mesh(replica: _Replica) -> None:
     replica.left()
     replica.stops.append(15)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.rendezvous.rig import Rig, fail, park
 from torchtitan_lite.errors import MACHINE_FAULT
+from torchtitan_lite.launcher.restart_policy import HEALTHY_S
 from torchtitan_lite.rendezvous.coordinator import Busy, Rejected
 from torchtitan_lite.rendezvous.messages import FailureKind, Phase, Report, RunState
 from torchtitan_lite.rendezvous.timing import (
@@ -307,6 +308,31 @@ def test_a_machine_that_fails_twice_in_a_row_is_replaced() -> None:
         rig.run(8)
         assert rig.attempt() == attempt
     assert rig.places() == {"a": 0, "c": 1}
+
+
+def test_failures_before_a_healthy_attempt_do_not_count() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    for attempt, is_healthy in ((2, True), (3, False)):
+        fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+        rig.run(8)
+        assert rig.attempt() == attempt and rig.places() == {"a": 0, "b": 1}
+        if is_healthy:
+            rig.train("a", "b")
+            rig.run(HEALTHY_S + 2)
+    # The attempt before was not healthy.
+    fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+    rig.run(8)
+    assert rig.places() == {"a": 0, "c": 1}
+
+
+def test_a_machine_that_is_lost_before_the_first_attempt_is_forgotten() -> None:
+    rig = Rig("a", "b", num_machines=3)
+    rig.run(LOST_S + OUTAGE_S)
+    assert rig.answers["a"].num_joined == 2
+    rig.silent.add("b")
+    rig.run(LOST_S + 2)
+    assert rig.answers["a"].num_joined == 1
 
 
 def test_a_machine_that_loses_its_lease_twice_in_a_row_is_replaced() -> None:

@@ -1,10 +1,12 @@
 """An agent that is blocked does not report."""
 
+import threading
 import time
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import strategies as st
 
@@ -15,7 +17,7 @@ from torchtitan_lite.rendezvous import link as link_module
 from torchtitan_lite.rendezvous.link import RendezvousLink
 from torchtitan_lite.rendezvous.messages import PURPOSE, SERVICE, Answer, Report
 from torchtitan_lite.rendezvous.server import rendezvous_server
-from torchtitan_lite.rendezvous.timing import LEASE_S
+from torchtitan_lite.rendezvous.timing import LEASE_S, REPORT_S
 from torchtitan_lite.rpc.client import RpcClient
 from torchtitan_lite.rpc.server import RpcServer
 
@@ -81,6 +83,61 @@ def test_a_changed_report_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         link.update(is_stopping=True)
         assert launch.wait_until(lambda: link.lease_until_s > lease_s, 5) < 2
         link.leave()
+
+
+class _Client:
+    """Records the calls of a link, whose reports last until `may_answer`."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.may_answer = threading.Event()
+
+    def call(self, name: str, content: object, timeout_s: float) -> Any:
+        if name == "Report":
+            assert self.may_answer.wait(10) and len(self.calls) < 9
+        self.calls.append(name)
+        raise RpcError("no answer", grpc.StatusCode.UNAVAILABLE)
+
+    def close(self) -> None: ...
+
+
+def test_reports_have_their_interval_unless_they_change() -> None:
+    link: Any = _link("127.0.0.1:1")
+    link._client = _Client()
+    link._client.may_answer.set()
+    waits: list[tuple[float, bool]] = []
+
+    class Wake(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waits.append((timeout, self.is_set()))
+            link._ended = len(waits) == 3
+            return True
+
+    link._wake = Wake()
+    link.update(is_stopping=True)
+    link.beat()
+    link._run()
+    assert waits == [(REPORT_S, False)] * 3
+    assert link._client.calls == ["Report"] * 3
+
+
+def test_no_report_follows_the_notice_of_leaving() -> None:
+    """It would bring the machine back."""
+    link: Any = _link("127.0.0.1:1")
+    client = link._client = _Client()
+    link.answer = object()
+    link.start()
+    join = link._thread.join
+
+    def end(timeout_s: float) -> None:
+        client.may_answer.set()
+        join(timeout_s)
+
+    link._thread.join = end
+    link.leave()
+    client.may_answer.set()
+    assert client.calls == ["Report", "Leave"]
 
 
 @pytest.mark.parametrize("is_at_fault", [False, True])

@@ -221,6 +221,26 @@ def test_ranks_that_do_not_leave_are_stopped() -> None:
     assert rig.attempt() == 2 and rig.answers["a"].mesh == _MESH
 
 
+def test_a_late_leave_explains_no_later_failure() -> None:
+    rig = _training()
+    rig.stays = {"a", "b"}
+    _request(rig, name="a")
+    rig.run(LEAVE_S + 10, until=lambda: rig.state() is RunState.FORMING)
+    rig.send(
+        "b", phase=Phase.PARKED, failure=FailureKind.DEATH, failure_text="rank 1: out of memory"
+    )
+    rig.run(5)
+    assert rig.attempt() == 2 and _present(rig) == ("r1", ResizeState.ACCEPTED)
+    rig.stays, rig.slow = set(), {"b"}
+    rig.train("a", "b")
+    rig.run(2)
+    fields = {"failure": FailureKind.EXCEPTION, "failure_text": "rank 1: InjectedError"}
+    rig.send("b", phase=Phase.FAILED, ready_for="r1", **fields)
+    rig.run(5)
+    assert rig.attempt() == 3 and rig.answers["b"].is_blamed
+    assert rig.answers["a"].reason == "b: rank 1: InjectedError"
+
+
 @pytest.mark.parametrize("state", ["preparing", "leaving", "left"])
 def test_a_machine_asked_to_stop_ends_a_resize(state: str) -> None:
     rig = _training()

@@ -1,5 +1,6 @@
 """Which quorum may continue a run: processes of the last one, or anybody after its lease."""
 
+import logging
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from torchtitan_lite.checkpoint import RunHistory, SupersededError, history_name
 from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.log import logger
 from torchtitan_lite.replica import fencing
 from torchtitan_lite.replica.fencing import Fence
 
@@ -300,6 +302,49 @@ def test_the_time_to_join_begins_when_the_lease_has_expired(run: Run) -> None:
     time.sleep(JOIN_TIMEOUT_S)
     run.expire()
     assert "may have a newer state" in run.admit(stranger, ["2:a"], lighthouse="second")
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_the_time_to_join_begins_anew_with_each_sign_of_the_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch, returns: bool
+) -> None:
+    """Their lease was renewed, or they were in a quorum with this replica."""
+    now_s = 1000.0
+    monkeypatch.setattr(fencing, "_WAIT_S", 0.0)
+    members = ["0:a", "1:a"]
+    fence = run.fence(0)
+    assert run.admit(fence, members) == ""
+    run.expire()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    alone = {"lighthouse": "second", "quorum_id": 2}
+    assert "may have a newer state" in run.admit(fence, ["0:b"], **alone)
+    if returns:
+        assert run.admit(fence, members) == ""
+    else:
+        newest = run.history.newest()
+        assert newest is not None
+        run.history.renew(newest)
+        assert "trained 0 s ago" in run.admit(fence, ["0:b"], **alone)
+    run.expire()
+    now_s += JOIN_TIMEOUT_S + 1
+    assert "may have a newer state" in run.admit(fence, ["0:b"], **alone)
+    now_s += JOIN_TIMEOUT_S + 1
+    assert run.admit(fence, ["0:b"], **alone) == ""
+
+
+def test_failures_of_the_folder_are_logged_once_until_it_answers(
+    run: Run, logged: pytest.LogCaptureFixture
+) -> None:
+    logged.set_level(logging.INFO, logger.name)
+    fence = run.fence(0)
+    for _ in range(2):
+        for _ in range(3):
+            fence._report_failure(OSError("no space"))
+        for _ in range(2):
+            fence._report_success()
+    levels = [record.levelname for record in logged.records]
+    assert levels == ["WARNING", "INFO", "WARNING", "INFO"]
+    assert "after 3 failures" in logged.records[-1].getMessage()
 
 
 def test_the_lease_of_replicas_that_stay_is_renewed_after_one_left(

@@ -24,16 +24,16 @@ class _Twice:
 
 
 class _Reduction:
-    """Has its result after `wait`."""
+    """Has its result, of what was sent, after `wait`."""
 
     def __init__(self, group: _Twice, flat: torch.Tensor) -> None:
-        self._group, self._flat = group, flat
+        self._group, self._flat, self._sum = group, flat, 2 * flat
 
     def is_done(self) -> bool:
         return self._group.are_done
 
     def wait(self) -> None:
-        self._flat *= 2
+        self._flat.copy_(self._sum)
 
 
 def _model() -> nn.Sequential:
@@ -107,3 +107,15 @@ def test_a_replica_without_samples_makes_the_same_calls() -> None:
     assert all(parameter.grad is None for parameter in parameters)
     _run(busy, GradientReducer.reduce_during_backward)
     assert idle.sent == busy.sent
+
+
+def test_only_the_announced_backward_reduces() -> None:
+    """Also if it did not take place, because this replica had no samples."""
+    group, model = _Twice(), _model()
+    sums, parameters = _sums(group, per_bucket=2), list(model.parameters())
+    sums.reduce_during_backward(parameters)
+    sums.reduce(parameters, torch.zeros(1, dtype=torch.float64))
+    group.sent.clear()
+    for _ in range(2):
+        _backward(model, torch.ones(4, 16))
+    assert group.sent == []

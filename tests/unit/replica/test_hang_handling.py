@@ -4,10 +4,12 @@ collective in which it waits. The tests of the launcher cover its requests to ra
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C import _distributed_c10d
@@ -162,11 +164,20 @@ def test_collectives_of_a_former_world_are_not_written(
 
     entries = [entry(1, 100), entry(2, 200)]
     monkeypatch.setattr(hang_handling, "flight_record", lambda: {"entries": list(entries)})
+    sigtimedwait = signal.sigtimedwait
+
+    def ends_late(*given: Any) -> Any:
+        received = sigtimedwait(*given)
+        time.sleep(0.1)
+        return received
+
+    monkeypatch.setattr(signal, "sigtimedwait", ends_late)
     recorder = FlightRecorder(tmp_path, 0, {Phase.COMPUTE: 60.0})
     try:
         entries.append(entry(1, 300))
         recorder.write()
     finally:
         recorder.close()
+    assert not recorder._thread.is_alive()
     written = json.loads(flight_record_file(tmp_path, 0).read_text())["entries"]
     assert [one["time_created_ns"] for one in written] == [300]

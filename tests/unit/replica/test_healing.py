@@ -18,6 +18,7 @@ from tests.unit.checkpoint.conftest import SmallState
 from tests.unit.fuzzing import forged_server
 from torchtitan_lite import rng
 from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica.healing import client
 from torchtitan_lite.replica.healing.client import (
     IncompatibleState,
     TornState,
@@ -82,19 +83,38 @@ def same(one: Run, other: Run) -> bool:
     )
 
 
+class _Observant(Run):
+    """Looks at its tensors, and draws a number, when it loads its values."""
+
+    def load_values(self, values: Any) -> None:
+        super().load_values(values)
+        self.seen = self.tensors()["model.turned"].clone()
+        torch.rand(1)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
 @pytest.mark.parametrize("connections", [1, 4])
 def test_a_state_arrives_complete_and_in_place(
-    donor: Run, server: StateServer, connections: int
+    donor: Run,
+    server: StateServer,
+    monkeypatch: pytest.MonkeyPatch,
+    connections: int,
+    is_elsewhere: bool,
 ) -> None:
+    """First the tensors, by way of a copy if they are on another device, then the values and the
+    random numbers."""
+    if is_elsewhere:
+        monkeypatch.setattr(client, "_receive_buffer", torch.empty_like)
     torch.manual_seed(5)
     expected = rng.capture()
     server.offer(8, LiveState.of(donor))
-    fresh = Run()
+    fresh = _Observant()
     tensor_ranges = {name: tensor.data_ptr() for name, tensor in fresh.tensors().items()}
     torch.manual_seed(6)
     receive_state(endpoint(server, connections=connections), 8, fresh)
     assert same(fresh, donor) and fresh.values() == donor.values()
     assert rng.capture() == expected
+    assert torch.equal(fresh.seen, donor.tensors()["model.turned"])
     assert tensor_ranges.items() <= {n: t.data_ptr() for n, t in fresh.tensors().items()}.items()
 
 

@@ -121,3 +121,34 @@ def test_a_skipped_step_neither_starts_nor_completes_an_average(
     assert replicas.events() == []
     replicas.finish_step(committed=True, is_last=False)
     assert [event.name for event in replicas.events()] == ["averaged"]
+
+
+def test_replicas_have_the_same_state_from_an_average_to_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FaultTolerantReplicas, "agree", lambda self: Share(index=0, count=2))
+    replicas = _replicas(_run_with_a_due_average(), _Manager(loses_max=False), lambda mine: mine)
+    for _ in range(2):
+        replicas.finish_step(committed=True, is_last=False)
+    assert replicas.writer_group.same_state
+    replicas.agree()
+    assert not replicas.writer_group.same_state
+
+
+def test_after_a_failed_average_a_new_quorum_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    quorums: list[int] = []
+
+    def agree(self: FaultTolerantReplicas) -> Share:
+        quorums.append(len(quorums))
+        manager._error = None
+        return Share(index=0, count=2)
+
+    monkeypatch.setattr(FaultTolerantReplicas, "agree", agree)
+    manager = _Manager(loses_max=False)
+    replicas = _replicas(_run_with_a_due_average(), manager, lambda mine: mine)
+    for _ in range(2):
+        replicas.agree()
+    assert quorums == [0]
+    replicas._finish_average(committed=False)
+    replicas.agree()
+    assert quorums == [0, 1]

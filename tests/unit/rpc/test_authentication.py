@@ -1,5 +1,6 @@
 """Sessions: only messages of those who have the secret count, once, and unaltered."""
 
+import hmac
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -133,6 +134,12 @@ def test_a_flood_of_strangers_is_not_remembered(server: ServerSessions) -> None:
 def test_a_malformed_proof_is_rejected(text: str) -> None:
     with pytest.raises(RpcError, match="proof of the request"):
         RequestProof.parse(text)
+
+
+def test_a_code_is_the_same_in_every_release() -> None:
+    content = (2).to_bytes(8, "little") + b"ab" + (1).to_bytes(8, "little") + b"c"
+    expected = hmac.digest(bytes(32), content, "sha256")
+    assert message_authentication_code(bytes(32), b"ab", b"c") == expected
 
 
 def test_parts_cannot_be_shifted() -> None:

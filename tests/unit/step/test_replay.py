@@ -3,13 +3,16 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.harness.threads import run_on_threads
+from torchtitan_lite import rng
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.replica import Share, SingleReplica
-from torchtitan_lite.step.replay import Replay
+from torchtitan_lite.replica.participation import Share
+from torchtitan_lite.step.replay import _COMPUTED, Replay
 
 
 def test_other_numbers_of_gradients_differ() -> None:
@@ -61,3 +64,34 @@ def test_all_ranks_name_the_one_that_computes_otherwise() -> None:
         return replay.find_mismatching_ranks(loss, microbatches, share, SingleReplica())
 
     assert run_on_threads(3, find) == [[1]] * 3
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_recomputation_has_the_random_numbers_of_the_step(scale: float) -> None:
+    """With other gradients for the same loss, the rank has computed differently. None are left."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))
+    factors = [1.0, scale]
+
+    def run(microbatches: object, *, backward: bool) -> torch.Tensor:
+        loss = model(torch.ones(4, 8)).sum()
+        (factors.pop(0) * loss).backward()
+        return loss.detach()
+
+    flags: list[torch.Tensor] = []
+    schedule: Any = SimpleNamespace(run=run)
+    optimizer: Any = SimpleNamespace(zero_grad=model.zero_grad)
+    mesh: Any = SimpleNamespace(world_size=1, rank=0, all_reduce_=lambda given: given)
+    replicas: Any = SimpleNamespace(all_reduce=lambda given: flags.append(given) or True)
+    replay = Replay(model, schedule, optimizer, mesh, tolerance=1e-6)
+    before = rng.capture()
+    replay.begin()
+    loss, microbatch = schedule.run([], backward=True), object()
+    replay.record_local_gradients(list(model.parameters()))
+    # What follows the step, such as a validation.
+    torch.rand(5)
+    found = replay.find_mismatching_ranks(loss, [microbatch], Share(index=0, count=1), replicas)  # pyright: ignore
+    rng.restore(before)
+    assert found == ([] if scale == 1.0 else [0])
+    assert [one.tolist() for one in flags] == [[0.0 if scale == 1.0 else _COMPUTED]]
+    assert all(parameter.grad is None for parameter in model.parameters())

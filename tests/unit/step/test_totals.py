@@ -1,11 +1,14 @@
 """Totals of a step: exact, and the divisor and the skip of the device equal those of the host."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import nn
 
 from tests.harness.threads import run_on_threads
+from tests.unit.conftest import RecordedStreams
 from torchtitan_lite.anomalies import Action, AnomalyDetector, History
 from torchtitan_lite.checkpoint import NUM_SAVE_SIGNALS
 from torchtitan_lite.device import detect_device
@@ -56,9 +59,49 @@ def test_loss_and_norm_are_per_target_token() -> None:
     assert (totals.mean_loss, totals.grad_norm) == (2.5, 0.5)
 
 
+class _OnGpu(torch.Tensor):
+    is_cuda = True  # pyright: ignore[reportAssignmentType]
+
+
+def test_the_host_reads_totals_of_a_gpu_after_they_have_arrived(streams: RecordedStreams) -> None:
+    totals = torch.ones(8 + NUM_SAVE_SIGNALS, dtype=torch.float64).as_subclass(_OnGpu)
+    pending = PendingTotals(totals, 0, 0, 1)
+    assert streams.log == []
+    pending.read()
+    assert streams.log == ["host waits for event of main"]
+
+
 def test_spikes_depend_on_the_history() -> None:
     config = AnomaliesConfig(on_spike="skip")
     assert not AnomalyDetector(config, max_skipped_steps=1).ignores_history
+
+
+class _Pair(SingleReplica):
+    """This replica, and another one with equal values."""
+
+    def reduce(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
+        for one in parameters:
+            assert one.grad is not None
+            one.grad *= 2
+        counts *= 2
+
+
+def test_the_norm_is_that_of_the_gradients_summed_over_replicas(mesh: Mesh) -> None:
+    parameter, none = nn.Parameter(torch.zeros(2)), torch.zeros(0, dtype=torch.float64)
+    parameter.grad = torch.tensor([3.0, 4.0])
+    values = StepValues(
+        loss=torch.ones((), dtype=torch.float64),
+        num_targets=5,
+        cursor=1,
+        step=1,
+        save_signals=torch.zeros(NUM_SAVE_SIGNALS, dtype=torch.float64),
+        work_times=none,
+        rank_flags=none,
+        router_counts=none,
+    )
+    totals = reduce_step(values, [parameter], _Pair(), mesh, StopRequest()).read()
+    assert (totals.num_targets, totals.num_ranks) == (10, 2)
+    assert totals.grad_norm == pytest.approx(10 / 10)
 
 
 def _values(number: int) -> StepValues:

@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.harness.hugging_face import make_folder, our_model
+from tests.unit.conftest import Fsyncs
 from torchtitan_lite.checkpoint.hugging_face import snapshot
-from torchtitan_lite.checkpoint.hugging_face.folder import INDEX, is_hugging_face
+from torchtitan_lite.checkpoint.hugging_face.folder import INDEX, copy_assets, is_hugging_face
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.loading import open_snapshot
 from torchtitan_lite.checkpoint.snapshots import read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
+from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.cli import main
 from torchtitan_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, UserError
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
@@ -224,3 +226,16 @@ def test_blocks_cover_every_parameter(
             into = torch.full_like(part, torch.nan)
             split.read_part(name, holder, into)
             assert torch.equal(part, into)
+
+
+def test_copies_of_assets_are_durable(tmp_path: Path, fsyncs: Fsyncs) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "also").mkdir(parents=True)
+    (source / "tokenizer.json").write_bytes(b"{}")
+    (source / "also" / "config.json").write_bytes(b"[]")
+    copied = copy_assets(source, target, Files(), also=("also/config.json",))
+    assert copied == ["tokenizer.json", "also/config.json"]
+    assert fsyncs.synced[target] == {"tokenizer.json", "also"}
+    assert fsyncs.synced[target / "also"] == {"config.json"}
+    for name in copied:
+        assert (target / name).read_bytes() in fsyncs.synced.values()

@@ -339,7 +339,8 @@ def test_a_superseded_attempt_changes_nothing(tmp_path: Path) -> None:
     assert contents(target) == {"a": b"complete"}
 
 
-def test_a_finished_folder_survives_a_power_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_complete_files_survive_a_power_loss(tmp_path: Path, is_finished: bool) -> None:
     disk, found = tmp_path / "disk", tmp_path / "found"
     disk.mkdir()
     files = RecordingFiles(disk)
@@ -347,12 +348,15 @@ def test_a_finished_folder_survives_a_power_loss(tmp_path: Path) -> None:
     with folder.open():
         with folder.writing("a") as path:
             files.write_file(path, b"complete")
-        folder.finish()
+        if is_finished:
+            folder.finish()
     lost = PowerLossDisk(disk)
     for operation in files.log:
         lost.replay(operation)
     lost.after_crash(found, 0.0, seed=0)
-    assert contents(found / "out") == {"a": b"complete"}
+    name = "out" if is_finished else folder.path.name
+    assert (found / name / "a").read_bytes() == b"complete"
+    assert not is_finished or contents(found / name) == {"a": b"complete"}
 
 
 def test_attempts_of_two_machines_end_with_one_folder(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.snapshots import content
+from tests.unit.conftest import Fsyncs
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
@@ -77,6 +78,30 @@ def test_a_failed_commit_is_retried(tmp_path: Path, replaces: bool, after: bool)
         if files.left > 0:
             assert number > 3
             break
+
+
+def test_an_announced_part_is_durable(tmp_path: Path, fsyncs: Fsyncs) -> None:
+    folder = LocalStorage(tmp_path, Files())
+    _write(folder, 3, "a-0", seed=1)
+    assert "rank-00000.json" in fsyncs.synced[tmp_path / ".writing-step-3-a-0"]
+
+
+def test_a_step_is_durable_before_the_one_that_it_replaces_is_removed(
+    tmp_path: Path, fsyncs: Fsyncs
+) -> None:
+    """A crash between the two renames of a commit, or right after them."""
+    folder = LocalStorage(tmp_path, Files())
+    _write(folder, 3, "a-0", seed=1)
+    folder.commit(3, "a-0", b"older")
+    fsyncs.synced.clear()
+    (tmp_path / "step-3").rename(tmp_path / ".replaced-step-3")
+    folder.repair()
+    assert fsyncs.synced[tmp_path] == {"step-3"}
+    (tmp_path / ".replaced-step-3").mkdir()
+    fsyncs.synced.clear()
+    folder.repair()
+    assert fsyncs.synced[tmp_path] == {"step-3", ".replaced-step-3"}
+    assert folder.steps() == [3]
 
 
 def test_a_removed_attempt_commits_nothing(tmp_path: Path) -> None:
