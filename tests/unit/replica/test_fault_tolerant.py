@@ -131,8 +131,9 @@ def _replicas(
         "transport": SimpleNamespace(source=source),
     }
     given: Any = mesh
+    chosen: dict[str, Any] = {"quorum_timeout_s": 60, "min_replica_size": 2} | settings
     return FaultTolerantReplicas(
-        FaultToleranceConfig(**{"quorum_timeout_s": 60, "min_replica_size": 2} | settings),
+        FaultToleranceConfig(**chosen),
         run,
         given,
         **untyped,
