@@ -153,7 +153,7 @@ class MachineAgent(ProcessAgent):
     def _take_seat(self, answer: Answer) -> RendezvousInfo | None:
         """Join the attempt of `answer`. Returns None while its store is not known."""
         if answer.attempt > self._attempt_number:
-            if self._attempt_number and answer.is_blamed and self._excepted in self._ranks:
+            if answer.is_blamed and self._excepted in self._ranks:
                 # Its state may be part of the cause. This prints its traceback, too.
                 self._end([self._ranks.pop(self._excepted)], time.monotonic() + PARK_S)
             self._excepted = None

@@ -76,7 +76,7 @@ def check_compatibility(own: str, quorum: QuorumResult) -> None:
     found = [_fingerprint_in(one) for one in quorum.replica_ids]
     if set(found) == {own}:
         return
-    if quorum.heal and quorum.recover_src_replica_rank is not None:
+    if quorum.recover_src_replica_rank is not None:
         wanted = found[quorum.recover_src_replica_rank]
     elif quorum.max_world_size == 1:
         wanted = own

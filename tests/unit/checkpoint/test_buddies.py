@@ -6,6 +6,8 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from torchtitan_lite.checkpoint.buddies import (
     BuddyPairing,
     BuddyProcess,
     buddies_of,
+    pair_buddies,
 )
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.shared_memory.folder import COPY, region_path
@@ -47,6 +50,19 @@ def test_the_buddy_is_on_the_next_machine(machines: list[int], expected: list[in
     assert found == expected
     for rank, buddy in enumerate(found or []):
         assert machines[buddy] != machines[rank]
+
+
+@pytest.mark.parametrize(
+    ("rank", "sources", "sources_here"), [(0, (2,), {2, 3}), (1, (3,), {2, 3}), (2, (0,), {0, 1})]
+)
+def test_a_rank_receives_the_copies_of_those_whose_buddy_it_is(
+    monkeypatch: pytest.MonkeyPatch, rank: int, sources: tuple[int, ...], sources_here: set[int]
+) -> None:
+    monkeypatch.setattr(buddies, "all_gather_ints", lambda mine: [7, 7, 9, 9])
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(buddy_interval=1), mesh=SimpleNamespace(rank=rank)
+    )
+    assert pair_buddies(context) == BuddyPairing(sources, frozenset(sources_here))
 
 
 @pytest.fixture

@@ -130,3 +130,22 @@ def test_a_damaged_claim_is_named(content: bytes, tmp_path: Path) -> None:
     (history.folder / "00000001.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"00000001.json is damaged.*delete the folder"):
         history.newest()
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "is_claimed", "is_superseded"),
+    [
+        (2, "replica_00000", True, False),
+        (2, "replica_00000", False, True),
+        (2, "replica_00001", False, False),
+        # The newest claim is that under which it continues: a part of its quorum made it.
+        (3, "replica_00000", False, False),
+    ],
+)
+def test_a_newer_claim_of_others_supersedes_a_quorum_without_its_own(
+    token: int, name: str, is_claimed: bool, is_superseded: bool
+) -> None:
+    newest = HistoryClaim(
+        token=3, lighthouse="a", quorum_id=1, members=("replica_00001:f:u",), last_takeover=0
+    )
+    assert newest.supersedes(token, name, is_claimed=is_claimed) is is_superseded

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import Shard
 
 from tests.unit.checkpoint.conftest import (
     Manage,
@@ -28,6 +29,7 @@ from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
 
 
 @pytest.fixture
@@ -432,6 +434,16 @@ def test_a_folder_without_a_manifest_is_not_a_checkpoint(saved: Path) -> None:
     (saved / "manifest.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json, so it is not a complete"):
         manifest_in(saved)
+
+
+def test_a_tensor_without_elements_may_have_a_layout_of_ranks(saved: Path) -> None:
+    raw = json.loads((saved / "manifest.json").read_text())
+    ranks = Layout(HolderMesh((2,), (0, 1), ("dp_shard",)), [Shard(0)])
+    raw["layouts"].append(layout_to_json(ranks))
+    entry = {"dtype": "F32", "shape": [0, 4], "layout": len(raw["layouts"]) - 1, "boxes": []}
+    raw["tensors"]["model.none"] = entry
+    replace_manifest(saved, raw)
+    assert manifest_in(saved).tensors["model.none"].boxes == []
 
 
 def test_format_2_is_read(saved: Path) -> None:

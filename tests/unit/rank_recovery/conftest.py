@@ -1,5 +1,7 @@
 """Stand-ins for the processes of an agent."""
 
+from collections.abc import Mapping, Sequence
+
 from torchtitan_lite.launcher.processes import ExitStatus
 from torchtitan_lite.rank_recovery.rank_process import RankState
 
@@ -12,7 +14,7 @@ class FakeProcess:
         self.status: ExitStatus | None = None
         self.error, self.may_pass, self.pid = "", False, 0
         self.failed_at_s = 0.0
-        self.is_ordered_to_leave = False
+        self.is_ordered_to_leave = self.is_started = False
         self.signals: list[object] = []
 
     def poll(self) -> None:
@@ -23,6 +25,12 @@ class FakeProcess:
 
     def exit(self, status: int) -> None:
         self.state, self.status = RankState.EXITED, ExitStatus(status)
+
+    def start_training(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
+        self.is_started, self.state = True, RankState.TRAINING
+
+    def abort_training(self) -> None:
+        """It may park, or not."""
 
     def leave_training(self) -> None:
         self.is_ordered_to_leave = True

@@ -11,12 +11,18 @@ from typing import Any, cast
 
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from tests.harness import launch
 from tests.unit.rank_recovery.conftest import FakeProcess
 from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.launcher.processes import WRITER_MODULE, Subreaper, command_line
+from torchtitan_lite.launcher.processes import (
+    WRITER_MODULE,
+    ExitStatus,
+    Subreaper,
+    command_line,
+)
 from torchtitan_lite.launcher.resize_request import (
     RequestInbox,
     ResizeRequest,
@@ -32,9 +38,11 @@ from torchtitan_lite.rank_recovery.resize_inbox import ResizeInbox
 from torchtitan_lite.rendezvous.link import RendezvousLink
 from torchtitan_lite.rendezvous.messages import MAX_CHARS, Answer, Phase, Report, RunState
 from torchtitan_lite.rendezvous.server import rendezvous_server
-from torchtitan_lite.rendezvous.timing import LEASE_S, PARK_S
+from torchtitan_lite.rendezvous.timing import LEASE_S, PARK_S, lease_clock_s
 
 _SECRET = "a secret of the tests"
+_LEASED_S = 600.0
+_QUIET = Answer(state=RunState.RUNNING, attempt=1, node_rank=0, mesh="1")
 _READY = Answer(
     state=RunState.RUNNING, attempt=1, node_rank=0,
     resize="r1", resize_mesh="1", resize_state=ResizeState.READY,
@@ -44,9 +52,37 @@ _READY = Answer(
 class _Agent(MachineAgent):
     """Shows what a run does within the base class."""
 
+    turns: Iterator[tuple[Answer, bool]] | None = None
+    """Answers, and whether there is a lease with them, which `joined` receives."""
+
+    def _pause(self) -> None:
+        if self.turns is None:
+            super()._pause()
+        else:
+            answer, has_lease = next(self.turns)
+            self.answered(answer, has_lease=has_lease)
+
     def pause(self) -> None:
         """Run the main loop once."""
         self._pause()
+
+    def joined(self, *turns: tuple[Answer, bool], timeout_s: float = 60) -> int:
+        """Join a run that answers like this, turn by turn, and return the node rank. No turn may
+        be left."""
+        self._ranks = cast("dict[int, Any]", {0: FakeProcess()})
+        self.turns, self._join_timeout_s = iter(turns), timeout_s
+        try:
+            rank = self.join().rank
+            assert next(self.turns, None) is None
+        finally:
+            self._ranks = {}
+            self.turns = None
+        return rank
+
+    @property
+    def current_report(self) -> Report:
+        """The report that is sent next."""
+        return self._link.report
 
     def report(self, phase: Phase, **changes: Any) -> None:
         """Change the phase that is reported, and more."""
@@ -69,10 +105,11 @@ class _Agent(MachineAgent):
         launch.wait_until(follows, 10)
         return self._link.report
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: Answer, *, has_lease: bool = True) -> None:
         """Replace the last answer of the rendezvous, which sends no other one."""
         self._link._send = lambda now_s: None
         self._link.answer = answer
+        self._link._leased_s = lease_clock_s() + (_LEASED_S if has_lease else -2 * LEASE_S)
 
     def monitored(self, process: FakeProcess) -> WorkerState:
         """Return what this machine's agent finds, with `process` as its rank."""
@@ -91,9 +128,12 @@ class _Agent(MachineAgent):
         self._requests = [signal.SIGTERM]
         self._report_stop()
 
-    def may_forward(self) -> bool:
-        """Return whether the ranks receive it."""
-        return self._may_forward()
+    def may_forward(self, process: FakeProcess | None = None) -> bool:
+        """Return whether the ranks receive it, with `process` as one of them."""
+        self._ranks = cast("dict[int, Any]", {} if process is None else {0: process})
+        may = self._may_forward()
+        self._ranks = {}
+        return may
 
     def may_wait(self, answer: Answer) -> bool:
         """Return whether it waits while no rank trains."""
@@ -279,8 +319,80 @@ def test_a_signal_waits_until_ranks_that_left_train_again(agent: _Agent) -> None
     # Also before the store of the next attempt is known, but not on a spare machine.
     agent.joins(2)
     assert agent.may_wait(_READY) and not agent.may_wait(replace(_READY, node_rank=-1))
+    # Without a lease, nothing says that they will.
+    agent.answered(_READY, has_lease=False)
+    assert not agent.may_wait(_READY)
+    agent.answered(_READY)
     agent.joins(3)
     assert not agent.may_wait(_READY)
+
+
+def test_a_signal_waits_until_all_ranks_have_committed_a_step_after_a_resize(
+    agent: _Agent,
+) -> None:
+    agent.joins(1)
+    agent.order_to_leave(_READY)
+    agent.joins(2)
+    agent.stop()
+    agent.answered(replace(_QUIET, attempt=2))
+    process = FakeProcess()
+    process.has_progress = False
+    assert not agent.may_forward(process)
+    process.has_progress = True
+    assert agent.may_forward(process)
+
+
+@pytest.mark.parametrize(
+    ("answer", "has_lease", "state"),
+    [
+        (_QUIET, True, WorkerState.HEALTHY),
+        (_QUIET, False, WorkerState.FAILED),
+        (replace(_QUIET, attempt=2), True, WorkerState.FAILED),
+        (replace(_QUIET, node_rank=-1), True, WorkerState.FAILED),
+    ],
+)
+def test_an_attempt_ends_with_the_lease_or_when_there_is_another(
+    agent: _Agent, answer: Answer, has_lease: bool, state: WorkerState
+) -> None:
+    agent.joins(1)
+    agent.answered(answer, has_lease=has_lease)
+    assert agent.monitored(FakeProcess()) is state
+
+
+@pytest.mark.parametrize(
+    ("has_lease", "state"), [(True, WorkerState.HEALTHY), (False, WorkerState.SUCCEEDED)]
+)
+def test_a_machine_that_has_finished_waits_for_the_others_while_it_has_a_lease(
+    agent: _Agent, has_lease: bool, state: WorkerState
+) -> None:
+    agent.joins(1)
+    agent.answered(_QUIET, has_lease=has_lease)
+    process = FakeProcess()
+    process.state, process.status = RankState.ENDED, ExitStatus(0)
+    assert agent.monitored(process) is state
+    assert agent.current_report.phase is Phase.ENDED
+
+
+def test_a_machine_reports_the_newest_attempt_that_it_knows(agent: _Agent) -> None:
+    agent.answered(replace(_QUIET, attempt=3))
+    agent.pause()
+    assert agent.current_report.seen_attempt == 3
+    # A rendezvous that was restarted is still learning it.
+    agent.answered(replace(_QUIET, attempt=2))
+    agent.pause()
+    assert agent.current_report.seen_attempt == 3
+
+
+def test_a_machine_takes_a_seat_only_with_a_lease(agent: _Agent) -> None:
+    seat = replace(_QUIET, node_rank=1, store_address="127.0.0.1", store_port=29500)
+    assert agent.joined((seat, False), (seat, True)) == 1
+    assert agent.current_report.attempt == 1
+
+
+def test_a_spare_machine_waits_as_long_as_it_has_a_lease(agent: _Agent) -> None:
+    spare = replace(_QUIET, node_rank=-1)
+    with pytest.raises(RendezvousGracefulExitError, match="1 of 1 machines have joined"):
+        agent.joined((spare, True), (replace(spare, num_joined=1), False), timeout_s=-1)
 
 
 def test_ranks_may_park_before_their_machine_is_told_to_order_it(agent: _Agent) -> None:

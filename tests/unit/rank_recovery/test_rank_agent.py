@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
 
 from tests.unit.rank_recovery.conftest import FakeProcess
 from torchtitan_lite.errors import GIVEN_UP, TRANSIENT, ConfigError
@@ -21,7 +21,7 @@ from torchtitan_lite.launcher.resize_request import (
     send_request,
 )
 from torchtitan_lite.launcher.restart_policy import RestartPolicy
-from torchtitan_lite.rank_recovery import rank_agent
+from torchtitan_lite.rank_recovery import agent, rank_agent
 from torchtitan_lite.rank_recovery.rank_agent import RankAgent
 from torchtitan_lite.rank_recovery.rank_process import RankState
 
@@ -63,6 +63,15 @@ class _Replica:
         # Requests are read every quarter of a second.
         self.agent._inbox._read_at_s = float("-inf")
         return self.agent._monitor_workers(self.agent._worker_group)
+
+    def start(self) -> None:
+        """Start an attempt of all ranks."""
+        workers: Any = self.agent._worker_group
+        workers.group_rank, workers.master_addr, workers.master_port = 0, "127.0.0.1", 29500
+        workers.workers = [
+            Worker(local_rank=number, global_rank=number, world_size=2) for number in range(2)
+        ]
+        self.agent._start_workers(workers)
 
     def answer(self) -> ResizeState | None:
         found = read_answer(self.folder, self.request)
@@ -116,6 +125,33 @@ def test_each_phase_needs_a_permission(replica: _Replica) -> None:
         one.state = RankState.TRAINING
     replica.tick()
     assert replica.answer() is ResizeState.DONE
+
+
+def test_a_rank_that_is_slow_to_start_is_not_killed(replica: _Replica) -> None:
+    states = iter([RankState.STARTING, RankState.STARTING, RankState.PARKED])
+    slow = replica.ranks[0]
+    for one in replica.ranks:
+        one.state = RankState.PARKED
+    slow.poll = lambda: setattr(slow, "state", next(states, slow.state))
+    replica.start()
+    assert all(one.is_started for one in replica.ranks)
+    assert not slow.signals
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_does_not_leave_its_training_in_time_is_replaced(
+    replica: _Replica, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    monkeypatch.setattr(agent, "_PARK_S", 0.0)
+    stays = replica.ranks[1]
+    polls = iter([RankState.TRAINING] * 3)
+    # What does not end in time ends at last.
+    stays.poll = lambda: setattr(stays, "state", next(polls, RankState.PARKED))
+    replica.ranks[0].state = RankState.PARKED
+    if leaves:
+        stays.state = RankState.PARKED
+    replica.agent._stop_workers(replica.agent._worker_group)
+    assert [number in replica.agent._ranks for number in (0, 1)] == [True, leaves]
 
 
 def test_ranks_that_start_are_not_ordered_to_leave(replica: _Replica) -> None:

@@ -487,3 +487,82 @@ def test_a_malformed_report_is_rejected(change: dict[str, Any]) -> None:
     assert Report.parse(report.to_json()) == report
     with pytest.raises(ValueError):
         Report.parse({**report.to_json(), **change})
+
+
+def _second_attempt(**lost: Any) -> Rig:
+    """Return a rendezvous of two machines, of which "b" has started a second attempt after a rank
+    of "a" died, while the last report of "a", with the values `lost`, is of the first attempt."""
+    rig = Rig("a", "b")
+    rig.start()
+    fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
+    rig.send("a", **lost)
+    rig.silent.add("a")
+    rig.run(5, until=lambda: rig.answers["b"].attempt == 2)
+    assert rig.answers["b"].attempt == 2 and rig.machines["a"].attempt == 1
+    return rig
+
+
+def test_the_store_of_an_attempt_is_not_that_of_the_one_before() -> None:
+    rig = _second_attempt()
+    assert (rig.answers["b"].store_address, rig.answers["b"].store_port) == ("", 0)
+    rig.silent.clear()
+    rig.run(3)
+    assert rig.answers["b"].store_port == 29002
+
+
+@pytest.mark.parametrize("lost", [{}, {"failure": FailureKind.NONE, "has_lost_lease": True}])
+def test_what_ended_an_attempt_does_not_explain_the_end_of_the_next(lost: dict[str, Any]) -> None:
+    rig = _second_attempt(**lost)
+    fail(rig, "b", FailureKind.EXCEPTION, "rank 1: out of memory", "memory")
+    rig.send("b")
+    assert rig.answers["b"].reason == "b: rank 1: out of memory"
+
+
+def test_a_machine_that_finished_an_earlier_attempt_has_to_finish_the_present_one() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    rig.send("b", phase=Phase.ENDED)
+    rig.silent.add("b")
+    fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
+    rig.run(5, until=lambda: rig.answers["a"].attempt == 2)
+    assert rig.send("a", phase=Phase.ENDED).state is RunState.RUNNING
+    rig.silent.clear()
+    rig.run(2)
+    assert rig.send("b", phase=Phase.ENDED).state is RunState.ENDED
+
+
+def test_the_first_of_two_failures_is_the_cause_however_often_they_are_reported() -> None:
+    rig = Rig("a", "b", "c", num_machines=3)
+    rig.start()
+    fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
+    rig.now_s += 1
+    fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGBUS")
+    for name in ("c", "c", "b", "a"):
+        rig.now_s += 1
+        rig.send(name)
+    assert rig.answers["a"].reason == "a: rank 0: killed by SIGKILL"
+
+
+def test_machines_of_one_run_do_not_displace_each_other() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    rig.restart_server()
+    rig.send("a")
+    with pytest.raises(Rejected, match="fingerprint is 2-def here, but 2-abc on a"):
+        rig.send("b", fingerprint="2-def")
+    assert rig.answers["a"].num_joined == 1
+
+
+def test_the_time_to_learn_begins_with_the_first_member() -> None:
+    """Not with a machine that knows of no attempt."""
+    rig = Rig("a", "b")
+    rig.start()
+    rig.restart_server()
+    rig.add("c")
+    rig.send("c")
+    rig.now_s += LOST_S - 1
+    rig.send("a")
+    rig.now_s += 3
+    assert rig.send("a").state is RunState.REBUILDING
+    assert rig.send("b").state is RunState.RUNNING
+    assert rig.attempt() == 1

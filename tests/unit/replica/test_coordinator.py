@@ -520,3 +520,78 @@ def test_a_member_sends_at_most_ten_pings_per_second(
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(Coordinator._ping_regularly(own, 1, member, num_members))
     assert slept_s == [interval_s]
+
+
+def _agreed(quorum_id: int) -> AgreedQuorum:
+    member = Member(
+        run_id="a run",
+        replica_id="a",
+        address=f"{_HOST}:1",
+        store_address="store",
+        step=0,
+        world_size=1,
+        state_urls=("url",),
+    )
+    return AgreedQuorum("a lighthouse", quorum_id, (member,))
+
+
+@contextmanager
+def _alone() -> Iterator[Any]:
+    """A coordinator without a server."""
+    identity = ReplicaIdentity("a run", "a", "store", 1)
+    unused: Any = None
+    coordinator: Any = Coordinator(identity, unused, secret=SECRET, host=_HOST)
+    yield coordinator
+    coordinator.stop()
+
+
+def test_a_quorum_breaks_once_until_there_is_another() -> None:
+    async def run(coordinator: Any) -> None:
+        coordinator._changed = asyncio.Condition()
+        await coordinator._adopt(_agreed(1))
+        await coordinator._break(2, "another quorum")
+        assert coordinator._broken is None
+        await coordinator._break(1, "first")
+        await coordinator._break(1, "second")
+        assert coordinator._broken == "first"
+        # The rank that asks again receives the same one.
+        await coordinator._adopt(_agreed(1))
+        assert coordinator._broken == "first"
+        await coordinator._adopt(_agreed(2))
+        assert coordinator._broken is None
+
+    with _alone() as coordinator:
+        asyncio.run(run(coordinator))
+
+
+def test_a_request_that_no_rank_waits_for_ends_without_a_quorum() -> None:
+    class Link:
+        async def quorum(self, member: Member, unreachable: set[str]) -> AgreedQuorum:
+            raise RpcError("no answer")
+
+    async def run(coordinator: Any) -> None:
+        coordinator._link = Link()
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        request = {"step": 0, "state_url": "", "token": 0, "shrink_only": False}
+        await coordinator._form_quorum([({**request, "commit_failures": 0}, future)])
+        assert coordinator._quorum is None
+
+    with _alone() as coordinator:
+        coordinator._server = SimpleNamespace(address=f"{_HOST}:1", stop=lambda: None)
+        asyncio.run(run(coordinator))
+
+
+@pytest.mark.parametrize(("is_final", "timeout_s"), [(True, 60), (False, 0)])
+def test_a_vote_is_not_repeated_in_vain(
+    monkeypatch: pytest.MonkeyPatch, is_final: bool, timeout_s: float
+) -> None:
+    def call(*_: Any) -> dict[str, Any]:
+        raise RpcError("no answer", is_final=is_final)
+
+    client = CoordinatorClient(f"{_HOST}:1", SECRET, "a")
+    monkeypatch.setattr(client._client, "call", call)
+    monkeypatch.setattr(module.time, "sleep", lambda _: pytest.fail("it votes again"))
+    with pytest.raises(RpcError, match="no answer"):
+        client.should_commit(0, 1, True, timedelta(seconds=timeout_s))
+    client.close()

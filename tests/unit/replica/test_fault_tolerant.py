@@ -1,33 +1,53 @@
-"""What a replica does while no quorum forms, and in its steps with the others."""
+"""The quorum of each step: waiting for it, healing, and what becomes of the step."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from tests.unit.replica.test_healing import Run
+from tests.unit.replica.test_healing import Run, endpoint, same
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica import fault_tolerant
-from torchtitan_lite.replica.fault_tolerant import (
-    _MAX_ABORTED_STEPS,
-    _MAX_HEALS,
-    FaultTolerantReplicas,
-)
+from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
+from torchtitan_lite.replica.healing.live_state import LiveState
+from torchtitan_lite.replica.healing.transport import PURPOSE, StateSource
+from torchtitan_lite.replica.participation import LeaveRequested
 from torchtitan_lite.replica.quorum_checks import ProgressFloor
+from torchtitan_lite.rpc.state_server import StateServer
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
+
+_TOO_MANY = "more requests than expected"
+_NO_TIME_S = 1e-6
+
+
+def _quorum(quorum_id: int = 1, *, size: int = 2, heal: bool = False) -> Any:
+    return SimpleNamespace(
+        quorum_id=quorum_id,
+        heal=heal,
+        replica_rank=0,
+        replica_world_size=size,
+        replica_ids=tuple(f"replica_{number}" for number in range(size)),
+        lighthouse="a lighthouse",
+        tokens=(0,) * size,
+    )
 
 
 class _Manager:
-    """The manager of a replica whose requests fail, although the lighthouse has answered for
-    `connected_s`."""
+    """The manager of a replica whose requests have `outcomes`, one after the other: the exception
+    of a failed request, or the quorum."""
 
-    def __init__(self, connected_s: float) -> None:
+    full_id = "replica_0"
+
+    def __init__(self, outcomes: Sequence[Any] = (), connected_s: float = 31.0) -> None:
+        self._outcomes = list(outcomes)
         self._connected_s = connected_s
+        self._error: Exception | None = None
+        self.quorum = _quorum(0, size=9)
+        self.num_requests = 0
 
     def connected_s(self) -> float:
         return self._connected_s
@@ -35,210 +55,236 @@ class _Manager:
     def set_progress(self, progress: int) -> None: ...
 
     def start_quorum(self) -> None:
-        raise TimeoutError("the others do not answer")
+        self.num_requests += 1
+        if not self._outcomes:
+            raise ReplicaError(_TOO_MANY)
+        outcome = self._outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        self.quorum = outcome
+        self._error = None
 
     def forget_failed_quorum(self) -> None: ...
+
+    def num_participants(self) -> int:
+        return self.quorum.replica_world_size
+
+    def participating_rank(self) -> int:
+        return self.quorum.replica_rank
+
+    def errored(self) -> Any:
+        return None if self._error is None else SimpleNamespace(original_exception=self._error)
+
+    def abort_step(self, reason: str) -> None:
+        self._error = RuntimeError(reason)
+
+    def should_commit(self) -> bool:
+        return self._error is None
+
+
+class _Fence:
+    """A fence that gives `reasons` to wait, one after the other, and then admits each quorum."""
+
+    token, is_claimed = 7, True
+
+    def __init__(self, reasons: Sequence[str] = (), *, is_superseded: bool = False) -> None:
+        self._reasons = list(reasons)
+        self._is_superseded = is_superseded
+        self.admitted: list[int] = []
+
+    def admit(self, *, quorum_id: int, **unused: Any) -> str:
+        self.admitted.append(quorum_id)
+        return self._reasons.pop(0) if self._reasons else ""
+
+    def is_superseded(self) -> bool:
+        return self._is_superseded
+
+
+@pytest.fixture(autouse=True)
+def _poll_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_tolerant, "_POLL_S", 0.01)
+
+
+@pytest.fixture
+def run() -> Run:
+    run = Run(elements=8)
+    run.take_step()
+    return run
+
+
+def _replicas(
+    run: Run,
+    mesh: Mesh | None,
+    manager: _Manager,
+    *,
+    fence: _Fence | None = None,
+    source: StateSource | None = None,
+    stored: int = 0,
+    stop_requested: Callable[[], bool] = lambda: False,
+    peer: Any = None,
+    **settings: Any,
+) -> FaultTolerantReplicas:
+    unused: Any = None
+    untyped: dict[str, Any] = {
+        "manager": manager,
+        "fence": fence or _Fence(),
+        "transport": SimpleNamespace(source=source),
+    }
+    given: Any = mesh
+    chosen: dict[str, Any] = {"quorum_timeout_s": 60, "min_replica_size": 2} | settings
+    return FaultTolerantReplicas(
+        FaultToleranceConfig(**chosen),
+        run,
+        given,
+        **untyped,
+        floor=ProgressFloor(0),
+        endpoint=lambda url: peer,
+        newest_stored_step=lambda: stored,
+        wait_until_modifiable=lambda: None,
+        leave=unused,
+        stop_requested=stop_requested,
+        initial_stored_step=0,
+        phases=Phases([]),
+    )
 
 
 @pytest.mark.parametrize(
     ("stored", "connected_s", "error"),
     [
         (2, 31.0, "Step 2 of this run is in storage, but .* at step 1"),
-        (1, 31.0, r"No quorum .* within .* 0\.1 seconds: the others do not answer"),
+        (1, 31.0, r"No quorum .* within .* .* seconds: the others do not answer"),
         # After a cut of the network, the replicas that wrote it are about to return.
-        (2, 29.0, r"No quorum .* within .* 0\.1 seconds: the others do not answer"),
+        (2, 29.0, r"No quorum .* within .* .* seconds: the others do not answer"),
     ],
 )
 def test_a_newer_checkpoint_ends_a_replica_that_waits_for_a_quorum(
-    stored: int, connected_s: float, error: str
+    run: Run, stored: int, connected_s: float, error: str
 ) -> None:
-    run = Run(elements=8)
-    run.take_step()
-    manager: Any = _Manager(connected_s)
-    unused: Any = None
-    replicas = FaultTolerantReplicas(
-        FaultToleranceConfig(quorum_timeout_s=0.1),
-        run,
-        unused,
-        manager=manager,
-        transport=unused,
-        floor=ProgressFloor(0),
-        fence=None,
-        endpoint=unused,
-        newest_stored_step=lambda: stored,
-        wait_until_modifiable=unused,
-        leave=unused,
-        stop_requested=lambda: False,
-        initial_stored_step=0,
-        phases=Phases([]),
-    )
+    manager = _Manager([TimeoutError("the others do not answer")] * 3, connected_s)
+    timeout_s = 60 if "storage" in error else _NO_TIME_S
+    replicas = _replicas(run, None, manager, stored=stored, quorum_timeout_s=timeout_s)
     with pytest.raises(ReplicaError, match=error):
         replicas.agree()
 
 
-class _Pair:
-    """The manager of a replica in a quorum with another one, whose gradients are equal."""
-
-    full_id = "replica"
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.commits = True
-        self.fails_once = False
-        self._is_broken = False
-        self.quorum: Any = SimpleNamespace(
-            quorum_id=0, lighthouse="", replica_ids=["a", "b"], tokens=[0, 0],
-            replica_rank=0, replica_world_size=2, heal=False,
-        )  # fmt: skip
-
-    def set_progress(self, progress: int) -> None: ...
-
-    def start_quorum(self) -> None:
-        if self._is_broken:
-            raise RuntimeError("the failed quorum was not forgotten")
-        if self.fails_once:
-            self.fails_once, self._is_broken = False, True
-            raise TimeoutError("the others do not answer")
-        self.quorum.quorum_id += 1
-
-    def forget_failed_quorum(self) -> None:
-        self._is_broken = False
-
-    def connected_s(self) -> float:
-        return 0.0
-
-    def num_participants(self) -> int:
-        return 2
-
-    def participating_rank(self) -> int:
-        return 0
-
-    def errored(self) -> None:
-        return None
-
-    def abort_step(self, reason: str) -> None:
-        self.calls.append(f"abort: {reason}")
-
-    def should_commit(self) -> bool:
-        self.calls.append("vote")
-        return self.commits
-
-    def all_reduce_sum(self, flat: torch.Tensor) -> Any:
-        self.calls.append("reduce")
-        flat *= 2
-        return SimpleNamespace(wait=lambda: None, is_done=lambda: True)
+def test_a_failed_request_is_repeated(run: Run, mesh: Mesh) -> None:
+    manager = _Manager([TimeoutError("no answer"), _quorum(size=3)])
+    assert _replicas(run, mesh, manager).agree().count == 3
+    assert manager.num_requests == 2
 
 
-class _Fence:
-    token, is_claimed = 1, True
-
-    def admit(self, **quorum: object) -> str:
-        return ""
-
-    def is_superseded(self) -> bool:
-        return False
+def test_a_replica_does_not_train_with_too_few_others(run: Run, mesh: Mesh) -> None:
+    manager = _Manager([_quorum(1, size=1), _quorum(2, size=1), _quorum(3, size=2)])
+    assert _replicas(run, mesh, manager).agree().count == 2
+    assert manager.num_requests == 3
 
 
-@pytest.fixture
-def joined(mesh: Mesh) -> Callable[..., FaultTolerantReplicas]:
-    """Return a function (manager, settings) -> a replica of that manager."""
-
-    def join(manager: _Pair, **transport: Any) -> FaultTolerantReplicas:
-        untyped: Any = manager
-        fence: Any = _Fence()
-        source: Any = SimpleNamespace(**{"source": None} | transport)
-        unused: Any = None
-        return FaultTolerantReplicas(
-            FaultToleranceConfig(quorum_timeout_s=60.0),
-            Run(elements=8),
-            mesh,
-            manager=untyped,
-            transport=source,
-            floor=ProgressFloor(0),
-            fence=fence,
-            endpoint=lambda url: unused,
-            newest_stored_step=lambda: 0,
-            wait_until_modifiable=lambda: None,
-            leave=unused,
-            stop_requested=lambda: False,
-            initial_stored_step=0,
-            phases=Phases([]),
-        )
-
-    return join
-
-
-def test_a_failed_request_is_repeated(joined: Callable[..., FaultTolerantReplicas]) -> None:
-    manager = _Pair()
-    manager.fails_once = True
-    assert joined(manager).agree().count == 2 and manager.quorum.quorum_id == 1
-
-
-def test_a_replica_heals_once_per_request(
-    joined: Callable[..., FaultTolerantReplicas], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("quorum", "fence", "reason"),
+    [
+        (_quorum(size=1), None, "too few replicas joined"),
+        (_quorum(), _Fence(["another lighthouse"]), "another lighthouse"),
+    ],
+)
+def test_waiting_for_others_has_a_limit(
+    run: Run, mesh: Mesh, quorum: Any, fence: _Fence | None, reason: str
 ) -> None:
-    healed: list[int] = []
-    monkeypatch.setattr(
-        fault_tolerant, "receive_state", lambda endpoint, progress, run: healed.append(progress)
-    )
-    replicas = joined(_Pair(), source=SimpleNamespace(url="", progress=7))
-    for _ in range(2):
+    replicas = _replicas(run, mesh, _Manager([quorum]), fence=fence, quorum_timeout_s=_NO_TIME_S)
+    with pytest.raises(ReplicaError, match=rf"No quorum of at least 2 .* .* seconds: {reason}"):
         replicas.agree()
-        assert healed == [7]
 
 
-def test_heals_that_fail_in_a_row_end_the_replica(
-    joined: Callable[..., FaultTolerantReplicas], monkeypatch: pytest.MonkeyPatch
+def test_waiting_for_the_lighthouse_has_a_limit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, ends = _Manager(), threading.Event()
+    monkeypatch.setattr(manager, "start_quorum", lambda: ends.wait(3))
+    replicas = _replicas(run, None, manager, quorum_timeout_s=_NO_TIME_S)
+    with pytest.raises(ReplicaError, match="the lighthouse does not answer"):
+        replicas.agree()
+    ends.set()
+
+
+def test_a_stop_request_ends_the_wait_for_others(
+    run: Run, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This replica aborts the step of the others before it votes, so that it votes against it."""
-    num_failures = 0
+    monkeypatch.setattr(fault_tolerant, "_CHECK_INTERVAL_S", 0.0)
+    replicas = _replicas(run, mesh, _Manager([_quorum(size=1)]), stop_requested=lambda: True)
+    with pytest.raises(LeaveRequested):
+        replicas.agree()
 
-    def receive(endpoint: object, progress: int, run: object) -> None:
-        nonlocal num_failures
-        if num_failures:
-            num_failures -= 1
-            replicas._transport.source = source
-            raise ReplicaError("the donor is lost")
 
-    monkeypatch.setattr(fault_tolerant, "receive_state", receive)
-    manager, source = _Pair(), SimpleNamespace(url="", progress=7)
-    replicas: Any = joined(manager)
-    for _ in range(2):
-        num_failures, replicas._transport.source = _MAX_HEALS - 1, source
+def test_a_quorum_is_admitted_and_reported_once(run: Run, mesh: Mesh) -> None:
+    fence = _Fence(["not yet"])
+    manager = _Manager([_quorum(1), _quorum(1), _quorum(1), _quorum(2)])
+    replicas = _replicas(run, mesh, manager, fence=fence)
+    for _ in range(3):
         assert replicas.agree().count == 2
-    assert manager.calls[:2] == ["abort: the donor is lost", "vote"]
-    num_failures, replicas._transport.source = _MAX_HEALS, source
-    with pytest.raises(ReplicaError, match="cannot join the quorum: the donor is lost"):
+    assert fence.admitted == [1, 1, 2]
+    assert [event.name for event in replicas.events()] == ["quorum", "quorum"]
+    assert replicas.writer_group.fencing_token == 7
+
+
+@pytest.mark.parametrize("joined_before", [False, True])
+def test_a_lagging_replica_heals(run: Run, mesh: Mesh, joined_before: bool) -> None:
+    donor = Run(seed=1, elements=8)
+    donor.take_step()
+    donor.take_step()
+    quorums = [_quorum(1), _quorum(1, heal=True)] if joined_before else [_quorum(1, heal=True)]
+    server = StateServer("127.0.0.1", "a secret of all replicas", PURPOSE)
+    try:
+        server.offer(donor.cursor, LiveState.of(donor))
+        replicas = _replicas(run, mesh, _Manager(quorums), peer=endpoint(server))
+        if joined_before:
+            replicas.agree()
+        replicas._transport.source = StateSource(server.url, donor.cursor)
+        replicas.agree()
+    finally:
+        server.close()
+    assert same(run, donor) and run.step == 2
+    assert "healed" in [event.name for event in replicas.events()]
+
+
+def test_a_replica_behind_storage_does_not_train(run: Run, mesh: Mesh) -> None:
+    replicas = _replicas(run, mesh, _Manager([_quorum()]), stored=2)
+    with pytest.raises(ReplicaError, match="Step 2 of this run is in storage"):
         replicas.agree()
 
 
-def test_steps_that_are_aborted_in_a_row_end_the_replica(
-    joined: Callable[..., FaultTolerantReplicas],
+def _vote(replicas: FaultTolerantReplicas, run: Run, **changes: float) -> bool:
+    sums = {"num_ranks": 2.0, "cursor_sum": 2.0 * run.cursor, "step_sum": 2.0 * run.step}
+    return replicas.should_commit(**sums | changes)
+
+
+def test_consecutive_aborted_steps_end_a_replica(
+    run: Run, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = _Pair()
-    replicas = joined(manager)
+    """Not those between which a step was committed, nor those in which replicas joined."""
+    monkeypatch.setattr(fault_tolerant, "_MAX_ABORTED_STEPS", 2)
+    manager = _Manager([_quorum(number) for number in (1, 1, 1, 2, 2, 2)])
+    replicas = _replicas(run, mesh, manager)
+    for commits in (True, False, True, False, False):
+        replicas.agree()
+        assert _vote(replicas, run, cursor_sum=2.0 * run.cursor + (not commits)) is commits
+    names = [event.name for event in replicas.events()]
+    assert names == ["quorum", "step_failed", "quorum", "step_failed", "step_failed"]
     replicas.agree()
-    replicas._is_first_step = False
-    for _ in range(2):
-        for manager.commits in [False] * (_MAX_ABORTED_STEPS - 1) + [True]:
-            assert replicas.should_commit(2, 0, 0) == manager.commits
-    manager.commits = False
-    with pytest.raises(ReplicaError, match=f"{_MAX_ABORTED_STEPS} consecutive steps"):
-        for _ in range(_MAX_ABORTED_STEPS):
-            replicas.should_commit(2, 0, 0)
+    with pytest.raises(ReplicaError, match="2 consecutive steps .* another position in the data"):
+        _vote(replicas, run, num_ranks=1.0)
 
 
-def test_gradients_and_counts_are_summed_over_replicas(
-    joined: Callable[..., FaultTolerantReplicas],
+@pytest.mark.parametrize(
+    ("is_superseded", "changes"),
+    [
+        (True, {}),
+        (False, {"num_ranks": 1.0}),
+        (False, {"cursor_sum": 17.0}),
+        (False, {"step_sum": 3.0}),
+    ],
+)
+def test_a_step_is_aborted_if_ranks_differ_or_the_run_was_taken_over(
+    run: Run, mesh: Mesh, is_superseded: bool, changes: dict[str, float]
 ) -> None:
-    manager = _Pair()
-    replicas = joined(manager)
-    counts = torch.tensor([3.0], dtype=torch.float64)
-    assert replicas.all_reduce(counts) and counts.item() == 6
-    layer = nn.Linear(2, 2, bias=False)
-    manager.calls.clear()
-    replicas.reduce_during_backward(list(layer.parameters()))
-    layer(torch.ones(1, 2)).sum().backward()
-    assert manager.calls == ["reduce"]
-    replicas.reduce(list(layer.parameters()), counts)
-    assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[2, 2], [2, 2]]
+    fence = _Fence(is_superseded=is_superseded)
+    replicas = _replicas(run, mesh, _Manager([_quorum(), _quorum()]), fence=fence)
+    replicas.agree()
+    assert not _vote(replicas, run, **changes)
+    assert [event.name for event in replicas.events()] == ["quorum", "step_failed"]

@@ -5,12 +5,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint import RunHistory, SupersededError, history_name
+from torchtitan_lite.checkpoint import HistoryClaim, RunHistory, SupersededError, history_name
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.log import logger
 from torchtitan_lite.replica import fencing
@@ -372,3 +373,49 @@ def _wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_a_replica_without_a_token_joins_those_that_took_the_run_over(run: Run) -> None:
+    newest = run.history
+    claim = HistoryClaim(
+        token=1, lighthouse="first", quorum_id=1, members=(_process("0:a"),), last_takeover=0
+    )
+    for one in (claim, replace(claim, token=2, last_takeover=2)):
+        assert newest.try_claim(one)
+    joins = run.fence(1)
+    assert run.admit(joins, ["0:a", "1:n"], own=1, quorum_id=2, tokens=[2, 0]) == ""
+    assert joins.token == 3
+
+
+def test_restarted_replicas_with_another_lighthouse_wait_for_the_lease(run: Run) -> None:
+    """Some of them may train with the former one."""
+    first = run.fence(0)
+    assert run.admit(first, ["0:a", "1:a"]) == ""
+    second = run.fence(0)
+    assert "with another lighthouse" in run.admit(second, ["0:b", "1:b"], lighthouse="second")
+    assert run.admit(second, ["0:b", "1:b"], lighthouse="first", quorum_id=2) == ""
+
+
+def test_only_the_lease_of_an_own_quorum_is_renewed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = RunHistory(run.history.run_folder, 0)
+    fence = run.fence(0, history)
+    fence.close()
+    renewed: list[int] = []
+    monkeypatch.setattr(history, "renew", lambda claim: renewed.append(claim.token))
+    fence._is_closed = False
+    fence._check()
+    assert run.admit(fence, ["0:a", "1:a"]) == ""
+    fence._check()
+    assert renewed == [1]
+    assert run.admit(run.fence(1), ["1:a"], quorum_id=2) == ""
+    fence._check()
+    assert renewed == [1]
+
+
+def test_a_replica_in_no_quorum_renews_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run.admit(run.fence(0), ["0:a"]) == ""
+    history = RunHistory(run.history.run_folder, 1)
+    monkeypatch.setattr(history, "renew", lambda claim: pytest.fail("it renews"))
+    run.fence(1, history)._check()

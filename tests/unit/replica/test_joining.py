@@ -1,13 +1,16 @@
 """What a replica needs to join the others: one clear error for each missing item."""
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from torchtitan_lite import network
 from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica import joining
 from torchtitan_lite.replica.joining import LIGHTHOUSE, TOKEN, address_for, environment
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 
 def test_the_environment_names_the_lighthouse_and_the_secret(
@@ -69,3 +72,24 @@ def test_a_name_that_means_loopback_here_is_not_used(monkeypatch: pytest.MonkeyP
     assert address_for("", "http://node0:29510") == expected
     assert address_for("", "http://localhost:29510").startswith("127.")
     assert address_for("", "http://127.0.1.1:29510").startswith("127.")
+
+
+def test_an_address_that_the_others_cannot_reach_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before this replica waits for anything."""
+    monkeypatch.setenv(LIGHTHOUSE, "http://192.0.2.1:29510")
+    monkeypatch.setenv(TOKEN, "0123456789abcdef")
+    monkeypatch.setattr(joining, "address_for_others", lambda host, port: "192.0.2.7")
+    monkeypatch.setattr(joining, "broadcast_bytes", lambda text: pytest.fail("it joins"))
+    names = "run_id history config_fingerprint newest_stored_step wait_until_modifiable"
+    names += " stop_requested initial_stored_step phases"
+    unused: Any = dict.fromkeys(names.split())
+    mesh: Any = SimpleNamespace(is_leader=False)
+    state: Any = None
+    config = FaultToleranceConfig(heal_interface="lo")
+    with (
+        pytest.raises(ReplicaError, match="'lo' is a loopback interface"),
+        joining.join(config, state, mesh, **unused),
+    ):
+        pass

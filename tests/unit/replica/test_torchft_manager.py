@@ -4,11 +4,13 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +28,9 @@ from tests.unit.replica.managers import (
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.network import seconds_since_data
-from torchtitan_lite.replica.quorum_checks import IncompatiblePeers
-from torchtitan_lite.replica.torchft_manager import _GlooAtAddress
+from torchtitan_lite.replica import torchft_manager
+from torchtitan_lite.replica.quorum_checks import IncompatiblePeers, ProgressFloor
+from torchtitan_lite.replica.torchft_manager import QuorumManager, _GlooAtAddress
 
 # torchft calls a deprecated method of its logger.
 pytestmark = pytest.mark.filterwarnings("ignore:The .warn. method:DeprecationWarning")
@@ -238,3 +241,102 @@ def test_an_incompatible_replica_leaves_before_any_connection() -> None:
         assert first.manager.quorum.replica_world_size == 1
         assert first.manager.should_commit()
         first.close()
+
+
+class _Rank:
+    """The part of a manager that `QuorumManager._async_quorum` and `_watch` use, whose quorums have
+    `ids`."""
+
+    _group_rank, _step, _commit_failures, _quorum_id = 0, 1, 0, -1
+    _config_fingerprint, _last_quorum, _broken_id = "1-a", None, None
+    _replica_world_size_mode, _timeout = None, timedelta()
+    _is_shut_down = False
+
+    def __init__(self, *ids: int, breaks: bool = False) -> None:
+        self._ids, self._breaks = list(ids), breaks
+        self.connected: list[int] = []
+        self.errors: list[str] = []
+        self.num_aborts = 0
+        self._fencing_token, self._floor = lambda: 0, ProgressFloor(0)
+        self._checkpoint_transport = SimpleNamespace(metadata=lambda: "")
+        self._watcher = SimpleNamespace(is_alive=lambda: True)
+        self._group_lock = threading.Lock()
+        self._ranks_client = self.group = self
+
+    def _quorum(self, **unused: Any) -> Any:
+        return SimpleNamespace(
+            quorum_id=self._ids.pop(0),
+            replica_ids=["replica_00000:1-a:u"],
+            recover_src_replica_rank=None,
+            recover_dst_replica_ranks=[],
+            max_world_size=1,
+            max_step=1,
+            replica_rank=0,
+            replica_world_size=1,
+            heal=False,
+        )
+
+    def _connect(self, quorum: Any) -> None:
+        self.connected.append(quorum.quorum_id)
+        if self._breaks:
+            self._broken_id = quorum.quorum_id
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+    def report_error(self, error: Exception) -> None:
+        self.errors.append(str(error))
+
+    def request(self) -> None:
+        """Request the next quorum."""
+        untyped: Any = self
+        QuorumManager._async_quorum(untyped, True, False, timedelta(), -1)
+
+    def watch(self) -> None:
+        untyped: Any = self
+        QuorumManager._watch(untyped)
+
+
+def test_a_rank_connects_once_per_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And checks first that it can."""
+    num_checks: list[int] = []
+    monkeypatch.setattr(torchft_manager, "check_descriptors", lambda: num_checks.append(1))
+    rank = _Rank(1, 1, 2)
+    for _ in range(3):
+        rank.request()
+    assert rank.connected == [1, 2] and len(num_checks) == 2 and not rank.errors
+
+
+def test_a_quorum_that_breaks_while_it_connects_is_aborted() -> None:
+    rank = _Rank(1, breaks=True)
+    rank.request()
+    assert rank.num_aborts == 1
+    assert rank.errors == ["The quorum broke while its replicas connected."]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_broken_quorum_is_aborted_once_unless_there_is_another(
+    monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    rank, num_waits = _Rank(), 0
+    rank._quorum_id = 1
+
+    def wait_until_broken(quorum_id: int) -> str:
+        nonlocal num_waits
+        num_waits += 1
+        if is_replaced:
+            # While this one is waited for.
+            rank._quorum_id = 2
+        rank._is_shut_down = is_replaced or num_waits > 1
+        return "a member does not answer"
+
+    def sleep(_: float) -> None:
+        assert rank._broken_id == 1 and not is_replaced, "it waits for data of another quorum"
+        rank._is_shut_down = True
+
+    untyped: Any = rank
+    untyped.wait_until_broken = wait_until_broken
+    untyped._receives_data = lambda: is_replaced
+    monkeypatch.setattr(torchft_manager.time, "sleep", sleep)
+    rank.watch()
+    assert (num_waits, rank.num_aborts) == (1, 0 if is_replaced else 1)

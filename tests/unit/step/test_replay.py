@@ -11,7 +11,6 @@ from torchtitan_lite import rng
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.replica import Share, SingleReplica
-from torchtitan_lite.replica.participation import Share
 from torchtitan_lite.step.replay import _COMPUTED, Replay
 
 

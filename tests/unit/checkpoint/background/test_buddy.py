@@ -6,11 +6,12 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import xxhash
 
@@ -20,6 +21,7 @@ from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from torchtitan_lite.checkpoint.background import buddy
 from torchtitan_lite.checkpoint.background.buddy import BuddySettings, CopyOrder
 from torchtitan_lite.checkpoint.buddies import BuddyProcess
+from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     COPY,
     lock_run_folder,
@@ -93,6 +95,22 @@ class Machine:
     def copies(self) -> Region:
         """Return the copies on this machine."""
         return Region.open(region_path(self.folder, 1 - self.rank, COPY))
+
+
+def _receiver(machine: Machine, **changes: Any) -> Any:
+    """Return the receiver of a machine, without a process."""
+    settings = BuddySettings(
+        address="127.0.0.1",
+        listener_fd=0,
+        secret=_SECRET,
+        purpose="test",
+        sources={1 - machine.rank: "http://127.0.0.1:1"},
+        **changes,
+    )
+    region = machine.region
+    about = RegionDescription.from_dict(region.description, slot_bytes=region.slot_bytes)
+    unused: Any = None
+    return buddy._Receiver(1 - machine.rank, about, machine.folder, settings, unused)
 
 
 @pytest.fixture
@@ -214,6 +232,69 @@ def test_a_canceled_copy_stops_and_the_next_one_succeeds(machines: list[Machine]
     copies = machines[0].copies()
     assert list(copies.complete_slots()) == [8]
     copies.close()
+
+
+@pytest.mark.parametrize("phase", ["chunks", "checksums", "end"])
+def test_a_copy_ends_where_it_is_canceled(
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    monkeypatch.setattr(buddy, "_DIGEST_CHUNK_BYTES", 1 << 20)
+    (own, other), order = machines, CopyOrder(1, 0, 7, 0, None)
+    snapshot(other.region, 0, 7)
+    served = buddy._served_snapshot(other.region, order, lambda: None)
+    frame = b"".join(served.read(0, served.length))
+    start = 8 + int.from_bytes(frame[:8], "little")
+    receiver = _receiver(own)
+    receiver._chunk_bytes = 1 << 20
+    num_chunks = -(-(len(frame) - start) // (1 << 20))
+    # The first step is the allocation.
+    cancels_at = {"chunks": 2, "checksums": num_chunks + 2}.get(phase, 0)
+    steps: list[str] = []
+
+    def on_progress() -> None:
+        steps.append("")
+        if len(steps) == cancels_at:
+            receiver.set_order(None)
+
+    def check() -> None:
+        if receiver._order is not order:
+            raise buddy._Canceled
+
+    class Connection:
+        def fetch_range(self, start: int, into: Sequence[memoryview]) -> None:
+            into[0][:] = frame[start : start + len(into[0])]
+
+    def fill() -> None:
+        connection: Any = Connection()
+        receiver.set_order(order)
+        receiver._fill(connection, frame[8:start], order, check, on_progress)
+
+    if phase == "end":
+        # In the last step of one that is not canceled.
+        fill()
+        assert holds(receiver._region, 1, 7)
+        cancels_at, steps[:] = len(steps), []
+    with pytest.raises(buddy._Canceled):
+        fill()
+    assert len(steps) == cancels_at
+    assert len(receiver._region.complete_slots()) == (phase == "end")
+    receiver._region.close()
+
+
+def test_a_canceled_copy_does_not_fail(
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = CopyOrder(1, 0, 7, 0, None)
+    receiver = _receiver(machines[0], timeout_s=0.0)
+    receiver.set_order(order)
+
+    def fetch_header(*_: Any) -> bytes:
+        receiver.set_order(None)
+        raise RpcError("the source is gone", grpc.StatusCode.UNAVAILABLE)
+
+    monkeypatch.setattr(buddy.StateConnection, "fetch_header", fetch_header)
+    with pytest.raises(buddy._Canceled):
+        receiver._receive(order)
 
 
 def test_a_source_killed_during_the_copy_serves_again_after_a_restart(

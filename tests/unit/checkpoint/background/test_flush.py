@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.unit.checkpoint.faulty_writer import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
 from torchtitan_lite.checkpoint.background.flush import Attempt, GracePeriod, flush
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
+from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.history import HistoryClaim, RunHistory
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
@@ -177,6 +180,22 @@ def test_a_decision_that_cannot_be_published_does_not_stop_the_flush(
         assert not list(run.folder.glob(".flush-*"))
     assert "cannot be published" in capfd.readouterr().err
     verify(root / "step-7")
+
+
+def test_a_superseded_replica_writes_nothing(tmp_path: Path) -> None:
+    """Not even what it could not commit."""
+    claim = HistoryClaim(token=1, lighthouse="a", quorum_id=1, members=("b:1",), last_takeover=0)
+    history = RunHistory(tmp_path, 0)
+    for taken in (claim, replace(claim, token=2, last_takeover=2)):
+        assert history.try_claim(taken)
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 1) as run:
+        run.snapshot(0, 7)
+        files = RecordingFiles(tmp_path)
+        save = _save_of(run, files)
+        save.history, save.writer_group = history, WriterGroup(fencing_token=1)
+        assert _flush(save) == []
+        assert _attempts(files) == []
 
 
 def test_a_committed_part_is_not_written_again(tmp_path: Path) -> None:

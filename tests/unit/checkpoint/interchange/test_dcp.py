@@ -267,6 +267,17 @@ def test_an_existing_step_is_kept(tmp_path: Path) -> None:
         import_dcp(tmp_path / "given", tmp_path / "ours", LLAMA)
 
 
+def test_a_model_of_the_same_shapes_with_other_dims_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = theirs(LLAMA, "0.3").save(tmp_path / "given")
+    source, out = DcpFolder(given), open_storage(str(tmp_path / "ours"))
+    monkeypatch.setattr(source, "exported_model", lambda: {"dims": {"rope_theta": 5e5}})
+    with pytest.raises(CheckpointError, match=r"other model dimensions.*rope_theta"):
+        convert_from_dcp(source, out, LLAMA, run_config={"model": {"dims": {"rope_theta": 1e4}}})
+    assert out.steps() == []
+
+
 class _Bomb:
     def __reduce__(self) -> Any:
         return (subprocess.call, (["touch", "exploded"],))

@@ -206,6 +206,24 @@ def test_damage_is_detected_by_name(region: Region) -> None:
         Region.open(region.path)
 
 
+def test_damaged_values_and_digests_are_detected(region: Region) -> None:
+    _fill(region, 0, 10)
+    region.store_digests(0, {"w": "abc"})
+    raw = region.path.read_bytes()
+    for content in (b"10}", b"abc"):
+        region._view[raw.index(content)] ^= 1
+    with pytest.raises(DamagedSnapshot, match="the values of slot 0"):
+        region.values(0)
+    assert region.digests(0) is None
+
+
+def test_digests_that_do_not_fit_beside_the_values_are_refused(region: Region) -> None:
+    _fill(region, 0, 10)
+    with pytest.raises(ValueError, match="values and digests"):
+        region.store_digests(0, {"w": "0" * region.values_bytes})
+    assert region.values(0) == {"step": 10} and region.digests(0) is None
+
+
 def test_too_little_memory_is_an_error_with_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import xxhash
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     build_manifest,
     checksum_matches,
+    checksum_matches_v2,
     manifest_bytes,
 )
 from torchtitan_lite.errors import CheckpointError
@@ -88,6 +89,14 @@ def test_the_text_has_a_line_per_tensor() -> None:
         (line,) = [line for line in lines if line.startswith(start)]
         assert json.loads(line.removeprefix(start).rstrip(","))["shape"] == [3, 4]
     assert len(lines) < 20 + 30
+
+
+def test_the_checksum_of_version_2_is_that_of_the_other_fields() -> None:
+    fields = {"b": [1, {"d": 2, "c": 3}], "a": "x"}
+    digest = xxhash.xxh3_64_hexdigest(b'{"a": "x", "b": [1, {"c": 3, "d": 2}]}')
+    assert checksum_matches_v2({**fields, "xxh3": digest})
+    assert not checksum_matches_v2({**fields, "a": "y", "xxh3": digest})
+    assert not checksum_matches_v2(fields)
 
 
 def test_a_box_that_two_ranks_wrote_is_rejected() -> None:

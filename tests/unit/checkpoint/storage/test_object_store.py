@@ -346,6 +346,27 @@ def test_a_step_of_format_2_is_kept_and_replaced(root: str) -> None:
     assert store.steps() == [] and store._find(1) == []
 
 
+def test_a_manifest_of_another_attempt_is_not_committed(root: str) -> None:
+    store = ObjectStore(root)
+    _save(store, 1, "a-0")
+    text = json.dumps(_manifest(store, 1)).encode()
+    for rank in range(2):
+        store.put_part(1, "b-0", rank, {})
+        store._put(f"step-1/b-0/rank-{rank:05d}.safetensors", b"")
+    with pytest.raises(OSError, match="names attempt a-0, not .*b-0"):
+        store.commit(1, "b-0", text)
+
+
+def test_the_announcements_of_a_step_without_files_are_removed(root: str) -> None:
+    """All of its tensors are empty."""
+    store = ObjectStore(root)
+    store.put_part(1, "a-0", 0, {})
+    base = {"mesh": {}, "values": {}, "config": {}, "versions": {}}
+    part = {"rank": 0, "rng": {}, "layouts": [], "tensors": {}}
+    store.commit(1, "a-0", manifest_bytes(build_manifest(1, [part], base)))
+    assert store._find(1) == ["manifest.json"]
+
+
 def test_a_token_that_readers_reject_is_not_written(root: str) -> None:
     for token in ("../a", "a/b", "rank-00000.json", "", "a" * 200, "a\n"):
         with pytest.raises(ValueError, match="cannot name an attempt"):

@@ -1,0 +1,45 @@
+"""The leader of a joint save waits for the parts of the others; tokens of save attempts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from torchtitan_lite.checkpoint import sync_saver
+from torchtitan_lite.checkpoint.background.save import attempt_token
+from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.save_context import AttemptTokens
+from torchtitan_lite.checkpoint.storage.base import open_storage
+from torchtitan_lite.errors import CheckpointError
+
+
+def _waits_longer(_: float) -> NoReturn:
+    raise AssertionError("it waits longer")
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "fails", "message"),
+    [(60, True, "writer 1: no space"), (0, False, r"writers \[1\] did not write their parts")],
+)
+def test_the_leader_does_not_wait_for_a_part_that_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, fails: bool, message: str
+) -> None:
+    monkeypatch.setattr(sync_saver, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(sync_saver.time, "sleep", _waits_longer)
+    storage = open_storage(str(tmp_path))
+    storage.begin(7, "ab")
+    storage.put_part(7, "ab", 0, {})
+    if fails:
+        storage.put_failure(7, "ab", 1, "no space")
+    about: Any = SimpleNamespace(world_size=2)
+    with pytest.raises(CheckpointError, match=message):
+        sync_saver._wait_for_parts(storage, about, 7, "ab")
+
+
+def test_each_attempt_has_a_token_of_the_group_or_else_of_the_session() -> None:
+    tokens, group = AttemptTokens("5e55"), WriterGroup(1, 2, "ab12")
+    for number in (1, 2):
+        assert tokens.next(WriterGroup(), 7) == attempt_token("5e55", 7, number)
+        assert tokens.next(group, 7) == attempt_token("ab12", 7, number)
+    assert tokens.next(group, 8) == attempt_token("ab12", 8, 1)
