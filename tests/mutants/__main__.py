@@ -3,6 +3,7 @@
 python -m tests.mutants record [-- PYTEST ARGUMENTS]   run the tests and record what they reach
 python -m tests.mutants run [--seed 0]                 run a drawn set of mutants (resumable)
 python -m tests.mutants table                          print the score by operator, and survivors
+python -m tests.mutants known                          print how many sites have a known killer
 python -m tests.mutants check [--number 12]            run the known killers of some mutants
 
 A recording stays valid until the code changes. A mutant is killed if a test that reaches its site
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from tests.mutants.runner import TestRecord, outcomes_in, records_in, run_all, search_path
 from tests.mutants.sites import REPOSITORY, all_sites, draw, load, save
-from tests.mutants.table import KILLERS, save_killers, survivors, table
+from tests.mutants.table import KILLERS, known_table, save_killers, survivors, table
 
 
 def main(argv: list[str]) -> int:
@@ -93,6 +94,11 @@ def _table(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
+def _known(options: argparse.Namespace, arguments: list[str]) -> int:
+    print(known_table(all_sites()))
+    return 0
+
+
 def _check(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run the known killers of a drawn sample."""
     killers = json.loads(KILLERS.read_text())
@@ -155,6 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", parents=[shared, drawn])
     table.set_defaults(run=_table)
     table.add_argument("--save-killers", action="store_true", help="write killers.json")
+    known = commands.add_parser("known", parents=[shared])
+    known.set_defaults(run=_known)
     check = commands.add_parser("check", parents=[shared, jobs])
     check.set_defaults(run=_check)
     check.add_argument("--seed", type=int, default=0)

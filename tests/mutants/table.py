@@ -16,6 +16,12 @@ KILLERS = Path(__file__).with_name("killers.json")
 """Site -> a test of `make test` that kills the mutant."""
 
 
+_OPERATORS = (
+    *((operator.name, operator.meaning, operator.precedent) for operator in OPERATORS),
+    (GENERAL, "an operator of Cosmic Ray, in modules of pure decisions", ""),
+)
+
+
 def equivalent_sites() -> dict[str, str]:
     return json.loads(EQUIVALENT.read_text())
 
@@ -29,10 +35,7 @@ def table(drawn: Sequence[Site], outcomes: Mapping[str, Outcome]) -> str:
     ]
     total: Counter[str] = Counter()
     equivalent = equivalent_sites()
-    for name, meaning, precedent in (
-        *((operator.name, operator.meaning, operator.precedent) for operator in OPERATORS),
-        (GENERAL, "an operator of Cosmic Ray, in modules of pure decisions", ""),
-    ):
+    for name, meaning, precedent in _OPERATORS:
         counts = Counter(
             _kind(outcomes[site.id], equivalent)
             for site in drawn
@@ -42,6 +45,28 @@ def table(drawn: Sequence[Site], outcomes: Mapping[str, Outcome]) -> str:
         lines.append(_row(f"{name}: {meaning}", precedent, counts))
     lines.append(_row("all", "", total))
     return "\n".join(lines)
+
+
+def known_table(sites: Sequence[Site]) -> str:
+    """Return as a Markdown table how many sites of each operator have a known killer, or are known
+    to be equivalent."""
+    killers, equivalent = json.loads(KILLERS.read_text()), equivalent_sites()
+    lines = ["| mistake | sites | known killer | equivalent | not known |", "|---|---|---|---|---|"]
+    total: Counter[str] = Counter()
+    for name, _, _ in _OPERATORS:
+        counts = Counter(
+            "killed" if site.id in killers else "same" if site.id in equivalent else "open"
+            for site in sites
+            if site.operator == name
+        )
+        total += counts
+        lines.append(_known_row(name, counts))
+    return "\n".join([*lines, _known_row("all", total)])
+
+
+def _known_row(name: str, counts: Counter[str]) -> str:
+    numbers = (counts.total(), counts["killed"], counts["same"], counts["open"])
+    return f"| {name} | {' | '.join(map(str, numbers))} |"
 
 
 def survivors(drawn: Sequence[Site], outcomes: Mapping[str, Outcome]) -> list[str]:
