@@ -19,7 +19,7 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.network import cut_connections
 from torchtitan_lite.torch_compat import clear_mesh_caches
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 15.0
 _group = threading.local()
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.harness.threads import run_on_threads
 from torchtitan_lite.checkpoint import buddies, leftover_snapshots, lineage, manager
-from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
+from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, SnapshotInterval
 from torchtitan_lite.checkpoint.buddies import open_buddies, pair_buddies
 from torchtitan_lite.checkpoint.collective import first_message, raise_on_all_ranks
 from torchtitan_lite.checkpoint.leftover_snapshots import newest_leftover
@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import SaveSignals, agree_on_identity
 from torchtitan_lite.checkpoint.sync_saver import SynchronousSaver
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.mesh import Mesh, ParallelDims
 
 
@@ -275,3 +275,45 @@ def test_a_takeover_that_the_leader_sees_removes_the_snapshots_of_all_machines(
 
     assert run_on_threads(2, discard, False) == [(False, 4)] * 2 and not removed
     assert run_on_threads(2, discard, True) == [(True, 9)] * 2 and sorted(removed) == [0, 1]
+
+
+def test_the_signals_of_a_step_are_float64() -> None:
+    # Float32 has no odd integers of this size.
+    signals = SaveSignals(copy_s=2**25 + 1)
+    found: Any = SimpleNamespace(
+        _saver=SimpleNamespace(local_signals=lambda step_s: signals), _step_ended=0.0
+    )
+    assert CheckpointManager.local_signals(found).tolist() == signals.to_list()
+
+
+def test_a_damaged_start_is_tried_again_while_other_replicas_save_newer_steps() -> None:
+    attempts = [DamagedCheckpoint("step 3"), None]
+
+    def restore() -> None:
+        error = attempts.pop(0)
+        if error is not None:
+            raise error
+
+    restorer: Any = SimpleNamespace(
+        _restore=restore,
+        newest_seen=3,
+        _context=SimpleNamespace(is_shared=True),
+        _stored_steps=lambda: [5, 3],
+    )
+    assert Restorer.restore(restorer) is None and not attempts
+    attempts[:] = [DamagedCheckpoint("step 5")]
+    restorer.newest_seen = 5
+    with pytest.raises(DamagedCheckpoint, match="step 5"):
+        Restorer.restore(restorer)
+
+
+def test_the_interval_of_snapshots_follows_their_cost() -> None:
+    interval = SnapshotInterval(-1)
+    interval.update(copy_s=2.9, step_s=10.0)
+    # 3% of ten steps suffice.
+    assert interval.steps == 10
+    # Single long ones are other load on the machine.
+    interval.update(copy_s=60.0, step_s=10.0)
+    assert interval.steps == 11
+    interval.update(copy_s=0.03, step_s=10.0)
+    assert interval.steps == 1

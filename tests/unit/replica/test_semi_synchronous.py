@@ -16,7 +16,7 @@ from torchtitan_lite.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.replica.semi_synchronous import Averaging, SemiSynchronousReplicas
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
-_FURTHEST = 40
+_FURTHEST = 2**40 + 8
 
 
 class _Manager:
