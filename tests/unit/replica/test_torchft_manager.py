@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from tests.unit.replica.test_healing import Run
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.network import seconds_since_data
 from torchtitan_lite.replica.quorum_checks import IncompatiblePeers
-from torchtitan_lite.replica.torchft_manager import _GlooAtAddress
+from torchtitan_lite.replica.torchft_manager import QuorumManager, _GlooAtAddress
 
 # torchft calls a deprecated method of its logger.
 pytestmark = pytest.mark.filterwarnings("ignore:The .warn. method:DeprecationWarning")
@@ -238,3 +240,16 @@ def test_an_incompatible_replica_leaves_before_any_connection() -> None:
         assert first.manager.quorum.replica_world_size == 1
         assert first.manager.should_commit()
         first.close()
+
+
+def test_sums_and_maxima_are_what_the_group_is_asked_for() -> None:
+    asked: list[Any] = []
+
+    def allreduce(flat: torch.Tensor, reduce_op: Any) -> None:
+        asked.append(reduce_op)
+
+    manager: Any = SimpleNamespace(allreduce=allreduce, group=None)
+    manager._started = partial(QuorumManager._started, manager)
+    QuorumManager.all_reduce_sum(manager, torch.ones(1))
+    QuorumManager.all_reduce_max(manager, torch.ones(1))
+    assert asked == [dist.ReduceOp.SUM, dist.ReduceOp.MAX]
