@@ -203,6 +203,42 @@ def test_gradients_are_summed_in_at_least_float32(
     assert len(policies) > 1 and {policy.reduce_dtype for policy in policies} == {dtype}
 
 
+@pytest.mark.parametrize("precision", [PrecisionConfig(), _MIXED], ids=["float32", "mixed"])
+def test_matrices_of_several_ranks_are_only_wrapped_to_be_cast(
+    mesh: Mesh, precision: PrecisionConfig
+) -> None:
+    mesh.degrees = ParallelDims(tp=2)
+    model = tiny_decoder(torch.float32)
+    fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), precision)
+    assert isinstance(model, FSDPModule) == (precision is _MIXED)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "frees"),
+    [
+        ({"dp_shard": 2}, True),
+        ({"cp": 2}, True),
+        ({"dp_shard": 2, "tp": 2}, True),
+        ({"dp_replicate": 2}, False),
+        ({"dp_replicate": 2, "tp": 2}, False),
+        ({"dp_shard": 2, "pp": 2}, False),
+        ({"cp": 2, "pp": 2}, False),
+    ],
+    ids=str,
+)
+def test_blocks_are_freed_if_they_are_sharded_and_run_once(
+    mesh: Mesh, degrees: dict[str, int], frees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh.degrees = ParallelDims(**degrees)
+    monkeypatch.setattr(fsdp, "_sharding_mesh", lambda mesh: None)
+    with mock.patch.object(fsdp, "fully_shard") as fully_shard:
+        fsdp.apply(
+            tiny_decoder(torch.float32), tiny_spec(), mesh, ParallelismConfig(), PrecisionConfig()
+        )
+    first, *_ = fully_shard.call_args_list
+    assert first.kwargs["reshard_after_forward"] == frees
+
+
 def test_blocks_whose_experts_alone_are_sharded_are_freed_after_forward() -> None:
     def frees() -> list[bool]:
         mesh = Mesh(detect_device("cpu"), ParallelDims(tp=2))
