@@ -121,3 +121,14 @@ def test_a_skipped_step_neither_starts_nor_completes_an_average(
     assert replicas.events() == []
     replicas.finish_step(committed=True, is_last=False)
     assert [event.name for event in replicas.events()] == ["averaged"]
+
+
+def test_steps_beyond_the_integers_of_float32_are_compared_exactly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FaultTolerantReplicas, "agree", lambda self: Share(index=0, count=2))
+    run = _run_with_a_due_average()
+    run.step += 2**24
+    replicas = _replicas(run, _Manager(loses_max=False), lambda mine: mine)
+    replicas.finish_step(committed=True, is_last=False)
+    assert run.cursor == _FURTHEST
