@@ -10,7 +10,9 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch._C._distributed_c10d import (  # pyright: ignore[reportAttributeAccessIssue]
+    _set_thread_isolation_mode,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
@@ -19,7 +21,7 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.network import cut_connections
 from torchtitan_lite.torch_compat import clear_mesh_caches
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 15.0
 _group = threading.local()
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.harness.ranks import FORK_SERVER, GLOO_TIMEOUT_S, WorkerPool
+from tests.harness.threads import run_on_threads
 from torchtitan_lite import axis_groups, torch_compat
 from torchtitan_lite.axis_groups import AxisGroups, abort_all_groups, forget_groups
 from torchtitan_lite.device import detect_device
@@ -165,3 +166,13 @@ def test_all_caches_that_may_hold_a_group_are_found() -> None:
     }
     # The cache of sharding propagation has its own function to clear it.
     assert {name for name in missing if "propagate_op_sharding" not in name} == set()
+
+
+def test_the_shards_of_experts_have_a_group_of_their_own() -> None:
+    def names() -> tuple[str | None, bool]:
+        mesh = Mesh(detect_device("cpu"), ParallelDims(tp=2, ep=2))
+        shards = mesh.expert_mesh.get_group("expert_shard")
+        others = (mesh.device_mesh.get_group("dp_shard"), mesh.expert_mesh.get_group("etp"))
+        return mesh.groups.name_of(shards), shards in others
+
+    assert run_on_threads(2, names) == [("expert_shard", False)] * 2

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from torchtitan_lite.device import detect_device
+from torchtitan_lite.device import detect_device, have_peer_access
 from torchtitan_lite.errors import UserError
 
 
@@ -82,3 +82,13 @@ def test_the_peak_of_memory_needs_no_descriptor(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Path, "read_text", failing)
     assert 0.01 < detect_device("cpu").peak_memory_gib() < 1000
+
+
+def test_every_gpu_must_reach_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    reached = {1}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other in reached)
+    assert not have_peer_access()
+    reached.add(2)
+    assert have_peer_access()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,3 +112,21 @@ def test_a_finished_run_ends_well_without_its_sample(pools: Pools, tmp_path: Pat
     (text,) = pools(1).run(end, tmp_path / "chat", overrides, False)
     assert "No sample of the model: CheckpointError: the tokenizer in" in text
     assert "A sample" not in text and "Outputs" in text
+
+
+def test_a_finished_run_resumes_with_twice_the_steps_it_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torchtitan_lite.summary._sample_lines", lambda *given: [])
+    monkeypatch.delenv("TORCHTITAN_LITE_LAUNCHER_PID", raising=False)
+    job = SimpleNamespace(
+        state=SimpleNamespace(step=14),
+        steps=10,
+        checkpoints=SimpleNamespace(root=tmp_path),
+        mesh=SimpleNamespace(world_size=1, is_leader=True),
+    )
+    built: Any = SimpleNamespace(job=job)
+    config = odd_config(tmp_path / "a" / "b", {"checkpoint.enable": True})
+    print_end(built, config, ["train", "--training.steps=10"], finished=True)
+    (resume,) = [line for line in capsys.readouterr().out.splitlines() if "Resume" in line]
+    assert "28" in resume and "20" not in resume

@@ -103,3 +103,9 @@ def test_a_rollback_restores_the_history_of_its_target() -> None:
     history.record_commit(2, 9.0, 9.0, window=8)
     history.record_rollback(restored, at=2, to=1, cursor=30)
     assert history.losses == [3.0] and history.grad_norms == [1.0]
+
+
+def test_each_rollback_abandons_its_own_steps() -> None:
+    history = History(rollbacks=[[2, 10], [5, 40]])
+    assert history.was_abandoned(6, 30) and history.was_abandoned(3, 10)
+    assert not history.was_abandoned(5, 30) and not history.was_abandoned(6, 41)

@@ -96,3 +96,12 @@ def test_a_change_of_who_takes_part_begins_anew() -> None:
         work = [RankWork(0, 0, 0, 2, 0.2), RankWork(other, 0, 0, 2, 0.2 * slow)]
         named += detector.step(work)
     assert [(one.replica, one.is_slow) for one in named] == [(1, True)]
+
+
+def test_a_step_that_one_rank_has_not_measured_is_not_counted() -> None:
+    detector = SlowRankDetector()
+    work = [
+        RankWork(replica=0, rank=rank, stage=0, microbatches=1, seconds=seconds, data_s=0.0)
+        for rank, seconds in enumerate((1.0, 0.0, 1.0))
+    ]
+    assert detector.step(work) == [] and not detector._sum.any() and not detector._rows

@@ -669,6 +669,8 @@ def test_ulysses_splits_the_heads_of_a_tensor_parallel_rank(config) -> None:
     method = ["--parallelism.context_parallel_rotate_method", "ulysses"]
     method += ["--parallelism.tensor_parallel_degree", "4", "--training.seq_len", "2048"]
     check_against(config(*method, "--parallelism.context_parallel_degree", "4"), 16)
+    two = ["--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=8"]
+    check_against(config(*method, *two), 16)
     text = config_error(config(*method, "--parallelism.context_parallel_degree", "8"), 32)
     assert (
         '"ulysses" splits the 4 heads that each tp rank of llama3 debugmodel has over '

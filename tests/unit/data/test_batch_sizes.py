@@ -2,6 +2,9 @@
 
 from itertools import accumulate
 
+import pytest
+from pydantic import ValidationError
+
 from torchtitan_lite.data import BatchSizes, batch_sizes
 from torchtitan_lite.schema.data import DataConfig
 
@@ -22,3 +25,9 @@ def test_without_a_warmup_every_step_is_the_same() -> None:
     assert {batch_sizes(config, num_batch_ranks=4).at(cursor) for cursor in range(100)} == {12}
     config = DataConfig(global_batch_size=6)
     assert {batch_sizes(config, num_batch_ranks=4).at(cursor) for cursor in range(100)} == {6}
+
+
+@pytest.mark.parametrize("stage", [[100, 0], [100], [0, 4]])
+def test_each_stage_of_a_warmup_is_a_pair_of_positive_integers(stage: list[int]) -> None:
+    with pytest.raises(ValidationError, match="each stage must be a pair of positive integers"):
+        DataConfig(global_batch_size=8, batch_size_warmup=[[100, 4], stage])

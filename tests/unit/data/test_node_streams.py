@@ -8,15 +8,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.harness.launch import wait_until
 from tests.harness.ranks import FORK_SERVER
+from tests.harness.threads import run_on_threads
 from torchtitan_lite.data import DataLoader, OpenedData, microbatch_indices, open_data
 from torchtitan_lite.data import node_streams as module
 from torchtitan_lite.data.node_streams import StreamClient, StreamServer
@@ -323,3 +325,16 @@ def test_arrays_survive_the_socket() -> None:
     assert (received.origin, received.following) == (origin, following)
     assert received.tokens.tolist() == run.tokens.tolist()
     assert received.document_starts.tolist() == run.document_starts.tolist()
+
+
+def test_the_first_rank_of_each_node_reads_for_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks 1 and 3 are on a node, 0 on another one, and 2 on a third.
+    monkeypatch.setattr(module, "abstract_socket_scope", lambda: (7, 5, 8, 5)[dist.get_rank()])
+
+    def share() -> str:
+        streams = module.share_streams_on_node()
+        with streams or nullcontext():
+            return type(streams).__name__
+
+    alone = "NoneType"
+    assert run_on_threads(4, share) == [alone, "StreamServer", alone, "StreamClient"]

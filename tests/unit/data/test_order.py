@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torchtitan_lite.data import SampleOrder, microbatch_indices
+from torchtitan_lite.data import SampleOrder, microbatch_indices, order
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 64, 257, 1023, 5000])
@@ -97,3 +97,12 @@ def test_ranks_divide_a_step_for_every_world_size(local: int, steps_of: int) -> 
 def test_share_of_step_rejects_an_indivisible_batch() -> None:
     with pytest.raises(ValueError, match="10 samples in rounds of 4"):
         microbatch_indices(range(10), 2, 0, 2)
+
+
+def test_weights_of_many_digits_are_rounded_to_units_of_their_sum() -> None:
+    weights = [1 / 3, 2 / 3 * 1.0000001, 4.2e-9]
+    integers = order._integer_weights(weights)
+    total = sum(weights)
+    assert integers[2] == 1
+    for weight, integer in zip(weights[:2], integers[:2], strict=True):
+        assert integer == pytest.approx(weight / total * 2**20, abs=1)

@@ -64,3 +64,13 @@ def test_non_finite_logits_are_rejected() -> None:
         sampling = Sampling(temperature=temperature)
         with pytest.raises(UserError, match="not numbers"):
             sampling.next_ids(logits, [sampling.random_draws(0)] * 2)
+
+
+def test_the_draws_from_bfloat16_logits_are_those_from_the_same_in_float32() -> None:
+    logits_BV = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sampling = Sampling(temperature=0.7, top_p=0.9)
+    narrow, wide = (
+        sampling.next_ids(logits, [sampling.random_draws(row) for row in range(64)])
+        for logits in (logits_BV, logits_BV.float())
+    )
+    assert narrow == wide

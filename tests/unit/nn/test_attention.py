@@ -1,6 +1,7 @@
 """Attention: causal, within documents, with grouped query heads."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.nn.functional as F
 
 from tests.harness.tolerances import ATTENTION_FLOAT64
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
+from torchtitan_lite.inference.kv_cache import _CachedCarry
 from torchtitan_lite.nn.attention import AttentionMask, BlockContext, Chunk, SDPAKernel
+from torchtitan_lite.nn.attention_sinks import _plain
 from torchtitan_lite.nn.grouped_query import GroupedQuery, Temperature
 from torchtitan_lite.nn.rope import Rope, rotate
 
@@ -107,3 +110,23 @@ def test_a_chunk_sees_its_own_positions_up_to_the_query() -> None:
     seen_SS = Chunk(4).sees(positions[:, None], positions)
     for query in range(10):
         assert seen_SS[query].nonzero().flatten().tolist() == list(range(query // 4 * 4, query + 1))
+
+
+def test_scores_with_sinks_are_normalized_in_float32() -> None:
+    draws = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 32, 8, generator=draws).bfloat16() for _ in range(3))
+    sinks_H = torch.randn(2, generator=draws).bfloat16()
+    scores = (q @ k.mT * 8**-0.5).float()
+    scores.masked_fill_(~torch.ones(32, 32, dtype=torch.bool).tril(), -torch.inf)
+    sinks = sinks_H.float()[:, None, None].expand(1, 2, 32, 1)
+    shares = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    assert torch.equal(_plain(q, k, v, None, sinks_H), shares.bfloat16() @ v)
+
+
+def test_the_cached_state_of_a_recurrence_is_float32() -> None:
+    carry: Any = _CachedCarry.__new__(_CachedCarry)
+    carry._input_shape, carry._state_shape = (3, 4), (2, 5, 7)
+    carry._dtype, carry._device = torch.bfloat16, torch.device("cpu")
+    carry.allocate(6, 100)
+    assert carry._inputs_BMI.shape == (6, 3, 4) and carry._inputs_BMI.dtype == torch.bfloat16
+    assert carry._state_BHEG.shape == (6, 2, 5, 7) and carry._state_BHEG.dtype == torch.float32

@@ -18,12 +18,17 @@ from tests.unit.models.tiny import (
     tiny_spec,
     tiny_targets,
 )
+from torchtitan_lite import parallel
 from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.models import qwen3_next
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.parallel import activation_checkpoint
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.schema.compile import CompileConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.training import PrecisionConfig
 from torchtitan_lite.spec import ModelSpec
 
 _MODES = {
@@ -175,3 +180,28 @@ class _CountOps(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("pp", "is_repeatable"), [(2, True), (1, False)])
+def test_a_pipeline_may_recompute_more_than_once(
+    pp: int, is_repeatable: bool, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh.degrees = ParallelDims(pp=pp)
+    asked: list[bool] = []
+    for technique in (parallel.compile, parallel.fsdp, parallel.context):
+        monkeypatch.setattr(technique, "apply", lambda *given: None)
+    monkeypatch.setattr(
+        parallel.activation_checkpoint,
+        "apply_to_operations",
+        lambda *given, repeatable: asked.append(repeatable),
+    )
+    parallel.parallelize(
+        tiny_decoder(torch.float32),
+        tiny_spec(),
+        mesh,
+        parallelism=ParallelismConfig(),
+        precision=PrecisionConfig(),
+        checkpointing=ActivationCheckpointConfig(mode="none"),
+        compilation=CompileConfig(),
+    )
+    assert asked == [is_repeatable]

@@ -2,20 +2,31 @@
 tests/parity checks on several ranks that gradients are summed and not averaged."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.harness.threads import run_on_threads
 from tests.harness.tolerances import CHUNKED_LOSS_BFLOAT16
-from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
+from tests.unit.models.tiny import (
+    QWEN3_EXPERTS,
+    tiny_decoder,
+    tiny_samples,
+    tiny_spec,
+    tiny_targets,
+)
 from torchtitan_lite.device import Device, detect_device
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.decoder import Decoder
-from torchtitan_lite.parallel import fsdp
+from torchtitan_lite.parallel import fsdp, parallelize
+from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.schema.compile import CompileConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.schema.training import PrecisionConfig
 
@@ -170,6 +181,85 @@ def test_offloaded_shards_are_freed_after_forward_but_the_last(mesh: Mesh) -> No
     assert all(isinstance(next(block.parameters()), DTensor) for block in blocks)
     # Backward begins with it.
     assert not isinstance(next(last.parameters()), DTensor)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (_OFFLOADED, torch.float32),
+        (PrecisionConfig(enable_cpu_offload=True), None),
+        (PrecisionConfig(dtype="float64", enable_cpu_offload=True), None),
+    ],
+    ids=["bfloat16", "float32", "float64"],
+)
+def test_gradients_are_summed_in_at_least_float32(
+    mesh: Mesh, precision: PrecisionConfig, dtype: torch.dtype | None
+) -> None:
+    """None: in the dtype of the weights."""
+    with mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as fully_shard:
+        model = tiny_decoder(getattr(torch, precision.dtype))
+        fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), precision)
+    policies = [call.kwargs["mp_policy"] for call in fully_shard.call_args_list]
+    assert len(policies) > 1 and {policy.reduce_dtype for policy in policies} == {dtype}
+
+
+@pytest.mark.parametrize("precision", [PrecisionConfig(), _MIXED], ids=["float32", "mixed"])
+def test_matrices_of_several_ranks_are_only_wrapped_to_be_cast(
+    mesh: Mesh, precision: PrecisionConfig
+) -> None:
+    mesh.degrees = ParallelDims(tp=2)
+    model = tiny_decoder(torch.float32)
+    fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), precision)
+    assert isinstance(model, FSDPModule) == (precision is _MIXED)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "frees"),
+    [
+        ({"dp_shard": 2}, True),
+        ({"cp": 2}, True),
+        ({"dp_shard": 2, "tp": 2}, True),
+        ({"dp_replicate": 2}, False),
+        ({"dp_replicate": 2, "tp": 2}, False),
+        ({"dp_shard": 2, "pp": 2}, False),
+        ({"cp": 2, "pp": 2}, False),
+    ],
+    ids=str,
+)
+def test_blocks_are_freed_if_they_are_sharded_and_run_once(
+    mesh: Mesh, degrees: dict[str, int], frees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh.degrees = ParallelDims(**degrees)
+    monkeypatch.setattr(fsdp, "_sharding_mesh", lambda mesh: None)
+    with mock.patch.object(fsdp, "fully_shard") as fully_shard:
+        fsdp.apply(
+            tiny_decoder(torch.float32), tiny_spec(), mesh, ParallelismConfig(), PrecisionConfig()
+        )
+    first, *_ = fully_shard.call_args_list
+    assert first.kwargs["reshard_after_forward"] == frees
+
+
+def test_blocks_whose_experts_alone_are_sharded_are_freed_after_forward() -> None:
+    def frees() -> list[bool]:
+        mesh = Mesh(detect_device("cpu"), ParallelDims(tp=2))
+        with torch.device("meta"):
+            model = qwen3.build(QWEN3_EXPERTS)
+        parallelize(
+            model,
+            qwen3.spec_of(QWEN3_EXPERTS, "tiny"),
+            mesh,
+            parallelism=ParallelismConfig(enable_sequence_parallel=False),
+            precision=PrecisionConfig(),
+            checkpointing=ActivationCheckpointConfig(mode="none"),
+            compilation=CompileConfig(),
+        )
+        return [
+            bool(block._get_fsdp_state()._fsdp_param_groups[0]._reshard_after_forward)
+            for block in model.layers.values()
+            if isinstance(block, FSDPModule)
+        ]
+
+    assert run_on_threads(2, frees) == [[True] * QWEN3_EXPERTS.num_layers] * 2
 
 
 def _sharded(mesh: Mesh, policy: str = "default", **changes: Any) -> Decoder:

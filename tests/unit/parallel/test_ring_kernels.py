@@ -1,10 +1,14 @@
-"""The kernels of ring attention on a GPU, as far as they can be tested without one."""
+"""The kernels of ring attention on a GPU, as far as they can be tested without one, and how partial
+results are merged."""
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.harness.threads import run_on_threads
+from torchtitan_lite.parallel.context import RingKernel, SequenceSharding
 from torchtitan_lite.torch_compat import attention_backward, attention_with_lse
 
 
@@ -29,3 +33,22 @@ def test_backward_uses_the_kernel_for_dense_sequences() -> None:
     assert [grad.shape for grad in grads] == [q.shape] * 3 and lse.shape == (2, 4, 64)
     args = mode.calls["_scaled_dot_product_flash_attention_backward.default"]
     assert args[6:8] == (None, None), "cumulative lengths select the kernel for packed sequences"
+
+
+def test_partial_results_in_bfloat16_are_merged_in_float32() -> None:
+    # Scores of some 60, whose sum of exponentials bfloat16 would round by a fifth.
+    draws = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 16, 8, generator=draws).bfloat16() for _ in range(3))
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, scale=8.0
+    )
+
+    def attend() -> torch.Tensor:
+        group = dist.group.WORLD
+        assert group is not None
+        sharding = SequenceSharding(num_ranks=2, rank=dist.get_rank(), head_tail=False)
+        own = sharding.own(16, torch.device("cpu"))
+        return RingKernel(sharding, group, 8.0)(q[:, :, own], k[:, :, own], v[:, :, own], None)
+
+    error = torch.cat(run_on_threads(2, attend), dim=2).double() - exact
+    assert error.abs().max() < 0.02

@@ -1,9 +1,16 @@
 """The positions of each rank."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from torchtitan_lite.parallel.context import SequenceSharding, _attending, sequence_order
+from torchtitan_lite.parallel.context import (
+    SequenceSharding,
+    _attending,
+    _CarryOverRanks,
+    sequence_order,
+)
 
 
 def test_each_rank_has_a_chunk_from_the_head_and_one_from_the_tail() -> None:
@@ -46,3 +53,17 @@ def test_in_a_ring_each_query_attends_once_to_each_key_up_to_its_position(
             pairs = torch.ones(len(rows), len(columns), dtype=torch.int64)
             attended_SS[rows[:, None], columns] += pairs.tril() if is_causal else pairs
     assert torch.equal(attended_SS, torch.ones_like(attended_SS).tril())
+
+
+@pytest.mark.parametrize("head_tail", [True, False])
+def test_pieces_know_the_documents_of_the_positions_before_them(head_tail: bool) -> None:
+    documents_BS = torch.arange(24).view(2, 12)
+    sharding = SequenceSharding(num_ranks=2, rank=1, head_tail=head_tail)
+    group: Any = None
+    found_ZS = _CarryOverRanks(sharding, group).documents(documents_BS, 2)
+    length = 3 if head_tail else 6
+    starts = [3, 6] if head_tail else [6]
+    expected = [
+        documents_BS[sample, start - 2 : start + length] for sample in (0, 1) for start in starts
+    ]
+    assert torch.equal(found_ZS, torch.stack(expected))

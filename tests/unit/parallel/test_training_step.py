@@ -72,7 +72,7 @@ def float64() -> Iterator[None]:
         pytest.param(
             8,
             {"enable_sequence_parallel": False},
-            {"pipeline_parallel": 2, "tensor_parallel": 2, "data_parallel_shard": 2},
+            {"pipeline_parallel": 2, "tensor_parallel": 2, "data_parallel_replicate": 2},
             id="matrices in a pipeline",
         ),
         pytest.param(

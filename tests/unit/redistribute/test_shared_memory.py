@@ -9,7 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.ranks import FORK_SERVER
+from tests.harness.threads import run_on_threads
+from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import RedistributionError
+from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs Linux on x86-64")
@@ -57,3 +60,14 @@ def test_a_dead_peer_is_noticed_unless_it_did_its_part(writes: bool, tmp_path: P
     assert float(seconds) < 10
     expected = "Rank 1 of the group did not write its part of an exchange and has ended."
     assert result == ("written" if writes else expected)
+
+
+def test_the_ranks_of_a_group_share_memory_with_each_other_only() -> None:
+    def share() -> tuple[list[int], bool]:
+        mesh = Mesh(detect_device("cpu"), ParallelDims(dp_shard=2, tp=2))
+        memory = SharedMemory(mesh.device_mesh.get_group("tp"), 8192)
+        for file in memory._files.values():
+            file.close()
+        return list(memory.peers), memory.covers_all
+
+    assert run_on_threads(4, share) == [([0, 1], True)] * 4

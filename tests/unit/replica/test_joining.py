@@ -5,9 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.harness.threads import run_on_threads
 from torchtitan_lite import network
+from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.replica import joining
 from torchtitan_lite.replica.joining import LIGHTHOUSE, TOKEN, address_for, environment
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
@@ -93,3 +97,44 @@ def test_an_address_that_the_others_cannot_reach_is_an_error(
         joining.join(config, state, mesh, **unused),
     ):
         pass
+
+
+def test_all_ranks_meet_at_the_store_of_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Met(Exception):
+        pass
+
+    def manager(*given: Any, store: tuple[str, int], **options: Any) -> Any:
+        raise Met(*store)
+
+    monkeypatch.setattr(joining, "environment", lambda: ("lighthouse:1", "token"))
+    # Each rank has an address of its own.
+    monkeypatch.setattr(joining, "address_for", lambda *given: f"10.0.0.{dist.get_rank()}")
+    monkeypatch.setattr(joining, "_check_not_loopback", lambda *given: None)
+    monkeypatch.setattr(joining, "listening_store", lambda address: SimpleNamespace(port=77))
+    monkeypatch.setattr(joining, "Fence", lambda *given: None)
+    monkeypatch.setattr(joining, "HealingTransport", lambda *given: None)
+    monkeypatch.setattr(joining, "QuorumManager", manager)
+
+    def meet() -> tuple[Any, ...]:
+        unused: Any = None
+        state: Any = SimpleNamespace(cursor=0, step=0)
+        with (
+            pytest.raises(Met) as met,
+            joining.join(
+                FaultToleranceConfig(),
+                state,
+                Mesh(detect_device("cpu"), ParallelDims(dp_shard=2)),
+                run_id="run",
+                history=unused,
+                config_fingerprint="",
+                newest_stored_step=unused,
+                wait_until_modifiable=unused,
+                stop_requested=unused,
+                initial_stored_step=0,
+                phases=unused,
+            ),
+        ):
+            pass
+        return met.value.args
+
+    assert run_on_threads(2, meet) == [("10.0.0.0", 77)] * 2

@@ -16,7 +16,7 @@ from torchtitan_lite.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.replica.semi_synchronous import Averaging, SemiSynchronousReplicas
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
-_FURTHEST = 40
+_FURTHEST = 2**40 + 8
 
 
 class _Manager:
@@ -152,3 +152,14 @@ def test_after_a_failed_average_a_new_quorum_is_formed(monkeypatch: pytest.Monke
     replicas._finish_average(committed=False)
     replicas.agree()
     assert quorums == [0, 1]
+
+
+def test_steps_beyond_the_integers_of_float32_are_compared_exactly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FaultTolerantReplicas, "agree", lambda self: Share(index=0, count=2))
+    run = _run_with_a_due_average()
+    run.step += 2**24
+    replicas = _replicas(run, _Manager(loses_max=False), lambda mine: mine)
+    replicas.finish_step(committed=True, is_last=False)
+    assert run.cursor == _FURTHEST

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -340,3 +341,16 @@ def test_a_broken_quorum_is_aborted_once_unless_there_is_another(
     monkeypatch.setattr(torchft_manager.time, "sleep", sleep)
     rank.watch()
     assert (num_waits, rank.num_aborts) == (1, 0 if is_replaced else 1)
+
+
+def test_sums_and_maxima_are_what_the_group_is_asked_for() -> None:
+    asked: list[Any] = []
+
+    def allreduce(flat: torch.Tensor, reduce_op: Any) -> None:
+        asked.append(reduce_op)
+
+    manager: Any = SimpleNamespace(allreduce=allreduce, group=None)
+    manager._started = partial(QuorumManager._started, manager)
+    QuorumManager.all_reduce_sum(manager, torch.ones(1))
+    QuorumManager.all_reduce_max(manager, torch.ones(1))
+    assert asked == [dist.ReduceOp.SUM, dist.ReduceOp.MAX]
