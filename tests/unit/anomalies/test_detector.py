@@ -103,3 +103,10 @@ def test_a_rollback_restores_the_history_of_its_target() -> None:
     history.record_commit(2, 9.0, 9.0, window=8)
     history.record_rollback(restored, at=2, to=1, cursor=30)
     assert history.losses == [3.0] and history.grad_norms == [1.0]
+
+
+def test_a_run_that_ends_leaves_no_counts_to_the_next() -> None:
+    history = History()
+    history.consecutive_skips, history.consecutive_rollbacks = 3, 2
+    history.reset_counts()
+    assert (history.consecutive_skips, history.consecutive_rollbacks) == (0, 0)

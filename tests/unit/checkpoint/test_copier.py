@@ -162,4 +162,6 @@ def test_tensors_of_another_plan_are_rejected(mesh: Mesh) -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             copier.start(0, given, lambda: None)
+    copier.start(0, state.tensors(), lambda: None)
     copier.close()
+    assert same(copier._targets[0], state.tensors())

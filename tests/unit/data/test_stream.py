@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
 from torchtitan_lite.data.stream_reader import StreamReader
 from torchtitan_lite.data.token_cache import tokenize
-from torchtitan_lite.data.tokenization import DocumentTokenizer
+from torchtitan_lite.data.tokenization import DocumentTokenizer, _Worker
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
@@ -140,3 +142,16 @@ def test_repeating_a_step_or_taking_over_samples_does_not_read_again(
     assert "going back" not in caplog.text
     stream.read(np.array([0]))
     assert "going back" in caplog.text
+
+
+def test_a_killed_worker_has_ended_before_its_pipe_is_closed() -> None:
+    log: list[str] = []
+
+    def logged(name: str) -> Any:
+        return lambda: log.append(name)
+
+    worker: Any = object.__new__(_Worker)
+    worker._process = SimpleNamespace(kill=logged("kill"), join=logged("join"))
+    worker._pipe = SimpleNamespace(close=logged("close"))
+    worker.kill()
+    assert log == ["kill", "join", "close"]
