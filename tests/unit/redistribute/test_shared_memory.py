@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.harness.ranks import FORK_SERVER
 from torchtitan_lite.errors import RedistributionError
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs Linux on x86-64")
@@ -57,3 +58,18 @@ def test_a_dead_peer_is_noticed_unless_it_did_its_part(writes: bool, tmp_path: P
     assert float(seconds) < 10
     expected = "Rank 1 of the group did not write its part of an exchange and has ended."
     assert result == ("written" if writes else expected)
+
+
+@pytest.mark.parametrize("what", ["written", "read"])
+def test_a_part_is_awaited(mesh: Mesh, what: str) -> None:
+    assert dist.group.WORLD is not None
+    memory = SharedMemory(dist.group.WORLD, 1 << 16)
+    memory.timeout_s = 0.0
+    wait, signal = (getattr(memory, f"{verb}_{what}") for verb in ("wait", "signal"))
+    for bucket in range(2):
+        with pytest.raises(RedistributionError, match=r"did not (write|read) its part"):
+            wait([0], bucket)
+        signal(bucket)
+        wait([0], bucket)
+    for file in memory._files.values():
+        file.close()
