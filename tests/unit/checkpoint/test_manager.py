@@ -628,3 +628,15 @@ def test_failures_are_counted_until_a_save_succeeds() -> None:
         assert backoff.consecutive_failures == 3
         backoff.succeeded()
         assert backoff.consecutive_failures == 0
+
+
+def test_leftovers_are_removed_by_the_first_save_only(
+    manage: Manage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of later saves are of this run."""
+    sessions: list[str] = []
+    state = SmallState()
+    manager = manage(state)
+    monkeypatch.setattr(manager._context.storage, "recover", sessions.append)
+    run_steps(manager, state, 3)
+    assert sessions == [manager._context.identity.session]
