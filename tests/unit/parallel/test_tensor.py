@@ -15,6 +15,7 @@ from torchtitan_lite.nn.attention import AcrossHeads
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.parallel import context, tensor
 from torchtitan_lite.parallel.autograd_collectives import _AllGather
+from torchtitan_lite.parallel.pipeline import SharedWeight
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
@@ -93,3 +94,16 @@ def test_what_a_ring_passes_on_is_used_after_it_has_arrived() -> None:
     arriving = torch.zeros(2)
     requests: list[Any] = [SimpleNamespace(wait=lambda: arriving.add_(1)) for _ in range(2)]
     assert context._arrived(arriving, requests).tolist() == [2.0, 2.0]
+
+
+def test_a_gradient_is_returned_to_the_owner_once() -> None:
+    owner, copy = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    owner.grad, copy.grad = torch.ones(2), torch.full((2,), 2.0)
+    weight: Any = object.__new__(SharedWeight)
+    weight._owner, weight._copy = owner, copy
+    weight._owner_rank, weight._copy_rank = 0, 1
+    weight._move = lambda given, wanted, ranks, apply: (
+        None if given is None else apply(wanted, given)
+    )
+    weight.return_gradient()
+    assert owner.grad.tolist() == [3.0, 3.0] and copy.grad is None
