@@ -73,12 +73,14 @@ def test_memory_is_unlocked_at_the_end_and_can_be_locked_again(
 ) -> None:
     runtime, slots = _Runtime(), _slots(mesh)
     _on_gpu(runtime, monkeypatch)
+    copier = None
     for _ in range(2):
         copier = _snapshot(slots, mesh)
         assert len(runtime.registered) == 3
         copier.close()
         assert not runtime.registered
     # It has nothing left to unlock.
+    assert copier is not None
     with monkeypatch.context() as kept:
         kept.setattr(runtime, "clear_error", lambda: None)
         copier.close()

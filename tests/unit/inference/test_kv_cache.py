@@ -16,7 +16,7 @@ def test_old_memory_is_freed_before_new_memory_is_allocated(
     states._shapes, states._dtype, states._device = [(1, 4)], torch.float32, torch.device("cpu")
     states._caches = ()
     states.allocate(2, 8)
-    former, zeros = weakref.ref(states._caches[0]), torch.zeros
+    former, zeros = weakref.ref(next(iter(states._caches))), torch.zeros
 
     def allocated(*shape: Any, **kind: Any) -> torch.Tensor:
         assert former() is None

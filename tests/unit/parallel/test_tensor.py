@@ -70,8 +70,8 @@ def test_dropout_and_what_all_heads_read_know_the_shard(
     monkeypatch.setattr(tensor, "_gathered_for_heads", lambda tp, stream, module, inputs, x: "all")
 
     class Dropout(KeyedDropout):
-        def forward(self, *given: Any) -> Any:
-            return given
+        def forward(self, x_BSD: Any, rng_keys_B: Any, positions_BS: Any) -> Any:
+            return x_BSD, rng_keys_B, positions_BS
 
     model: Any = nn.ModuleList([Dropout(0.5, 0), AcrossHeads()])
     mesh: Any = SimpleNamespace(degrees=SimpleNamespace(tp=2), device_mesh={"tp": tp})

@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.collective_transport import BoundCollectiveTransport
+from torchtitan_lite.redistribute.shared_memory_transport import BoundSharedMemoryTransport
 
 
 class _Work:
@@ -38,3 +40,20 @@ def test_a_bucket_is_unpacked_after_it_has_arrived(monkeypatch: pytest.MonkeyPat
     bound._unpack = lambda number, buffer: unpacked.append(buffer.tolist())
     bound.run()
     assert unpacked == [[1] * 4, [2] * 4, [3] * 4]
+
+
+def test_only_an_exchange_that_ended_half_way_is_final() -> None:
+    bound: Any = object.__new__(BoundSharedMemoryTransport)
+    bound._memory, bound._buckets = SimpleNamespace(broken=False), []
+    bound._run = lambda memory, count: None
+    for _ in range(2):
+        bound.run()
+
+    def fail(memory: object, count: int) -> None:
+        raise KeyboardInterrupt
+
+    bound._run = fail
+    with pytest.raises(KeyboardInterrupt):
+        bound.run()
+    with pytest.raises(RedistributionError, match="ended half-way"):
+        bound.run()

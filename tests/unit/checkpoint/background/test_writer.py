@@ -564,6 +564,7 @@ class _OrderedChannel:
     """The channel of a trainer that stops its writer, with an order to abandon step 7."""
 
     ended = False
+    ended_at: float | None = None
 
     def __init__(self) -> None:
         self.orders: list[dict[str, Any]] = []
@@ -579,7 +580,6 @@ class _OrderedChannel:
 def _stopping_writer(*attempts: Any) -> Any:
     writer: Any = object.__new__(Writer)
     writer._channel = _OrderedChannel()
-    writer._channel.ended_at = None
     writer._pending = {one.token: one for one in attempts}
     return writer
 
