@@ -47,7 +47,7 @@ class Fsyncs:
     folder."""
 
     def __init__(self) -> None:
-        self.synced: dict[Path, bytes | set[str]] = {}
+        self.synced: dict[Path, Any] = {}
 
     def record(self, descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))

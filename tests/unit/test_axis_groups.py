@@ -5,12 +5,15 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import _lru_cache_wrapper
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute, distribute_tensor
+from torch.distributed.tensor import debug as dtensor_debug
 
 from tests.harness.ranks import FORK_SERVER, GLOO_TIMEOUT_S, WorkerPool
 from tests.harness.threads import run_on_threads
@@ -176,3 +179,97 @@ def test_the_shards_of_experts_have_a_group_of_their_own() -> None:
         return mesh.groups.name_of(shards), shards in others
 
     assert run_on_threads(2, names) == [("expert_shard", False)] * 2
+
+
+@pytest.fixture
+def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record which caches are cleared."""
+    names: list[str] = []
+
+    def cache(name: str) -> Any:
+        return SimpleNamespace(
+            cache_clear=lambda: names.append(name), __module__="torchtitan_lite.x"
+        )
+
+    monkeypatch.setattr(
+        dtensor_debug, "_clear_sharding_prop_cache", lambda: names.append("propagation")
+    )
+    monkeypatch.setattr(
+        _redistribute, "clear_redistribute_planner_cache", lambda: names.append("planner")
+    )
+    for module in (torch_compat, axis_groups):
+        monkeypatch.setattr(module, "lru_caches", lambda *prefixes: iter([cache("function")]))
+    return names
+
+
+def test_all_caches_of_dtensor_are_cleared(cleared: list[str]) -> None:
+    torch_compat.clear_mesh_caches()
+    assert cleared == ["propagation", "planner", "function"]
+
+
+@pytest.mark.parametrize("has_compiled", [False, True])
+def test_compiled_code_keeps_no_mesh_of_a_former_world(
+    cleared: list[str], monkeypatch: pytest.MonkeyPatch, has_compiled: bool
+) -> None:
+    monkeypatch.setattr(axis_groups, "leave_groups", lambda: None)
+    monkeypatch.setattr(axis_groups, "compile_time_ns", lambda: int(has_compiled))
+    monkeypatch.setattr(axis_groups, "clear_mesh_caches", lambda: cleared.append("meshes"))
+    forget_groups()
+    assert cleared == ["function", "meshes"][: 1 + has_compiled]
+
+
+@pytest.mark.parametrize("end", [axis_groups.leave_groups, abort_all_groups])
+def test_groups_of_a_former_world_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(axis_groups, "_meshes", [])
+    monkeypatch.setattr(axis_groups, "cut_connections", lambda: None)
+    world: Any = object()
+    axis_groups._groups(world)[(0,), ""] = world
+    end()
+    assert axis_groups._groups(world) == {}
+    axis_groups._groups.cache_clear()
+
+
+def test_the_groups_of_the_next_world_have_the_names_of_a_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed_c10d._world, "group_count", 5)
+    torch_compat.reset_group_names()
+    assert distributed_c10d._world.group_count == 0
+
+
+def test_a_mesh_of_a_former_world_refers_to_no_group() -> None:
+    mesh: Any = SimpleNamespace(_pg_registry={"dp": object()})
+    torch_compat.detach_mesh(mesh)
+    assert mesh._pg_registry == {}
+
+
+def test_once_caches_are_cleared_only_new_meshes_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(axis_groups, "clear_mesh_caches", lambda: None)
+    monkeypatch.setattr(axis_groups, "_names_by_mesh", {})
+    monkeypatch.setattr(axis_groups, "_meshes", [])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    mesh: Any = RenamedMesh()
+    for key in ("one", "other", "one"):
+        axis_groups._prepare_caches(mesh, key)
+    assert set(axis_groups._names_by_mesh) == {"one"}
+
+
+def test_plans_of_a_fake_world_are_not_kept(
+    cleared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache(name: str) -> Any:
+        return SimpleNamespace(cache_clear=lambda: cleared.append(name))
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    monkeypatch.setattr(propagator, "propagate_op_sharding", cache("operations"))
+    monkeypatch.setattr(_redistribute, "_gen_transform_infos", cache("transforms"))
+    monkeypatch.setattr(
+        torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: cleared.append("in C++")
+    )
+    with torch_compat.fake_process_group(1, 2):
+        assert (dist.get_rank(), cleared) == (1, [])
+    assert sorted(cleared) == ["in C++", "operations", "planner", "transforms"]

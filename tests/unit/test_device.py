@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -92,3 +93,15 @@ def test_every_gpu_must_reach_the_others(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not have_peer_access()
     reached.add(2)
     assert have_peer_access()
+
+
+def test_the_peak_of_the_allocator_is_that_since_the_last_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peaks = {"cuda:0": 7}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[str(device)])
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update({str(device): 0})
+    )
+    device = replace(detect_device("cpu"), torch_device=torch.device("cuda:0"))
+    assert [device.take_allocator_peak() for _ in range(2)] == [7, 0]

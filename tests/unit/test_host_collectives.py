@@ -26,3 +26,15 @@ def test_each_rank_gets_the_byte_string_of_rank_0() -> None:
 
     assert run_on_threads(3, broadcast, b"ab", b"longer", b"") == [b"ab"] * 3
     assert run_on_threads(2, broadcast, b"", b"other") == [b""] * 2
+
+
+"""Byte strings of ranks, on a world of one rank."""
+
+import pytest
+
+from torchtitan_lite.mesh import Mesh
+
+
+@pytest.mark.parametrize("text", [b"", b"content \x00\xff"])
+def test_the_first_rank_keeps_what_it_broadcasts(text: bytes, mesh: Mesh) -> None:
+    assert broadcast_bytes(text) == text

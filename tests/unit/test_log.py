@@ -111,3 +111,10 @@ def test_a_live_terminal_can_move_its_cursor(
     if kind is not None:
         monkeypatch.setenv("TERM", kind)
     assert is_live_terminal() is is_live
+
+
+def test_records_are_printed_once() -> None:
+    """Handlers of the root logger, such as those of a library, would print them again."""
+    logger.propagate = True
+    configure_logging()
+    assert not logger.propagate

@@ -20,7 +20,7 @@ import fsspec
 import pytest
 
 from torchtitan_lite import lease_file, run_lease
-from torchtitan_lite.lease_file import LeaseFile, open_lease_file
+from torchtitan_lite.lease_file import LeaseFile, _StoredFile, open_lease_file
 from torchtitan_lite.run_lease import (
     FolderInUse,
     LeaseHolder,
@@ -461,3 +461,32 @@ def test_a_process_of_another_user_that_proc_hides_lives(
     monkeypatch.setattr(os, "kill", not_permitted)
     with pytest.raises(FolderInUse):
         acquire(lease_in(str(tmp_path)))
+
+
+class _CachingStorage:
+    """A storage whose client answers from its cache until that is invalidated."""
+
+    def __init__(self) -> None:
+        self.content = b"older"
+        self._cached: bytes | None = None
+
+    def invalidate_cache(self) -> None:
+        self._cached = None
+
+    def cat_file(self, path: str) -> bytes:
+        self._cached = self._cached or self.content
+        return self._cached
+
+    def glob(self, path: str) -> list[str]:
+        return [f"bucket/{self.cat_file(path).decode()}"]
+
+
+def test_a_lease_in_a_store_is_looked_up_anew() -> None:
+    file: Any = object.__new__(_StoredFile)
+    file._fs, file._path = _CachingStorage(), "bucket/lease.json"
+    for content in (b"older", b"newer"):
+        file._fs.content = content
+        sight = file.look()
+        assert sight is not None and sight.content == content
+    file._fs.content = b"newest"
+    assert file.matching() == ["newest"]

@@ -4,13 +4,18 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from torchtitan_lite.anomalies import Action, AnomalyDetector, History
 from torchtitan_lite.anomalies.detector import deviations_above
+from torchtitan_lite.errors import TrainingDiverged
+from torchtitan_lite.replica.participation import Share
 from torchtitan_lite.schema.anomalies import AnomaliesConfig
+from torchtitan_lite.step.anomalous_steps import _roll_back
+from torchtitan_lite.trainer import _end
 
 
 def _detector(max_skipped_steps: int = 10, **settings: Any) -> AnomalyDetector:
@@ -109,3 +114,41 @@ def test_each_rollback_abandons_its_own_steps() -> None:
     history = History(rollbacks=[[2, 10], [5, 40]])
     assert history.was_abandoned(6, 30) and history.was_abandoned(3, 10)
     assert not history.was_abandoned(5, 30) and not history.was_abandoned(6, 41)
+
+
+def test_a_run_that_ends_leaves_no_counts_to_the_next() -> None:
+    history = History()
+    history.consecutive_skips, history.consecutive_rollbacks = 3, 2
+    history.reset_counts()
+    assert (history.consecutive_skips, history.consecutive_rollbacks) == (0, 0)
+
+
+def test_the_state_of_a_replica_that_rolls_back_is_replaced_by_healing() -> None:
+    """Its snapshots belong to the abandoned history."""
+    calls: list[str] = []
+    checkpoints: Any = SimpleNamespace(discard_snapshots=lambda: calls.append("discarded"))
+    replicas: Any = SimpleNamespace(
+        after_rollback=lambda *, is_source: calls.append(f"source: {is_source}")
+    )
+    unused: Any = None
+    event = _roll_back(unused, checkpoints, replicas, Share(index=1, count=2), min_steps=1)
+    assert event.values == {"received": True} and calls == ["discarded", "source: False"]
+
+
+def test_the_last_good_state_is_saved_without_counts_of_anomalies() -> None:
+    history = History()
+    history.consecutive_skips = 3
+
+    def save(*, finished: bool) -> str:
+        assert history.consecutive_skips == 0
+        return "a folder"
+
+    job: Any = SimpleNamespace(
+        replicas=SimpleNamespace(close=lambda: None),
+        phases=SimpleNamespace(enter=lambda phase: None),
+        state=SimpleNamespace(history=history, step=4),
+        checkpoints=SimpleNamespace(final_save=save),
+    )
+    report: Any = SimpleNamespace(num_replicas=1)
+    with pytest.raises(TrainingDiverged, match=r"step 4, saved in a folder"):
+        _end(job, report, TrainingDiverged("It diverged."))

@@ -73,12 +73,14 @@ def test_memory_is_unlocked_at_the_end_and_can_be_locked_again(
 ) -> None:
     runtime, slots = _Runtime(), _slots(mesh)
     _on_gpu(runtime, monkeypatch)
+    copier = None
     for _ in range(2):
         copier = _snapshot(slots, mesh)
         assert len(runtime.registered) == 3
         copier.close()
         assert not runtime.registered
     # It has nothing left to unlock.
+    assert copier is not None
     with monkeypatch.context() as kept:
         kept.setattr(runtime, "clear_error", lambda: None)
         copier.close()
@@ -162,4 +164,6 @@ def test_tensors_of_another_plan_are_rejected(mesh: Mesh) -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             copier.start(0, given, lambda: None)
+    copier.start(0, state.tensors(), lambda: None)
     copier.close()
+    assert same(copier._targets[0], state.tensors())

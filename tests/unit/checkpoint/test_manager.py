@@ -26,6 +26,7 @@ from tests.unit.checkpoint.conftest import (
 from torchtitan_lite.checkpoint import sync_saver
 from torchtitan_lite.checkpoint import tensors as tensors_module
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.save_context import RetryBackoff
 from torchtitan_lite.checkpoint.shared_memory.folder import list_runs
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 from torchtitan_lite.checkpoint.tensors import byte_pieces
@@ -616,3 +617,26 @@ def test_pieces_of_a_tensor_are_bounded() -> None:
     pieces = list(byte_pieces(tensor, 24, 38 << 20))
     assert b"".join(pieces) == tensor.numpy().tobytes()[24 : 24 + (38 << 20)]
     assert max(map(len, pieces)) == 8 << 20
+
+
+def test_failures_are_counted_until_a_save_succeeds() -> None:
+    backoff = RetryBackoff()
+    for first in (0, 100):
+        for step, waits in ((first, 1), (first + 1, 2), (first + 3, 4)):
+            backoff.failed(step)
+            assert backoff.may_retry(step + waits) and not backoff.may_retry(step + waits - 1)
+        assert backoff.consecutive_failures == 3
+        backoff.succeeded()
+        assert backoff.consecutive_failures == 0
+
+
+def test_leftovers_are_removed_by_the_first_save_only(
+    manage: Manage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of later saves are of this run."""
+    sessions: list[str] = []
+    state = SmallState()
+    manager = manage(state)
+    monkeypatch.setattr(manager._context.storage, "recover", sessions.append)
+    run_steps(manager, state, 3)
+    assert sessions == [manager._context.identity.session]

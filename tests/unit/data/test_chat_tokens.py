@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,12 @@ from tests.unit.data.chat_templates import (
     chat_messages,
     write_tokenizer,
 )
-from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRejection, find_template
+from torchtitan_lite.data.chat_template import (
+    DEFAULT_TEMPLATE,
+    ChatTemplate,
+    TemplateRejection,
+    find_template,
+)
 from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenize_conversations
 from torchtitan_lite.data.conversations import Conversation
 from torchtitan_lite.data.corpus import open_corpus
@@ -270,3 +276,9 @@ def test_markers_that_change_the_text_are_detected(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(kept)
     actual = find_template(tmp_path).render_with_spans(chat_messages()[0])
     assert actual == ("xx", [(0, 1), (1, 2)])
+
+
+def test_an_undefined_value_is_reported_once() -> None:
+    template: Any = object.__new__(ChatTemplate)
+    template.__dict__["_compiled"] = SimpleNamespace(undefined={"tools"})
+    assert [template.take_undefined() for _ in range(2)] == [{"tools"}, set()]

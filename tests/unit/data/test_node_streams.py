@@ -307,6 +307,21 @@ def test_a_process_of_another_user_receives_nothing(
     assert result.stdout == "b''\n", result.stderr
 
 
+def test_no_rank_is_accepted_after_the_end(address: str) -> None:
+    server = StreamServer(listener_on(address, 2), 2)
+    ends: list[bool] = []
+    with server:
+        join = server._accepting.join
+
+        def joined() -> None:
+            join()
+            ends.append(server._accepting.is_alive())
+
+        server._accepting.start()
+        server._accepting.join = joined  # pyright: ignore[reportAttributeAccessIssue]
+    assert ends == [False]
+
+
 def test_arrays_survive_the_socket() -> None:
     """Integers of a stream beyond 2**32 tokens."""
     start = 2**40

@@ -1,17 +1,21 @@
 """Streams: the same blocks when read in order, after a step back, and from a saved state."""
 
 import json
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from torchtitan_lite.data import node_streams
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
-from torchtitan_lite.data.stream_reader import StreamReader
+from torchtitan_lite.data.stream_reader import BEGINNING, StreamReader
 from torchtitan_lite.data.token_cache import tokenize
-from torchtitan_lite.data.tokenization import DocumentTokenizer
+from torchtitan_lite.data.tokenization import DocumentTokenizer, _Worker
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
@@ -140,3 +144,45 @@ def test_repeating_a_step_or_taking_over_samples_does_not_read_again(
     assert "going back" not in caplog.text
     stream.read(np.array([0]))
     assert "going back" in caplog.text
+
+
+def test_a_killed_worker_has_ended_before_its_pipe_is_closed() -> None:
+    log: list[str] = []
+
+    def logged(name: str) -> Any:
+        return lambda: log.append(name)
+
+    worker: Any = object.__new__(_Worker)
+    worker._process = SimpleNamespace(kill=logged("kill"), join=logged("join"))
+    worker._pipe = SimpleNamespace(close=logged("close"))
+    worker.kill()
+    assert log == ["kill", "join", "close"]
+
+
+def test_a_stream_holds_what_recent_blocks_need_and_nothing_before() -> None:
+    def run(start: int) -> Any:
+        return SimpleNamespace(end=start + 10, origin=SimpleNamespace(position=start))
+
+    stream: Any = object.__new__(StreamedBlocks)
+    stream._runs, stream._recent_firsts = deque(), deque()
+    stream._following = map(run, range(0, 1000, 10))
+    stream._start, stream._window_tokens = SimpleNamespace(position=0), 10
+    stream._cover(55, 65)
+    assert [one.origin.position for one in stream._runs] == [50, 60]
+    # Once blocks were read, those before them may be read again.
+    stream._recent_firsts.append(50)
+    stream._cover(85, 95)
+    assert [one.origin.position for one in stream._runs] == [50, 60, 70, 80, 90]
+    stream._restart = lambda origin: None
+    stream.load_state(BEGINNING.values())
+    assert not stream._recent_firsts
+
+
+def test_runs_that_no_rank_takes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_streams, "_MAX_HELD_TOKENS", 25)
+    shared: Any = object.__new__(node_streams._SharedStream)
+    shared._held, shared._num_held_tokens, shared._num_ranks = {}, 0, 2
+    shared._read = lambda origin: SimpleNamespace(tokens=[0] * 10)
+    for position in range(4):
+        shared.take(SimpleNamespace(position=position), rank=0)
+    assert list(shared._held) == [2, 3] and shared._num_held_tokens == 20

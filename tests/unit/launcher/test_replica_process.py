@@ -1,13 +1,17 @@
-"""Attempts of a replica, whose processes end as the test says."""
+"""Attempts of a replica, whose processes end as the test says, and the loop of the launcher."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from torchtitan_lite.diagnosis import Diagnosis
+from torchtitan_lite.launcher import launcher as launcher_module
 from torchtitan_lite.launcher import replica_process
+from torchtitan_lite.launcher.launcher import Launcher
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
 from torchtitan_lite.launcher.restart_policy import Failure, RestartPolicy
 
@@ -90,6 +94,36 @@ class _Attempts:
 def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Attempts]:
     monkeypatch.setattr(replica_process, "HangMonitor", _Monitor)
     yield _Attempts(tmp_path)
+
+
+def test_a_launcher_waits_between_polls_and_for_what_outlives_the_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+
+    def logged(name: str) -> Any:
+        return lambda *given: log.append(name)
+
+    launcher: Any = object.__new__(Launcher)
+    replica = SimpleNamespace(is_over=False)
+    launcher._replicas = [replica]
+    launcher._lighthouse = SimpleNamespace(start=logged("start"))
+    launcher._resizer = SimpleNamespace(end=logged("end"))
+    launcher._view = SimpleNamespace(close=logged("close"))
+    launcher._handling_signals = nullcontext
+    launcher._status = lambda: 0
+
+    def poll() -> None:
+        log.append("poll")
+        replica.is_over = log.count("poll") == 2
+
+    launcher._poll, launcher._kill = poll, logged("kill")
+    launcher._wait, launcher._wait_for_orphans = logged("wait"), logged("wait for orphans")
+    monkeypatch.setattr(launcher_module, "become_subreaper", lambda: None)
+    assert launcher.run() == 0
+    assert log == [
+        "start", "wait", "poll", "wait", "poll", "end", "kill", "wait for orphans", "kill", "close",
+    ]  # fmt: skip
 
 
 def test_an_attempt_that_failed_is_closed_once(attempts: _Attempts) -> None:

@@ -249,3 +249,15 @@ def test_a_newcomer_is_left_out_at_once() -> None:
     quorum = _request(rules, 1, a=8, b=8, c=0)
     assert quorum is not None
     assert quorum.ids == ("a", "b")
+
+
+def test_a_replica_that_returns_has_reported_no_link() -> None:
+    rules = QuorumRules(QuorumSettings(2, 3000, 5000))
+    now_s = 1000.0
+    for replica_id in "ab":
+        rules.heartbeat(replica_id, now_s)
+    rules.report_links("a", ["b"])
+    assert rules.broken_links(now_s) == [("a", "b")]
+    rules.mark_left("a")
+    rules.heartbeat("a", now_s)
+    assert rules.broken_links(now_s) == []

@@ -39,7 +39,7 @@ def test_a_cancelled_call_takes_part_in_nothing(
         servicer = LighthouseServicer(asyncio.get_running_loop(), settings, "secret", 1)
         # The others are waited for.
         servicer._rules.heartbeat("b", servicer._loop.time())
-        call = asyncio.create_task(servicer._wait_for_quorum(Replica("a")))
+        call = asyncio.create_task(servicer._wait_for_quorum(Replica("a:1")))
         await asyncio.sleep(0)
         assert len(servicer._waiting) == 1
         call.cancel()

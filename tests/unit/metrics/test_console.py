@@ -7,6 +7,7 @@ import pty
 import re
 import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -194,3 +195,13 @@ def test_what_is_logged_is_not_printed_as_an_event_too(capsys):
     for name in ("refused", "rolled_back", "step_failed", "quorum", "slow_rank", "error"):
         lines.event(Event(name=name, step=5, values={}))
     assert capsys.readouterr().out == ""
+
+
+def test_a_closed_bar_does_not_touch_the_streams_again():
+    calls = []
+    bar = object.__new__(LiveBar)
+    bar._redirected = [(SimpleNamespace(setStream=calls.append), "stderr")]
+    bar._progress = SimpleNamespace(stop=lambda: calls.append("stopped"))
+    for _ in range(2):
+        bar.close()
+        assert calls == ["stderr", "stopped"]

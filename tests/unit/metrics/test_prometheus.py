@@ -165,3 +165,11 @@ def test_idle_connections_do_not_prevent_a_scrape(tmp_path, port):
         assert len(prometheus._server._strangers) <= http_server._LIMITS.per_address
         for one in idle:
             one.close()
+
+
+def test_a_closed_server_has_no_thread(port):
+    served = Prometheus(MetricsConfig(prometheus_port=port), rank=0, world_size=1, replica=None)
+    join, joined = served._thread.join, []
+    served._thread.join = lambda timeout=None: joined.append(join(timeout))
+    served.close()
+    assert joined and not served._thread.is_alive()

@@ -281,3 +281,12 @@ def test_the_host_waits_for_the_updates_of_offloaded_parameters(
     # With a number it is another device than that of the parameter, with the same memory.
     muon_of([parameter], _Kept(), "cpu:0" if is_offloaded else "cpu").step()
     assert streams.log == (["host waits for main"] if is_offloaded else [])
+
+
+def test_no_gradient_is_left() -> None:
+    model = tiny_decoder(torch.float32)
+    optimizer = build(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())

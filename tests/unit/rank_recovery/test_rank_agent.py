@@ -2,6 +2,7 @@
 phase."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,7 @@ from torchtitan_lite.launcher.resize_request import (
 from torchtitan_lite.launcher.restart_policy import RestartPolicy
 from torchtitan_lite.rank_recovery import agent, rank_agent
 from torchtitan_lite.rank_recovery.rank_agent import RankAgent
-from torchtitan_lite.rank_recovery.rank_process import RankState
+from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
 
 _MESH = RunMesh(3)
 
@@ -226,6 +227,8 @@ def test_a_mesh_that_fails_ends_the_agent(replica: _Replica) -> None:
     replica.ranks[0].state, replica.ranks[0].status = RankState.EXITED, ExitStatus(-9)
     assert replica.tick().state is WorkerState.FAILED
     assert replica.agent.exit_status and replica.answer() is ResizeState.FAILED
+    # torch's agent would start it again.
+    assert replica.agent._remaining_restarts == 0
 
 
 def test_a_request_of_a_user_does_not_disturb_that_of_the_launcher(replica: _Replica) -> None:
@@ -310,3 +313,53 @@ def test_an_agent_that_gives_up_says_so_to_the_launcher(
         replica.agent._attempt_started()
     assert replica.agent.exit_status == (TRANSIENT if may_pass else GIVEN_UP)
     assert ": ModuleNotFoundError: No module named 'a': it failed" in caplog.text
+
+
+def test_ranks_that_start_are_watched_anew(
+    replica: _Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_pauses, started = 0, []
+
+    def pause(agent: object) -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+        assert num_pauses < 9, "it waits for ranks that have started"
+
+    monkeypatch.setattr(rank_agent.ProcessAgent, "_pause", pause)
+    agent: Any = replica.agent
+    monkeypatch.setattr(agent, "_environment", lambda worker, group: {})
+    for one in replica.ranks:
+        one.state = RankState.PARKED
+        monkeypatch.setattr(
+            one, "start_training", lambda *given, process=one: started.append(process), False
+        )
+    workers = [SimpleNamespace(local_rank=number) for number in range(2)]
+    agent._ended_at_s = 5.0
+    agent._start_workers(SimpleNamespace(workers=workers))
+    assert started == replica.ranks and agent._ended_at_s == 0.0
+
+
+def test_only_the_ranks_that_were_lost_are_replaced(replica: _Replica) -> None:
+    agent: Any = replica.agent
+    for one in replica.ranks:
+        one.state = RankState.PARKED
+        one.abort_training = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    lost = replica.ranks[1]
+    agent._lost = {1}
+    agent._stop_workers(agent._worker_group)
+    assert lost.state is RankState.EXITED and list(agent._ranks) == [0]
+    agent._ranks[1] = new = FakeProcess()
+    new.state = RankState.PARKED
+    new.abort_training = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    agent._stop_workers(agent._worker_group)
+    assert new.state is RankState.PARKED and list(agent._ranks) == [0, 1]
+
+
+def test_a_process_that_trains_again_has_no_exit_status() -> None:
+    sent: list[dict[str, Any]] = []
+    process: Any = object.__new__(RankProcess)
+    process._channel = SimpleNamespace(send=lambda **message: sent.append(message))
+    process._lease_until_s, process.status = None, ExitStatus(1)
+    process.start_training({"RANK": "1"}, ["--x"])
+    assert process.status is None and process.state is RankState.TRAINING
+    assert sent == [{"start": {"RANK": "1"}, "arguments": ["--x"]}]

@@ -1,5 +1,9 @@
 """Partial values are reduced in at least float32, and scaled once."""
 
+"""Partial values of one rank are reduced in enough precision, and scaled once."""
+
+import math
+
 import pytest
 import torch
 
@@ -24,3 +28,40 @@ def test_any_dtype_is_scaled(dtype: torch.dtype) -> None:
     out = torch.tensor([1.0, 3.0, -8.0]).to(dtype)
     _scale_(out, 0.5)
     assert out.double().tolist() == [0.5, 1.5, -4.0]
+
+
+from torchtitan_lite.redistribute import program
+
+_OPERATIONS = {"sum": sum, "product": math.prod, "min": min, "max": max}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("op", _OPERATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "raw"),
+    [
+        (torch.bfloat16, torch.int16),
+        (torch.float32, torch.int32),
+        (torch.float64, torch.int64),
+    ],
+)
+def test_contributions_are_reduced(
+    dtype: torch.dtype, raw: torch.dtype, op: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "_WIDE_ELEMENTS", 4)
+    draws = torch.Generator().manual_seed(0)
+    values = [torch.randn(2, 5, generator=draws).to(dtype) for _ in range(3)]
+    lists = zip(*(one.double().flatten().tolist() for one in values), strict=True)
+    expected = torch.tensor([_OPERATIONS[op](given) * factor for given in lists])
+    into, *others = (one.clone().view(raw) for one in values)
+    LocalReduction(dtype, op, factor).apply_(into, others)
+    torch.testing.assert_close(
+        into.view(dtype).flatten(), expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_results_of_all_widths_are_scaled(dtype: torch.dtype) -> None:
+    out = torch.tensor([2.0, -4.0]).to(dtype)
+    _scale_(out, 0.5)
+    assert out.float().tolist() == [1.0, -2.0]

@@ -71,3 +71,18 @@ def test_the_ranks_of_a_group_share_memory_with_each_other_only() -> None:
         return list(memory.peers), memory.covers_all
 
     assert run_on_threads(4, share) == [([0, 1], True)] * 4
+
+
+@pytest.mark.parametrize("what", ["written", "read"])
+def test_a_part_is_awaited(mesh: Mesh, what: str) -> None:
+    assert dist.group.WORLD is not None
+    memory = SharedMemory(dist.group.WORLD, 1 << 16)
+    memory.timeout_s = 0.0
+    wait, signal = (getattr(memory, f"{verb}_{what}") for verb in ("wait", "signal"))
+    for bucket in range(2):
+        with pytest.raises(RedistributionError, match=r"did not (write|read) its part"):
+            wait([0], bucket)
+        signal(bucket)
+        wait([0], bucket)
+    for file in memory._files.values():
+        file.close()

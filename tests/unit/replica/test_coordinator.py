@@ -27,6 +27,7 @@ from torchtitan_lite.lighthouse.member import Member
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
 from torchtitan_lite.replica import coordinator as module
+from torchtitan_lite.replica import lighthouse_link
 from torchtitan_lite.replica.coordinator import (
     SERVICE,
     Coordinator,
@@ -595,3 +596,134 @@ def test_a_vote_is_not_repeated_in_vain(
     with pytest.raises(RpcError, match="no answer"):
         client.should_commit(0, 1, True, timedelta(seconds=timeout_s))
     client.close()
+
+
+_OWN, _OTHER = "own:f:u", "other:f:u"
+
+
+class _Pinged:
+    """A client of another replica, whose calls end as the test says."""
+
+    def __init__(self, *errors: Exception | None) -> None:
+        self._errors = list(errors)
+
+    async def call(self, name: str, content: object, timeout_s: float) -> None:
+        error = self._errors.pop(0)
+        if error is not None:
+            raise error
+
+    async def close(self) -> None: ...
+
+
+async def _at_once(seconds: float) -> None: ...
+
+
+def _own_coordinator() -> Any:
+    unused: Any = None
+    return Coordinator(
+        ReplicaIdentity("a run", _OWN, "a:1", 2), unused, secret="", host="127.0.0.1"
+    )
+
+
+def test_a_round_begins_without_the_requests_of_the_last() -> None:
+    async def run() -> None:
+        coordinator, rounds = _own_coordinator(), []
+
+        async def finish(requests: list[Any]) -> None:
+            rounds.append([request["rank"] for request, _ in requests])
+
+        round_: dict[int, Any] = {}
+        calls = [
+            asyncio.create_task(coordinator._collect(round_, {"rank": rank}, finish))
+            for rank in (0, 1, 1)
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert rounds == [[0, 1]] and list(round_) == [1]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_the_members_of_a_new_quorum_count_as_reachable() -> None:
+    async def run() -> None:
+        coordinator = _own_coordinator()
+        coordinator._changed = asyncio.Condition()
+        coordinator._unreachable = {_OTHER}
+        coordinator._spawn = lambda work: work.close()
+        await coordinator._adopt(AgreedQuorum("l", 1, (_member(_OWN, 0), _member(_OTHER, 0))))
+        assert coordinator._unreachable == set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_former_member_is_unreachable_until_it_answers_or_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    now_s = 1000.0
+
+    async def wait(seconds: float) -> None:
+        nonlocal now_s
+        now_s += 60
+
+    monkeypatch.setattr(module, "_FORGET_S", 100.0)
+    monkeypatch.setattr(asyncio, "sleep", wait)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    error = RpcError("no answer", grpc.StatusCode.UNAVAILABLE)
+    client = _Pinged(error, None) if answers else _Pinged(error, error)
+
+    async def run() -> None:
+        coordinator = _own_coordinator()
+        coordinator._unreachable = {_OTHER}
+        coordinator._client_of = lambda member: client
+        await coordinator._ping_regularly(1, _member(_OTHER, 0), 1)
+        assert coordinator._unreachable == set()
+
+    asyncio.run(run())
+
+
+def test_the_time_of_a_connection_begins_with_its_first_answer_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = RpcError("no answer", grpc.StatusCode.UNAVAILABLE)
+    monkeypatch.setattr(asyncio, "sleep", _at_once)
+
+    async def run() -> None:
+        coordinator = _own_coordinator()
+        coordinator._answered = asyncio.Event()
+        last = SimpleNamespace(dead=set(), is_member=True, quorum_id=1)
+        results: list[Any] = [last, error, asyncio.CancelledError()]
+
+        async def heartbeat(replica_id: str, unreachable: object) -> Any:
+            seen.append(coordinator._connected_since_s is None)
+            result = results.pop(0)
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        seen: list[bool] = []
+        coordinator._link = SimpleNamespace(heartbeat=heartbeat)
+        with pytest.raises(asyncio.CancelledError):
+            await coordinator._send_heartbeats()
+        assert seen == [True, False, True]
+
+    asyncio.run(run())
+
+
+def test_only_an_answer_to_a_later_heartbeat_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lighthouse_link, "_SETTLE_S", 0.0)
+
+    async def run() -> None:
+        answered = asyncio.Event()
+        answered.set()
+        waiting = asyncio.create_task(lighthouse_link.wait_until_settled(answered))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        answered.set()
+        await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(run())

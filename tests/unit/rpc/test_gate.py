@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -22,8 +23,9 @@ from torchtitan_lite.rpc.authentication import ServerSessions
 from torchtitan_lite.rpc.client import RpcClient
 from torchtitan_lite.rpc.messages import HELLO, method_of
 from torchtitan_lite.rpc.server import RpcServer, Trust, authenticated_service
-from torchtitan_lite.rpc.strangers import StrangerLimits
+from torchtitan_lite.rpc.strangers import StrangerLimits, Strangers
 
+_Gate = gate.Gate
 SECRET = "a secret of the run"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """Preface of HTTP/2 with empty settings (RFC 9113, 3.4)."""
@@ -199,3 +201,39 @@ def test_the_connections_of_a_process_with_a_server_are_listed(server: RpcServer
         for _ in range(20):
             assert network.connections()
         assert psutil.Process().num_fds() < before + 10
+
+
+class _Link:
+    """A connection."""
+
+    is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def _gate(*links: _Link) -> Any:
+    gate: Any = object.__new__(_Gate)
+    gate._links = {str(number): link for number, link in enumerate(links)}
+    gate._strangers = Strangers(StrangerLimits(in_all=9, per_address=9))
+    for link in links:
+        gate._strangers.add(link, "an address")
+    return gate
+
+
+def test_a_closed_connection_is_no_stranger_any_more() -> None:
+    gate = _gate(_Link())
+    gate._forget("0", SimpleNamespace(close=lambda: None))
+    assert not gate._drop_idlest()
+
+
+def test_a_stranger_gives_way_when_no_descriptor_is_left() -> None:
+    link = _Link()
+    gate = _gate(link)
+    gate._loop = SimpleNamespace(remove_reader=lambda one: None, call_later=lambda *given: None)
+
+    def accept() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    gate._accept(SimpleNamespace(accept=accept))
+    assert link.is_cancelled

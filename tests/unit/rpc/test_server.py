@@ -181,3 +181,15 @@ def test_calls_of_several_threads_survive_an_expired_session(
             assert list(answers) == [{"echo": {"i": i}} for i in range(8)]
             monkeypatch.undo()
             client._protocol.session = None
+
+
+def test_a_server_that_could_not_start_needs_no_stop() -> None:
+    def fail(trust: Trust) -> Any:
+        raise RpcError("the lighthouse cannot be opened")
+
+    server = RpcServer("127.0.0.1:0", fail, name="server")
+    for _ in range(2):
+        with pytest.raises(RpcError, match="the lighthouse cannot be opened"):
+            server.start()
+        assert server._thread is None
+        server.stop()

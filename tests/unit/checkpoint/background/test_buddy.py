@@ -5,6 +5,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, suppress
@@ -19,7 +20,7 @@ from tests.harness.launch import wait_until
 from tests.harness.snapshots import content, description, slot_bytes_of, snapshot
 from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from torchtitan_lite.checkpoint.background import buddy
-from torchtitan_lite.checkpoint.background.buddy import BuddySettings, CopyOrder
+from torchtitan_lite.checkpoint.background.buddy import BuddySettings, CopyOrder, _Receiver
 from torchtitan_lite.checkpoint.buddies import BuddyProcess
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.folder import (
@@ -482,3 +483,21 @@ def test_an_arbitrary_header_fails_the_copy_only(num_examples: int, tmp_path: Pa
                 buddy._Content(json.dumps(header).encode())
 
     fuzz(num_examples, check, changes=json_objects(*content), about=json_objects(*right))
+
+
+def test_no_progress_is_reported_after_a_blocking_operation() -> None:
+    receiver: Any = object.__new__(_Receiver)
+    begun, may_end = threading.Event(), threading.Event()
+    reports: list[object] = []
+
+    def report(order: object) -> None:
+        begun.set()
+        may_end.wait(10)
+        reports.append(order)
+
+    threading.Thread.__init__(receiver, name="buddy")
+    receiver._report_progress = report
+    with receiver._blocked("order"):
+        assert begun.wait(30)
+        threading.Timer(0.2, may_end.set).start()
+    assert reports == ["order"]

@@ -3,9 +3,11 @@
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from torchtitan_lite.checkpoint.background.channel import Channel
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess
 
 
@@ -49,3 +51,19 @@ def test_a_detached_process_ends_on_its_own(process: BackgroundProcess) -> None:
     process.detach()
     assert process.pid is None and process.responses() == []
     assert child.wait(30) == 0
+
+
+def test_a_channel_waits_although_nobody_can_signal_any_more() -> None:
+    """The end of a pipe is always readable."""
+    ends = [*os.pipe(), *os.pipe()]
+    channel: Any = object.__new__(Channel)
+    channel._incoming, channel._signals, channel._orders = ends[0], ends[2], []
+    channel.ended_at, channel.stop_requested = None, False
+    os.write(ends[3], bytes([signal.SIGTERM]))
+    channel.poll()
+    assert channel.stop_requested and channel._signals is not None
+    os.close(ends[3])
+    channel.poll()
+    assert channel._signals is None and channel.poll() == []
+    for end in ends[:3]:
+        os.close(end)

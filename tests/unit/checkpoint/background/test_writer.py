@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,6 +21,7 @@ import pytest
 from tests.harness.launch import wait_until
 from tests.harness.ranks import REPOSITORY
 from tests.harness.snapshots import orphan, snapshot, trainers, verify
+from torchtitan_lite.checkpoint.background import writer as writer_module
 from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess, WriterProcess
@@ -27,6 +29,7 @@ from torchtitan_lite.checkpoint.background.save import RankSave
 from torchtitan_lite.checkpoint.background.writer import Writer
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
 from torchtitan_lite.checkpoint.storage.base import open_storage
+from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
 from torchtitan_lite.log import logger
 
 _LIMITED = 'ulimit -f {}; exec "{}" -m torchtitan_lite.checkpoint.background "$0"'
@@ -555,3 +558,60 @@ def test_the_writer_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
             peak = max(peak, _private_bytes(writer.pid, run.regions[0].path))
             time.sleep(0.01)
     assert 4 << 20 < peak < 20 << 20
+
+
+class _OrderedChannel:
+    """The channel of a trainer that stops its writer, with an order to abandon step 7."""
+
+    ended = False
+    ended_at: float | None = None
+
+    def __init__(self) -> None:
+        self.orders: list[dict[str, Any]] = []
+        self.sent: list[dict[str, Any]] = []
+
+    def poll(self, timeout_s: float = 0.0) -> list[dict[str, Any]]:
+        return self.orders
+
+    def send(self, **message: Any) -> None:
+        self.sent.append(message)
+
+
+def _stopping_writer(*attempts: Any) -> Any:
+    writer: Any = object.__new__(Writer)
+    writer._channel = _OrderedChannel()
+    writer._pending = {one.token: one for one in attempts}
+    return writer
+
+
+def test_an_order_to_abandon_precedes_a_commit() -> None:
+    removed: list[tuple[int, str]] = []
+    about = SimpleNamespace(is_leader=True)
+    attempt = SimpleNamespace(step=7, token="t", save=SimpleNamespace(about=about))
+    writer = _stopping_writer(attempt)
+    writer._storage = SimpleNamespace(abandon=lambda *given: removed.append(given))
+    writer._channel.orders.append({"abandon": 7})
+
+    def commit() -> None:
+        for token in list(writer._pending):
+            del writer._pending[token]
+            writer._channel.send(committed=token)
+
+    writer._commit_complete = commit
+    writer._finish(free=False)
+    assert writer._channel.sent == [{"abandoned": 7, "token": "t"}]
+    assert removed == [(7, "t")] and writer._channel.orders == []
+
+
+def test_what_is_urgent_has_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(writer_module, "reset_io_priority", lambda: calls.append("priority"))
+    monkeypatch.setattr(writer_module, "flush", lambda save, **named: calls.append("flush"))
+    writer = _stopping_writer()
+    writer._rate, writer._save = TokenBucket(1.0), None
+    writer._settings = WriterSettings()
+    writer._remove_limits()
+    assert calls == ["priority"] and writer._rate.bytes_per_s is None
+    writer._channel.ended_at = 0.0
+    writer._flush()
+    assert calls == ["priority", "priority", "flush"]

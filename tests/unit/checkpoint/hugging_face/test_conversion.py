@@ -224,6 +224,8 @@ def test_an_interrupted_conversion_resumes(way: str, tmp_path: Path) -> None:
     conversion = make(again)
     conversion.run(num_workers=1, written=counted.append)
     assert sum(counted) == conversion.num_bytes
+    # Before what is written now.
+    assert counted[0] > 0 and (way == "in" or counted[0] == conversion.num_bytes - sum(counted[1:]))
     *done, broken = files.written[:3]
     assert broken in again.written and not set(done) & set(again.written)
     exported = tmp_path / "out"

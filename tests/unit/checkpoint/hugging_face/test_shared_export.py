@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.harness.hugging_face import make_folder
 from tests.harness.ranks import FORK_SERVER, GLOO_TIMEOUT_S, WorkerPool
 from tests.unit.checkpoint.faulty_writer import PowerLossDisk, RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.conversion import TargetExists, lock_folder
-from torchtitan_lite.checkpoint.hugging_face import partial_folder
+from torchtitan_lite.checkpoint.hugging_face import partial_folder, shared_export
 from torchtitan_lite.checkpoint.hugging_face.export import ExportFile, ExportTensor
 from torchtitan_lite.checkpoint.hugging_face.partial_folder import PartialFolder
 from torchtitan_lite.checkpoint.hugging_face.shared_export import (
@@ -381,3 +382,13 @@ def test_attempts_of_two_machines_end_with_one_folder(
 
 def unlocked(folder: Path) -> Any:
     return nullcontext()
+
+
+def test_a_rank_writes_for_the_attempt_of_the_leader(tmp_path: Path) -> None:
+    folder = PartialFolder(tmp_path / "out", "token", Files())
+    (folder.path / "attempt").mkdir(parents=True)
+    export: Any = SimpleNamespace(folder=folder)
+    assert "differs" in shared_export._join(export, "another", "attempt") and not folder.attempt
+    assert "is not the folder" in shared_export._join(export, folder.path.name, "missing")
+    assert shared_export._join(export, folder.path.name, "attempt") == ""
+    assert folder.attempt == "attempt"

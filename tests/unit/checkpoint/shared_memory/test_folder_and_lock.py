@@ -19,6 +19,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.publish.pins import SlotLock
 
 _HOLD = """
 import sys, time
@@ -118,3 +119,16 @@ def test_a_released_lock_is_free_despite_a_forked_process(tmp_path: Path) -> Non
     lock.release()
     assert RankLock(tmp_path, 0).owner() is None
     os.close(forked)
+
+
+def test_a_lock_is_released_once(tmp_path: Path) -> None:
+    """Its descriptor may belong to another file by then."""
+    locks: list[RankLock | SlotLock] = [
+        RankLock(tmp_path, 0), SlotLock(tmp_path / "slot", exclusive=True),
+    ]  # fmt: skip
+    for lock in locks:
+        assert lock.try_acquire()
+        lock.release()
+        assert lock.try_acquire()
+        lock.release()
+        lock.release()

@@ -4,7 +4,8 @@ import itertools
 import json
 import random
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -376,3 +377,39 @@ def test_a_token_that_readers_reject_is_not_written(root: str) -> None:
 def test_a_url_of_an_unknown_filesystem_says_what_to_install() -> None:
     with pytest.raises(CheckpointError, match="Install the missing package"):
         open_storage("nowhere://bucket")
+
+
+def test_a_commit_of_another_process_is_seen_in_spite_of_a_cached_answer(root: str) -> None:
+    other, store = ObjectStore(root), ObjectStore(root, CachingFilesystem())  # type: ignore[arg-type]
+    assert not store._is_committed(1)
+    _save(other, 1, "a-0")
+    assert store._is_committed(1)
+
+
+class _BreakingFile:
+    """A filesystem whose first file fails when it is closed, after all its content."""
+
+    def __init__(self) -> None:
+        self._fs = MemoryFileSystem()
+        self.num_opened = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    @contextmanager
+    def open(self, path: str, mode: str) -> Iterator[Any]:
+        self.num_opened += 1
+        with self._fs.open(path, mode) as file:
+            yield file
+        if self.num_opened == 1:
+            raise ConnectionError("injected")
+
+
+def test_a_file_that_is_written_again_has_the_checksums_of_its_boxes_once(root: str) -> None:
+    data = memoryview(content(0, 1, 5000))
+    boxes = [PartBox("w", "U8", (5000,), 0, 5000)]
+    filesystem = _BreakingFile()
+    store = ObjectStore(root, filesystem, first_wait_s=0.0)  # type: ignore[arg-type]
+    store.begin(1, "a-0")
+    (place,) = store.write_part(1, "a-0", "rank-00000.safetensors", boxes, [data])
+    assert filesystem.num_opened == 2 and place.end - place.first == 5000
