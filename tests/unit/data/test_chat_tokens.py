@@ -270,3 +270,17 @@ def test_markers_that_change_the_text_are_detected(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(kept)
     actual = find_template(tmp_path).render_with_spans(chat_messages()[0])
     assert actual == ("xx", [(0, 1), (1, 2)])
+
+
+def test_only_what_a_generation_block_marks_is_a_target(tmp_path: Path) -> None:
+    """Although the same messages without the marks would make the ends of the answers targets."""
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    folder = write_tokenizer(tmp_path, source)
+    messages = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
+    (tokens,) = tokens_of(folder, [messages])
+    targets = tokens.ids[np.array(mask(tokens)) == 1].tolist()
+    assert load_tokenizer(folder).decode(targets) == "Yes."
