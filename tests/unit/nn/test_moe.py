@@ -393,5 +393,6 @@ def _compare_kernel_with_loop(device: torch.device) -> None:
     ],
 )
 def test_groups_of_experts_fit_the_experts(groups: dict[str, int], message: str) -> None:
+    dims = MoEDims(num_experts=8, top_k=2, hidden_dim=4)
     with pytest.raises(ConfigError, match=message):
-        MoEDims(**{"num_experts": 8, "top_k": 2, "hidden_dim": 4} | groups)
+        replace(dims, **groups)

@@ -288,3 +288,10 @@ def test_a_step_is_aborted_if_ranks_differ_or_the_run_was_taken_over(
     replicas.agree()
     assert not _vote(replicas, run, **changes)
     assert [event.name for event in replicas.events()] == ["quorum", "step_failed"]
+
+
+def test_a_rank_that_is_not_the_leader_knows_no_fence(run: Run, mesh: Mesh) -> None:
+    replicas = _replicas(run, mesh, _Manager([_quorum()]))
+    replicas.agree()
+    replicas._fence = None
+    assert _vote(replicas, run)
