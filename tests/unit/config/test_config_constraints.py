@@ -12,6 +12,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.model import ModelConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.schema.section import Section
 
 
@@ -645,3 +646,13 @@ def test_buddy_copies_need_snapshots_and_no_replicas(config) -> None:
     )
     replicas = ["--checkpoint.enable", "--fault_tolerance.enable", "true"]
     assert "the other replicas already hold the state" in config_error(config(*replicas, *copies))
+
+
+def test_an_unknown_family_is_named_alone() -> None:
+    """Other problems depend on the model."""
+    config = Config(
+        model=ModelConfig(name="lama3"), parallelism=ParallelismConfig(tensor_parallel_degree=7)
+    )
+    with pytest.raises(ConfigError, match="lama3") as caught:
+        check_against(config, 2)
+    assert "tensor_parallel_degree" not in str(caught.value)
