@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 from threading import Event
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.harness.threads import run_on_threads
+from torchtitan_lite import mesh
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import (
@@ -239,3 +240,23 @@ def test_experts_on_an_indivisible_number_of_ranks_are_rejected(etp: int, remedy
         "divide the ranks that share the weights: data_parallel_shard (3) x context (1) x tensor "
         f"(2) = 6. {remedy}"
     )
+
+
+def test_ranks_that_start_check_that_each_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    def refuse(uuid: str) -> NoReturn:
+        checked.append(uuid)
+        raise MeshError("two ranks use one GPU")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(mesh, "let_gloo_listen_toward_master", lambda: None)
+    monkeypatch.setattr(mesh.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(mesh, "check_own_gpus", refuse)
+    device = detect_device("cpu")
+    with (
+        pytest.raises(MeshError, match="two ranks use one GPU"),
+        start_mesh(ParallelismConfig(), None, device),
+    ):
+        pass
+    assert checked == [device.uuid]

@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 
+from tests.harness.launch import wait_until
 from torchtitan_lite import lease_file, run_lease
 from torchtitan_lite.lease_file import LeaseFile, _StoredFile, open_lease_file
 from torchtitan_lite.run_lease import (
@@ -490,3 +492,46 @@ def test_a_lease_in_a_store_is_looked_up_anew() -> None:
         assert sight is not None and sight.content == content
     file._fs.content = b"newest"
     assert file.matching() == ["newest"]
+
+
+@pytest.mark.parametrize(
+    "damage", [{"pid": "4242"}, {"pid": None}, {"since_s": 5}, {"since_s": "now"}]
+)
+def test_a_lease_with_a_value_of_another_type_names_no_holder(
+    tmp_path: Path, damage: dict[str, Any]
+) -> None:
+    sight = put(str(tmp_path)).look()
+    assert sight is not None and run_lease._parse(sight) is not None
+    sight = put(str(tmp_path), **damage).look()
+    assert sight is not None and run_lease._parse(sight) is None
+
+
+@pytest.mark.parametrize(("machine", "wins"), [("elsewhere", False), ("here", True)])
+def test_after_the_loss_of_another_machine_the_last_to_take_its_lease_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, wins: bool
+) -> None:
+    """A lock may not reach that machine; on one machine it does, and nobody waits."""
+    changes = {"machine": machine} if machine == "elsewhere" else {}
+    file = put(str(tmp_path), **changes)
+    lease = lease_in(str(tmp_path))
+    monkeypatch.setattr(lease, "_require_free", lambda file: file.look())
+    monkeypatch.setattr(run_lease.time, "sleep", lambda _: put(str(tmp_path), instance="third"))
+    assert lease._take(file) is wins
+
+
+def test_a_lease_that_is_damaged_while_it_is_held_is_lost(tmp_path: Path) -> None:
+    lost: list[str] = []
+    lease = acquire(lease_in(str(tmp_path), lost))
+    (tmp_path / _NAME).write_bytes(b"{")
+    wait_until(lambda: lost, 10)
+    assert "was taken over" in lost[0]
+    lease.release()
+
+
+def test_a_renewal_that_a_release_precedes_does_not_write(tmp_path: Path) -> None:
+    """The thread of the renewal has waited for the lock meanwhile."""
+    waits = iter([False, True])
+    released = SimpleNamespace(wait=lambda _: next(waits), is_set=lambda: True)
+    file = SimpleNamespace(renew_s=1.0, look=lambda: pytest.fail("it looks"))
+    held: Any = SimpleNamespace(file=file, _is_released=released, _renewing=threading.Lock())
+    run_lease._HeldLease._renew(held, pytest.fail)

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.data import OpenedData, open_data
 from torchtitan_lite.data.tokenizer import train_tokenizer
 from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.optim import build_lr_scheduler, build_optimizer
@@ -220,3 +223,13 @@ def _step(state: TrainState) -> None:
     state.optimizer.step(state.lr_scheduler.lr(state.step))
     state.step += 1
     state.cursor += 3
+
+
+def test_the_state_of_adapters_of_other_weights_is_not_loaded() -> None:
+    def refuse(recorded: object) -> None:
+        raise CheckpointError(f"they belong to {recorded}")
+
+    state: Any = SimpleNamespace(base=SimpleNamespace(check=refuse), step=0)
+    with pytest.raises(CheckpointError, match="they belong to others"):
+        TrainState.load_values(state, {"train_state": {"base": "others", "step": 3}})
+    assert state.step == 0

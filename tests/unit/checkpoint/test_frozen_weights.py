@@ -1,5 +1,6 @@
 """Adapters are merged into the weights that they were trained with."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,3 +29,10 @@ def test_adapters_are_not_merged_into_other_weights(
         return
     with pytest.raises(CheckpointError, match=r"fingerprint 1f.*/moved holds others \(2e\)"):
         open_merged(adapters, spec, "/moved")
+
+
+def test_adapters_are_loaded_onto_their_own_weights_only() -> None:
+    base = FrozenBase(path="/base", fingerprint="1f", scale=2.0)
+    base.check(replace(base, path="/moved").to_json())
+    with pytest.raises(CheckpointError, match="belong to the weights in /base"):
+        base.check(replace(base, fingerprint="2e").to_json())

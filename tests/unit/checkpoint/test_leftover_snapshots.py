@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.snapshots import description, slot_bytes_of, snapshot
 from torchtitan_lite.checkpoint import leftover_snapshots
-from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
+from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, _Save
 from torchtitan_lite.checkpoint.leftover_snapshots import (
     LeftoverSnapshot,
     SnapshotOrigin,
@@ -96,3 +96,14 @@ def test_one_rank_per_machine_reports_its_regions(
     lineage: Any = SimpleNamespace(permitted=lambda: None)
     assert newest_leftover("a run", rank, lineage) is None
     assert bool(json.loads(sent[0] or b"[]")) is reports
+
+
+def test_only_responses_about_the_present_attempt_count() -> None:
+    saver: Any = SimpleNamespace(_save=_Save(7, 0, "ab-7x2", {}, urgent=False))
+    for response in ({"committed": 7}, {"failed": 7, "error": "no space"}):
+        AsynchronousSaver._handle(saver, {**response, "token": "ab-7x1"})
+        assert not saver._save.committed and not saver._save.failed
+    AsynchronousSaver._handle(saver, {"committed": 7, "token": "ab-7x2"})
+    assert saver._save.committed
+    saver._save = None
+    AsynchronousSaver._handle(saver, {"committed": 7, "token": "ab-7x2"})

@@ -336,6 +336,13 @@ def _layout_of_nonsense(raw: dict[str, Any]) -> None:
     _layout(raw)["placements"] = ["__import__('os')"]
 
 
+def _layout_of_more_dims(raw: dict[str, Any]) -> None:
+    """Of a tensor without elements, which no file has."""
+    raw["layouts"].append({**_layout(raw), "placements": ["S1"]})
+    entry = {"dtype": "F32", "shape": [0], "layout": len(raw["layouts"]) - 1, "boxes": []}
+    raw["tensors"]["model.none"] = entry
+
+
 def _lone_surrogate(raw: dict[str, Any]) -> None:
     raw["tensors"]["model.\ud800"] = raw["tensors"].pop("model.weight")
 
@@ -382,6 +389,7 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_layout_that_repeats, r"layout 0: Holder rank-99998.safetensors is twice"),
         (_layout_of_many_axes, r"layout 0 .*has 50001 axes"),
         (_layout_of_nonsense, r"layout 0: .* is not a valid placement"),
+        (_layout_of_more_dims, r"shards dim 1 over .* has 1 dims"),
         (_lone_surrogate, r"manifest.json is damaged at tensors.* not a printable name"),
     ],
 )

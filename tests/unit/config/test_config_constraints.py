@@ -14,9 +14,10 @@ from torchtitan_lite.config.constraints import check_against, check_pipeline
 from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.mesh import ParallelDims
-from torchtitan_lite.models import model_spec, qwen3
+from torchtitan_lite.models import check_family, model_spec, qwen3
 from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.model import ModelConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.schema.section import Section
 
 
@@ -717,3 +718,15 @@ def test_the_batch_ranks_divide_the_microbatches_of_a_pipeline(config) -> None:
         "--training.global_batch_size=48", "--parallelism.pipeline_parallel_microbatch_size=4"
     )
     assert pipeline_microbatches(chosen, ParallelDims(pp=2, dp_replicate=2, dp_shard=3)) == 2
+
+
+def test_an_unknown_family_is_named_alone() -> None:
+    """Other problems depend on the model."""
+    config = Config(
+        model=ModelConfig(name="lama3"), parallelism=ParallelismConfig(tensor_parallel_degree=7)
+    )
+    with pytest.raises(ConfigError) as alone:
+        check_family(config.model)
+    with pytest.raises(ConfigError) as caught:
+        check_against(config, 2)
+    assert str(caught.value) == str(alone.value)

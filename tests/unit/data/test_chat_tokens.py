@@ -282,3 +282,17 @@ def test_an_undefined_value_is_reported_once() -> None:
     template: Any = object.__new__(ChatTemplate)
     template.__dict__["_compiled"] = SimpleNamespace(undefined={"tools"})
     assert [template.take_undefined() for _ in range(2)] == [{"tools"}, set()]
+
+
+def test_only_what_a_generation_block_marks_is_a_target(tmp_path: Path) -> None:
+    """Although the same messages without the marks would make the ends of the answers targets."""
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    folder = write_tokenizer(tmp_path, source)
+    messages = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
+    (tokens,) = tokens_of(folder, [messages])
+    targets = tokens.ids[np.array(mask(tokens)) == 1].tolist()
+    assert load_tokenizer(folder).decode(targets) == "Yes."

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
+from torchtitan_lite.data import corpus as corpus_module
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.documents import read_documents
 from torchtitan_lite.data.unusable_rows import UnusableRows
@@ -324,3 +326,16 @@ def test_rows_of_the_hub_are_counted_from_a_resume(
     assert [next(rows.rows).place for _ in "ab"] == ["hub, row 1", "hub, row 2"]
     resumed = corpus.rows(["text"], rows.state())
     assert [row.place for row in resumed.rows] == ["hub, row 1 since the resume"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_of_the_hub_without_the_column_is_named(
+    monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    rows = datasets.Dataset.from_dict({"content": ["a"]})
+    given = rows.to_iterable_dataset() if streaming else rows
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: given)
+    monkeypatch.setattr(corpus_module, "_fingerprint_on_hub", lambda *_: "1f")
+    corpus = open_corpus(CorpusConfig(dataset="some/data", streaming=streaming))
+    with pytest.raises(DataError, match="has no column 'text'; its columns are 'content'"):
+        corpus.rows(["text"])

@@ -16,7 +16,7 @@ from torchtitan_lite.data import open_data, token_cache
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.token_cache import TokenizedCorpus, open_token_cache
-from torchtitan_lite.data.tokenizer import load_tokenizer, open_tokenizer
+from torchtitan_lite.data.tokenizer import _texts, load_tokenizer, open_tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig, DataConfig
 from torchtitan_lite.schema.validation import ValidationConfig
@@ -234,3 +234,21 @@ def test_a_tokenizer_larger_than_the_model(
         open_token_cache(corpus, tokenizer, vocab_size=300, **settings)
     with pytest.raises(DataError, match="has 300 tokens, but the model's vocabulary is 299"):
         open_token_cache(corpus, tokenizer, vocab_size=299, **settings)
+    # It is noticed before anything is tokenized.
+    assert len(list(tmp_path.glob("tokens/*/meta.json"))) == warm
+
+
+def test_a_corpus_with_too_many_unusable_rows_is_neither_cached_nor_trained_on(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"text": "x"}\n{"text": null}\n')
+    corpus = open_corpus(CorpusConfig(dataset_path=str(path), max_unusable_fraction=0.4))
+    files = open_tokenizer(str(tokenizer_folder), [corpus], 300, tmp_path)
+    with pytest.raises(DataError, match="1 of 2 rows .* have no usable text"):
+        open_token_cache(
+            corpus, files, held_out_fraction=0.0, vocab_size=300, cache_folder=tmp_path
+        )
+    assert not list(tmp_path.glob("tokens/*/meta.json"))
+    with pytest.raises(DataError, match="1 of 2 rows .* have no usable text"):
+        list(_texts(corpus))

@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from transformers import AutoTokenizer
 
 from torchtitan_lite.data.tokenizer import (
+    _add_tokens_of_config,
     load_tokenizer,
     open_tokenizer,
     special_ids,
     train_tokenizer,
 )
-from torchtitan_lite.data.tokenizer_folder import FILES
+from torchtitan_lite.data.tokenizer_folder import FILES, token_text
 from torchtitan_lite.errors import DataError
 
 
@@ -240,3 +242,18 @@ def test_errors_name_the_folder_and_the_remedy(tokenizer_folder: Path, tmp_path:
             load_tokenizer(tmp_path)
     with pytest.raises(DataError, match="need 258"):
         train_tokenizer(["a"], 100)
+
+
+def test_the_options_of_a_token_are_those_of_the_tokenizer_if_it_has_it(tmp_path: Path) -> None:
+    """Those of tokenizer_config.json count for tokens that only that file defines."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.add_tokens([tokenizers.AddedToken("<own>", special=False)])
+    config = {"pad_token": "<own>", "eos_token": "<more>"}
+    _add_tokens_of_config(inner, config, tmp_path)
+    added = inner.get_added_tokens_decoder().values()
+    assert {token.content: token.special for token in added} == {"<own>": False, "<more>": True}
+
+
+def test_a_token_without_a_text_is_named_as_it_is_given() -> None:
+    assert token_text("</s>") == token_text({"content": "</s>", "special": True}) == "</s>"
+    assert token_text({"special": True}) == "{'special': True}"

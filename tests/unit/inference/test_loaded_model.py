@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torchtitan_lite.checkpoint.tensors import local_tensors
 from torchtitan_lite.cli import main
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import CheckpointError, DataError, MeshError, UserError
-from torchtitan_lite.inference import LoadedModel, encode_prompts, open_model
+from torchtitan_lite.inference import LoadedModel, encode_prompts, loaded_model, open_model
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.train_state import model_tensors
 
@@ -267,3 +268,18 @@ def test_a_step_of_a_run_and_its_folders_are_loaded(folder: Path, tmp_path: Path
         loaded = load_model(path, device="cpu", tokenizer=folder)
         assert loaded.where == str(tmp_path / "checkpoint" / "step-0")
         assert generate(loaded, PROMPTS, max_new_tokens=5) == expected
+
+
+def test_a_tokenizer_with_ids_that_have_no_embedding_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    weights = SimpleNamespace(spec=SimpleNamespace(vocab_size=9))
+    tokenizer = SimpleNamespace(vocab_size=10)
+    files = SimpleNamespace(folder=tmp_path, load=lambda: tokenizer)
+    monkeypatch.setattr(loaded_model, "open_weights", lambda *_, **__: weights)
+    monkeypatch.setattr(loaded_model, "tokenizer_of", lambda *_: files)
+    unused: Any = None
+    with pytest.raises(DataError, match="has 10 tokens, but the model's vocabulary is 9"):
+        loaded_model.open_model(tmp_path, unused)
+    tokenizer.vocab_size = 9
+    assert loaded_model.open_model(tmp_path, unused).tokenizer is tokenizer

@@ -132,6 +132,11 @@ def test_a_rank_that_calls_other_collectives_than_most_is_the_culprit() -> None:
     assert numbers(ranks, late, records) == [2]
     assert hang_cause(ranks, late, records) is Cause.COLLECTIVE_MISMATCH
     assert "calls gloo:all_gather number 5" in hang_reason(ranks, late, records, 20)
+    assert found.expected.name == "gloo:all_reduce"
+    records[2], records[0] = usual, records[2]
+    found = find_mismatch(records)
+    assert found is not None and found.ranks == (0,) and found.expected.name == "gloo:all_reduce"
+    records[2], records[0] = records[0], usual
     # Of two ranks that differ, neither is known to be wrong.
     assert find_mismatch({0: usual, 2: records[2]}) is None
     assert find_mismatch({0: usual, 1: usual, 2: records[2], 3: records[2]}) is None

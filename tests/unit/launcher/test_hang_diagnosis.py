@@ -7,14 +7,18 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from torchtitan_lite.launcher import hang_diagnosis
+from torchtitan_lite.launcher import hang_diagnosis, supervised
 from torchtitan_lite.launcher.hang_detection import RankStatus
+from torchtitan_lite.launcher.hang_diagnosis import HangMonitor
 from torchtitan_lite.launcher.processes import spawn
+from torchtitan_lite.launcher.restart_policy import Failure
 from torchtitan_lite.launcher.supervised import rank_log
+from torchtitan_lite.launcher.worker_group import WorkerGroup
 
 
 def test_a_killed_diagnosis_has_ended() -> None:
@@ -68,3 +72,27 @@ def test_a_rank_that_does_not_answer_is_reported(
     assert f"rank 0, process {rank.pid}" in report
     assert "the rank did not write its flight record" in report
     assert "No stacks: no answer" in report
+
+
+@pytest.mark.parametrize(
+    ("status", "now_s", "is_over"), [(None, 14.9, False), (None, 15.0, True), (0, 1.0, True)]
+)
+def test_a_diagnosis_has_a_time_limit(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, now_s: float, is_over: bool
+) -> None:
+    monitor = HangMonitor(cast("WorkerGroup", None))
+    diagnosis = SimpleNamespace(pid=4242, poll=lambda: status, wait=lambda: None)
+    untyped: Any = monitor
+    untyped._diagnosis, untyped._deadline_s = diagnosis, 15.0
+    untyped._conclude = lambda now_s: Failure("it hangs", "", Path("log"), 0)
+    killed: list[int] = []
+    monkeypatch.setattr(hang_diagnosis, "kill_process_group", killed.append)
+    failure = monitor.poll(now_s)
+    assert (failure is not None, killed) == (is_over, [4242] if is_over else [])
+    assert monitor.pid == (None if is_over else 4242)
+
+
+def test_a_parent_that_lives_is_not_dying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised, "_ADOPTED_WITHIN_S", 0.0)
+    monkeypatch.setattr(supervised.time, "sleep", lambda _: pytest.fail("it waits longer"))
+    assert not supervised._dies(os.getppid())

@@ -307,3 +307,15 @@ def test_the_embedding_of_padding_gets_the_gradient_of_transformers(
     torch.testing.assert_close(actual / scale, expected / scale, atol=tolerance, rtol=0)
     row = actual[pad_token_id % VOCAB_SIZE]
     assert row.any() == (pad_token_id == 10**6 or "tied" in family)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+def test_all_that_is_not_supported_is_named_for_each_family(family: str, tmp_path: Path) -> None:
+    save_config(tmp_path, family)
+    values = json.loads((tmp_path / "config.json").read_bytes())
+    changes = {"hidden_size": "48", "hidden_act": "gelu"}
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    with pytest.raises(ConfigError) as caught:
+        hugging_face_dims(read_hugging_face_config(tmp_path))
+    for problem in ("hidden_size is '48'", "hidden_act is 'gelu'"):
+        assert problem in str(caught.value)

@@ -382,3 +382,17 @@ def _compare_kernel_with_loop(device: torch.device) -> None:
         strict=True,
     ):
         assert (a - b).abs().max() <= GROUPED_BFLOAT16 * b.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"num_groups": 3}, r"num_groups \(3\) must be positive and divide"),
+        ({"num_groups": 2, "top_groups": 3}, r"top_groups \(3\) must be between 1 and"),
+        ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "top_groups"),
+    ],
+)
+def test_groups_of_experts_fit_the_experts(groups: dict[str, int], message: str) -> None:
+    dims = MoEDims(num_experts=8, top_k=2, hidden_dim=4)
+    with pytest.raises(ConfigError, match=message):
+        replace(dims, **groups)

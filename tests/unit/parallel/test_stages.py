@@ -83,3 +83,34 @@ def test_modules_of_multi_token_prediction_are_on_the_last_stage(
     assert stage_modules(plan, spec, 0) == plan.modules[0]
     last = len(expected) - 1
     assert shared_weights(plan, spec) == [(("tok_embeddings", "tok_embeddings"), (0, last))]
+
+
+_UNITS = list(SPEC.stage_units)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([_UNITS[:2], _UNITS[3:]], rf"leaves out {_UNITS[2]}\."),
+        ([_UNITS[:2], [*_UNITS[2:], "layers.9"]], r"names layers\.9, which the model does not"),
+        ([_UNITS[2:], _UNITS[:2]], "does not keep the order of forward"),
+        ([_UNITS[:3], _UNITS[2:]], "names a module twice"),
+    ],
+)
+def test_named_modules_are_those_of_the_model_in_its_order(
+    modules: list[list[str]], message: str
+) -> None:
+    config = ParallelismConfig(pipeline_parallel_degree=2, module_fqns_per_model_part=modules)
+    with pytest.raises(MeshError, match=message):
+        plan_stages(SPEC, config)
+
+
+def test_named_modules_of_multi_token_prediction_must_be_on_the_last_stage() -> None:
+    spec = deepseek_v3.spec_of(replace(DEEPSEEK, mtp_depth=2), "mtp")
+    units = list(spec.stage_units)
+    at = units.index(spec.prediction_units[-1])
+    config = ParallelismConfig(
+        pipeline_parallel_degree=2, module_fqns_per_model_part=[units[:at], units[at:]]
+    )
+    with pytest.raises(MeshError, match="must be on the last stage"):
+        plan_stages(spec, config)

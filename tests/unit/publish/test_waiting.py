@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from torchtitan_lite.errors import RpcError
-from torchtitan_lite.publish import sources
+from torchtitan_lite.publish import publisher, sources
 from torchtitan_lite.publish.sources import Publication, ServerSource
 from torchtitan_lite.publish.subscriber import Subscription
 
@@ -109,3 +110,14 @@ def test_the_others_are_cancelled_if_a_server_fails() -> None:
     assert {0, 1} <= set(cancelled)
     # Those for which there was a connection, and the one that took over that of rank 2.
     assert len(asked) <= 17 and len(cancelled) == len(asked) - 1
+
+
+def test_a_publisher_waits_for_a_free_slot_no_longer_than_configured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher.time, "sleep", lambda _: pytest.fail("it waits longer"))
+    waits: Any = SimpleNamespace(
+        _config=SimpleNamespace(when_in_use="wait", max_wait_s=0.0),
+        _free_slot=lambda: (None, None),
+    )
+    assert publisher.Publisher._wait_for_slot(waits) == (None, None)

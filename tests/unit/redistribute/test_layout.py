@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import LayoutError, RedistributionError
 from torchtitan_lite.mesh import start_mesh
-from torchtitan_lite.redistribute import Box, HolderMesh, Layout, local_box
+from torchtitan_lite.redistribute import Box, HolderMesh, Layout, execute, local_box, plan
 from torchtitan_lite.redistribute.layout import covers_exactly
+from torchtitan_lite.redistribute.read_plan import deduplicate
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
@@ -130,3 +132,25 @@ def test_boxes_that_cover_a_shape_exactly(
 
 def _coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, mesh_shape)))
+
+
+def test_a_tensor_with_too_few_dims_has_no_shards() -> None:
+    layout = Layout(HolderMesh((2,), (0, 1), ("dp",)), [Shard(1)])
+    for ask in (
+        lambda: layout.boxes((4,), 0),
+        lambda: layout.box((4,), (0,)),
+        lambda: layout.local_shape((4,), 0),
+        lambda: layout.of_element((4,), 0),
+        lambda: deduplicate(layout, (4,), 0),
+    ):
+        with pytest.raises(LayoutError, match="shards dim 1 over dp, but a tensor"):
+            ask()
+
+
+def test_only_ranks_exchange_parts() -> None:
+    files = Layout(HolderMesh((2,), ("a", "b"), ("dp",)), [Shard(0)])
+    ranks = Layout(HolderMesh((2,), (0, 1), ("dp",)), [Shard(0)])
+    one = plan(files, ranks, (4,), torch.float32)
+    with pytest.raises(RedistributionError, match="Holder 'a' .* is no rank"):
+        execute._ranks([one])
+    assert execute._ranks([plan(ranks, ranks, (4,), torch.float32)]) == (0, 1)

@@ -346,3 +346,10 @@ def test_a_replica_is_behind_steps_that_it_has_neither_taken_nor_seen(
             FaultTolerantReplicas._check_not_behind_storage(replicas, 6)
     else:
         FaultTolerantReplicas._check_not_behind_storage(replicas, 6)
+
+
+def test_a_rank_that_is_not_the_leader_knows_no_fence(run: Run, mesh: Mesh) -> None:
+    replicas = _replicas(run, mesh, _Manager([_quorum()]))
+    replicas.agree()
+    replicas._fence = None
+    assert _vote(replicas, run)

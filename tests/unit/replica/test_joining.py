@@ -78,6 +78,37 @@ def test_a_name_that_means_loopback_here_is_not_used(monkeypatch: pytest.MonkeyP
     assert address_for("", "http://127.0.1.1:29510").startswith("127.")
 
 
+def test_a_rank_that_is_not_the_leader_leaves_without_a_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+
+    class Part:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def close(self) -> None:
+            closed.append("replicas")
+
+    monkeypatch.setenv(LIGHTHOUSE, "http://127.0.0.1:29510")
+    monkeypatch.setenv(TOKEN, "0123456789abcdef")
+    monkeypatch.setattr(joining, "broadcast_bytes", lambda text: b"127.0.0.1 29511")
+    monkeypatch.setattr(joining, "Fence", lambda *_: pytest.fail("only the leader has one"))
+    for name in ("HealingTransport", "QuorumManager", "FaultTolerantReplicas"):
+        monkeypatch.setattr(joining, name, Part)
+    mesh: Any = SimpleNamespace(is_leader=False, rank=1, world_size=2)
+    state: Any = SimpleNamespace(cursor=0)
+    with joining.join(FaultToleranceConfig(), state, mesh, **_unused()):
+        assert not closed
+    assert closed == ["replicas"]
+
+
+def _unused() -> Any:
+    """Arguments that only the leader, or nothing, reads."""
+    names = "run_id history config_fingerprint newest_stored_step wait_until_modifiable"
+    names += " stop_requested initial_stored_step phases"
+    return dict.fromkeys(names.split())
+
+
 def test_an_address_that_the_others_cannot_reach_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -86,15 +117,12 @@ def test_an_address_that_the_others_cannot_reach_is_an_error(
     monkeypatch.setenv(TOKEN, "0123456789abcdef")
     monkeypatch.setattr(joining, "address_for_others", lambda host, port: "192.0.2.7")
     monkeypatch.setattr(joining, "broadcast_bytes", lambda text: pytest.fail("it joins"))
-    names = "run_id history config_fingerprint newest_stored_step wait_until_modifiable"
-    names += " stop_requested initial_stored_step phases"
-    unused: Any = dict.fromkeys(names.split())
     mesh: Any = SimpleNamespace(is_leader=False)
     state: Any = None
     config = FaultToleranceConfig(heal_interface="lo")
     with (
         pytest.raises(ReplicaError, match="'lo' is a loopback interface"),
-        joining.join(config, state, mesh, **unused),
+        joining.join(config, state, mesh, **_unused()),
     ):
         pass
 

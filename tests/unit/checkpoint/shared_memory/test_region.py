@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.snapshots import description, slot_bytes_of
 from torchtitan_lite.checkpoint.shared_memory import region_file
+from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotHeader, SlotState
 from torchtitan_lite.checkpoint.shared_memory.region_file import ALIGNMENT, InsufficientMemory
 from torchtitan_lite.errors import DamagedSnapshot
@@ -284,3 +286,20 @@ def test_a_region_with_too_little_space_for_values_is_not_adopted(tmp_path: Path
     adopted = Region.adopt(tmp_path, 0, expected, 4096, values_bytes=4096)
     assert adopted is not None and adopted.description == expected
     adopted.close()
+
+
+def test_a_description_with_another_value_is_damaged(region: Region) -> None:
+    """Although it can be read."""
+    raw = bytearray(region.path.read_bytes())
+    raw[raw.index(b'"x"') + 1] ^= 1
+    region.path.write_bytes(raw)
+    with pytest.raises(DamagedSnapshot, match="description's checksum is wrong"):
+        Region.open(region.path)
+
+
+def test_a_tensor_outside_of_the_slot_is_damage(tmp_path: Path) -> None:
+    described = description(tmp_path, 0, 1, run_id="ab12")
+    slot_bytes = slot_bytes_of(described)
+    assert RegionDescription.from_dict(described, slot_bytes=slot_bytes).rank == 0
+    with pytest.raises(DamagedSnapshot, match="invalid"):
+        RegionDescription.from_dict(described, slot_bytes=slot_bytes - 1)

@@ -183,3 +183,13 @@ def test_a_closed_folder_holds_no_file(tmp_path: Path) -> None:
         assert bytes(view) == b"cont" and target == b"content"
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert str(path) not in map(os.path.realpath, Path("/proc/self/fd").iterdir())
+
+
+def test_recovery_removes_the_attempts_of_other_sessions(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path, Files())
+    for step, token in ((1, "aa-1x1"), (2, "bb-2x1")):
+        storage.begin(step, token)
+        storage.put_part(step, token, 0, {})
+    storage.recover("bb")
+    assert storage.parts_present(1, "aa-1x1") == set()
+    assert storage.parts_present(2, "bb-2x1") == {0}

@@ -1,0 +1,44 @@
+"""What `train` checks before it starts processes, and before it resizes a run."""
+
+from typing import Any
+
+import pytest
+
+from tests.harness.ranks import REPOSITORY
+from torchtitan_lite import run_folder
+from torchtitan_lite.cli import train as command
+from torchtitan_lite.config import Config
+from torchtitan_lite.config.__main__ import main as check_ranks
+from torchtitan_lite.errors import TRANSIENT, ConfigError
+from torchtitan_lite.launcher.resize_request import ResizeRequest, RunMesh
+from torchtitan_lite.run_lease import FolderInUse
+
+
+def test_no_process_starts_in_a_folder_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_in_use(config: Config) -> None:
+        raise FolderInUse("it is in use")
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(command, "_checked", lambda arguments, world_size: (Config(), None))
+    monkeypatch.setattr(run_folder, "check_folder", is_in_use)
+    monkeypatch.setattr(command, "_train_ranks", lambda *_: pytest.fail("it starts"))
+    assert command.train(["--nproc", "2"]) == TRANSIENT
+
+
+def test_a_resize_changes_only_what_a_resize_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_checked", lambda arguments, world_size: (Config(), None))
+    compared: list[Any] = []
+    monkeypatch.setattr(command, "check_live_resize", lambda *_, **__: compared.append(_))
+    _, check = command._resizing([], command._Options(num_ranks=2), Config())
+    check(ResizeRequest(mesh=RunMesh(3)))
+    assert len(compared) == 1
+    with pytest.raises(ConfigError, match="a resize changes"):
+        check(ResizeRequest(mesh=RunMesh(3, ("--training.steps=9",))))
+
+
+def test_a_config_is_checked_for_all_numbers_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    config = REPOSITORY / "configs" / "llama3_debug.toml"
+    arguments = ["--", f"--config={config}", "--parallelism.data_parallel_shard_degree=2"]
+    assert check_ranks(["2", *arguments]) == 0
+    assert check_ranks(["3", *arguments]) == 1
+    assert capsys.readouterr().err
