@@ -1,9 +1,11 @@
 """Byte strings and integers of several ranks."""
 
+import pytest
 import torch.distributed as dist
 
 from tests.harness.threads import run_on_threads
 from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints, broadcast_bytes
+from torchtitan_lite.mesh import Mesh
 
 
 def test_each_rank_gets_the_integer_of_each_rank() -> None:
@@ -26,13 +28,6 @@ def test_each_rank_gets_the_byte_string_of_rank_0() -> None:
 
     assert run_on_threads(3, broadcast, b"ab", b"longer", b"") == [b"ab"] * 3
     assert run_on_threads(2, broadcast, b"", b"other") == [b""] * 2
-
-
-"""Byte strings of ranks, on a world of one rank."""
-
-import pytest
-
-from torchtitan_lite.mesh import Mesh
 
 
 @pytest.mark.parametrize("text", [b"", b"content \x00\xff"])

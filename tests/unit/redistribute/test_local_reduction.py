@@ -1,5 +1,3 @@
-"""Partial values are reduced in at least float32, and scaled once."""
-
 """Partial values of one rank are reduced in enough precision, and scaled once."""
 
 import math
@@ -7,6 +5,7 @@ import math
 import pytest
 import torch
 
+from torchtitan_lite.redistribute import program
 from torchtitan_lite.redistribute.execute import _scale_
 from torchtitan_lite.redistribute.program import LocalReduction
 
@@ -29,8 +28,6 @@ def test_any_dtype_is_scaled(dtype: torch.dtype) -> None:
     _scale_(out, 0.5)
     assert out.double().tolist() == [0.5, 1.5, -4.0]
 
-
-from torchtitan_lite.redistribute import program
 
 _OPERATIONS = {"sum": sum, "product": math.prod, "min": min, "max": max}
 
