@@ -100,7 +100,7 @@ def test_share_of_step_rejects_an_indivisible_batch() -> None:
 
 
 def test_weights_of_many_digits_are_rounded_to_units_of_their_sum() -> None:
-    weights = [1 / 3, 2 / 3 * 1.0000001, 4.2e-9]
+    weights = [7 / 3, 14 / 3 * 1.0000001, 3e-8]
     integers = order._integer_weights(weights)
     total = sum(weights)
     assert integers[2] == 1

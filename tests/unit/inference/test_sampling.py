@@ -70,7 +70,10 @@ def test_the_draws_from_bfloat16_logits_are_those_from_the_same_in_float32() -> 
     logits_BV = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     sampling = Sampling(temperature=0.7, top_p=0.9)
     narrow, wide = (
-        sampling.next_ids(logits, [sampling.random_draws(row) for row in range(64)])
+        [
+            sampling.next_ids(logits, [sampling.random_draws(64 * turn + row) for row in range(64)])
+            for turn in range(20)
+        ]
         for logits in (logits_BV, logits_BV.float())
     )
     assert narrow == wide

@@ -89,6 +89,7 @@ def test_a_resize_on_request_needs_an_agent_in_all_replicas() -> None:
         _policy=SimpleNamespace(available=lambda slots, now_s: (4, ""), most=4),
         _slots=SimpleNamespace(read=lambda now_s: {}),
         mesh="mesh",
+        _requested=None,
     )
     replicas = [_replica(ReplicaState.TRAINING, has_agent=has_agent) for has_agent in (True, False)]
     Resizer._read_request(resizer, replicas, 0.0)

@@ -13,9 +13,8 @@ def test_maxima_and_sums_are_over_the_ranks_that_share_a_vocabulary() -> None:
         mesh = Mesh(detect_device("cpu"), ParallelDims(dp_shard=2, tp=2))
         rows = _RowsOfRank(mesh.device_mesh["tp"], 7)
         value = mesh.rank + 1.0
-        return rows.first, *(
-            reduce_(torch.tensor([value])).item() for reduce_ in (rows.max_, rows.sum_)
-        )
+        greatest, total = (reduce(torch.tensor([value])) for reduce in (rows.max_, rows.sum_))
+        return rows.first, greatest.item(), total.item()
 
     assert run_on_threads(4, reduce) == [(0, 2, 3), (4, 2, 3), (0, 4, 7), (4, 4, 7)]
 

@@ -37,9 +37,10 @@ def test_a_change_in_the_last_bit_of_one_gradient_is_seen() -> None:
     unused: Any = None
     model = torch.nn.Linear(100, 100)
     replay = Replay(model, unused, unused, unused, tolerance=0)
+    parameters = list(model.parameters())
 
     def norm_of_shards() -> torch.Tensor:
-        replay.record_local_gradients([model.weight])
+        replay.record_local_gradients(parameters)
         assert replay._shards is not None
         return replay._shards
 
