@@ -119,6 +119,7 @@ def test_after_a_roll_back_no_abandoned_step_is_saved_or_confirmed(
 ) -> None:
     manager, state = started(manage, mesh)
     steps(manager, state, mesh, 2)
+    complete(manager, mesh)
     saver = saver_of(manager)
     saver._snapshot(saves=True)
     saver.local_signals(0.0)

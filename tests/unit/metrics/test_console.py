@@ -8,6 +8,7 @@ import re
 import sys
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -199,7 +200,7 @@ def test_what_is_logged_is_not_printed_as_an_event_too(capsys):
 
 def test_a_closed_bar_does_not_touch_the_streams_again():
     calls = []
-    bar = object.__new__(LiveBar)
+    bar: Any = object.__new__(LiveBar)
     bar._redirected = [(SimpleNamespace(setStream=calls.append), "stderr")]
     bar._progress = SimpleNamespace(stop=lambda: calls.append("stopped"))
     for _ in range(2):

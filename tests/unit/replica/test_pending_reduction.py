@@ -155,6 +155,7 @@ def test_a_quorum_is_connected_after_the_work_of_the_device(
 
 def test_the_progress_of_a_replica_is_what_it_reports() -> None:
     manager: Any = object.__new__(QuorumManager)
+    manager._step = 0
     manager.set_progress(40)
     assert manager.current_step() == 40
 
