@@ -4,12 +4,14 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 
 from torchtitan_lite.data import corpus as corpus_module
+from torchtitan_lite.data import opening
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.documents import read_documents
 from torchtitan_lite.data.unusable_rows import UnusableRows
@@ -339,3 +341,19 @@ def test_a_data_set_of_the_hub_without_the_column_is_named(
     corpus = open_corpus(CorpusConfig(dataset="some/data", streaming=streaming))
     with pytest.raises(DataError, match="has no column 'text'; its columns are 'content'"):
         corpus.rows(["text"])
+
+
+def test_a_file_that_is_empty_when_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.touch()
+    corpus = open_corpus(CorpusConfig(dataset_path=str(path)))
+    with pytest.raises(DataError, match="some.jsonl is empty"):
+        list(corpus.rows(["text"]))
+
+
+def test_a_streamed_corpus_needs_a_tokenizer_that_fits_the_model(tmp_path: Path) -> None:
+    files = SimpleNamespace(folder=tmp_path, load=lambda: SimpleNamespace(vocab_size=10))
+    opener: Any = SimpleNamespace(tokenizer=files, vocab_size=9)
+    unused: Any = None
+    with pytest.raises(DataError, match="has 10 tokens, but the model's vocabulary is 9"):
+        opening._Opener.stream(opener, unused, unused, unused)

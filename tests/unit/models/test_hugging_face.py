@@ -309,7 +309,7 @@ def test_the_embedding_of_padding_gets_the_gradient_of_transformers(
     assert row.any() == (pad_token_id == 10**6 or "tied" in family)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss", "mixtral"])
 def test_all_that_is_not_supported_is_named_for_each_family(family: str, tmp_path: Path) -> None:
     save_config(tmp_path, family)
     values = json.loads((tmp_path / "config.json").read_bytes())
