@@ -6,8 +6,8 @@
 
 import sys
 
-from torchtitan_lite.launcher.supervised import attach_to_launcher
-from torchtitan_lite.process_exit import exit_process
+from torchtitan_lite.core.process_exit import exit_process
+from torchtitan_lite.core.rank.supervised import attach_to_launcher
 
 if __name__ == "__main__":
     # Before the imports, which take a second in which the launcher may die.

@@ -20,18 +20,18 @@ import torch
 from benchmarks import baseline
 from benchmarks.baseline import Batch, Recipe
 from benchmarks.baseline_parallel import PipelineStep, apply_tensor_parallel, tensor_parallel_step
-from torchtitan_lite.builders import Built, build
 from torchtitan_lite.config import Config, parse_command_line
-from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.core.log import configure_logging
+from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.data import DataLoader, microbatch_indices
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.log import configure_logging
-from torchtitan_lite.mesh import AXES, start_mesh
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import AXES, start_mesh
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize
+from torchtitan_lite.nn.spec import blocks_of
 from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.spec import blocks_of
+from torchtitan_lite.training.builders import Built, build
+from torchtitan_lite.training.checks.constraints import check_against
 
 
 class BaselineLoop:

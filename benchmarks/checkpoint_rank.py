@@ -24,9 +24,9 @@ from benchmarks.checkpoint_state import STEPS, BenchState, Variant, sharded_stat
 from benchmarks.checkpoint_variants import GROUPS
 from benchmarks.worker import AnonymousPeak, alternate, io_bytes
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
-from torchtitan_lite.schema.checkpoint import CheckpointConfig
+from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.training.metrics.garbage import ScheduledGarbageCollection
 
 
 @dataclass(frozen=True)

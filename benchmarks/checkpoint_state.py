@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.state_dicts import llama
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, ParallelDims
-from torchtitan_lite.schema.checkpoint import CheckpointConfig
+from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 
 STEPS = 6
 """Of a cycle, whose first step is a multiple of it and saves."""

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 
 from benchmarks.checkpoint_state import STEPS, BenchState, Ours, Variant
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.distributed.mesh import Mesh
 
 
 class Dcp(Variant):

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.harness import Comparison, Result, formatted, main
 from benchmarks.processes import ChildFailed, started, tail, wait_for
 from benchmarks.rank_recovery import is_warm, processes, ranks, records, resumes
-from torchtitan_lite.failure_model import (
+from torchtitan_lite.tools.failure_model import (
     STRATEGIES,
     ClusterEvents,
     JobTimes,

@@ -15,17 +15,17 @@ from benchmarks.gpu_case import (
     use_all_cores,
 )
 from benchmarks.processes import CHECKOUT
-from torchtitan_lite.builders import build
 from torchtitan_lite.config import Config, config_from
-from torchtitan_lite.config.constraints import check_against
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.core.preemption import StopRequest
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import start_mesh
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.models import llama3
 from torchtitan_lite.nn.rope import RopeScaling
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.torch_compat import local_tensor
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import StepReport, train
+from torchtitan_lite.training.builders import build
+from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import StepReport, train
 
 _TEXT = CHECKOUT / "tests" / "assets" / "fixture.jsonl"
 _COPIES = 40

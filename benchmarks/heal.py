@@ -28,12 +28,12 @@ from benchmarks.harness import Comparison, Result
 from benchmarks.processes import CHECKOUT, ENVIRONMENT, ChildFailed
 from benchmarks.worker import alternate, timed
 from torchtitan_lite.checkpoint import tensor_bytes
-from torchtitan_lite.replica.healing.client import receive_state
-from torchtitan_lite.replica.healing.live_state import LiveState
-from torchtitan_lite.replica.healing.transport import PURPOSE
-from torchtitan_lite.rpc.state_client import PeerEndpoint
-from torchtitan_lite.rpc.state_server import StateServer
-from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
+from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
+from torchtitan_lite.distributed.rpc.state_client import PeerEndpoint
+from torchtitan_lite.distributed.rpc.state_server import StateServer
+from torchtitan_lite.fault_tolerance.replica.healing.client import receive_state
+from torchtitan_lite.fault_tolerance.replica.healing.live_state import LiveState
+from torchtitan_lite.fault_tolerance.replica.healing.transport import PURPOSE
 
 _PROGRESS = 1
 _ADDRESS = "127.0.0.1"

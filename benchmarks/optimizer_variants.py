@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from benchmarks.worker import alternate, cpu_s
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, TensorSpec
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.orthogonalization import ShardedOrthogonalization, assign_matrices
-from torchtitan_lite.redistribute import HolderMesh, Layout, TensorSpec
 
 Shape = tuple[int, ...]
 

@@ -29,13 +29,13 @@ from benchmarks.checkpoint_state import sharded, sharding_mesh
 from benchmarks.processes import ChildFailed
 from benchmarks.state_dicts import STATES, tp
 from benchmarks.worker import alternate
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.publish import Subscriber, Subscription, Target
-from torchtitan_lite.publish.publisher import Publisher
-from torchtitan_lite.publish.sources import PUBLISHED_FILE, read_json
-from torchtitan_lite.redistribute import HolderMesh
-from torchtitan_lite.schema.publish import PublishConfig
-from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.config.tables.publish import PublishConfig
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.redistribute import HolderMesh
+from torchtitan_lite.distributed.torch_compat import local_tensor
+from torchtitan_lite.serving.publish import Subscriber, Subscription, Target
+from torchtitan_lite.serving.publish.publisher import Publisher
+from torchtitan_lite.serving.publish.sources import PUBLISHED_FILE, read_json
 
 NUM_TRAINERS, NUM_SERVERS = 4, 2
 OURS = ("memory", "sockets")

@@ -48,7 +48,9 @@ from benchmarks.recovery_variants import (
     Workload,
 )
 from benchmarks.worker import Turns
-from torchtitan_lite.launcher.torchft_lighthouse import HEARTBEAT_TIMEOUT_MS
+from torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse import (
+    HEARTBEAT_TIMEOUT_MS,
+)
 
 _BATCHES = 1200
 """Of the peer, for each replica; more than there are steps."""

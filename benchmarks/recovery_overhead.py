@@ -21,8 +21,8 @@ from benchmarks.harness import Comparison, Result
 from benchmarks.processes import Group, Supervisor, free_port, wait_for, worker_command
 from benchmarks.recovery_variants import NUM_REPLICAS, Workload
 from benchmarks.worker import Turns
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import StepReport, train
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import StepReport, train
 
 VARIANTS = ("replicas", "hsdp")
 """In the order of their turns."""
@@ -60,7 +60,7 @@ def _run(case: OverheadCase, folder: Path) -> list[dict[str, Any]]:
     address = f"127.0.0.1:{free_port()}"
     token = secrets.token_hex(16)
     environment = {"TORCHFT_LIGHTHOUSE": f"http://{address}", "TORCHTITAN_LITE_TOKEN": token}
-    lighthouse = ["-m", "torchtitan_lite.lighthouse", "--bind", address]
+    lighthouse = ["-m", "torchtitan_lite.fault_tolerance.lighthouse", "--bind", address]
     lighthouse += ["--min-replicas", str(NUM_REPLICAS)]
     groups = [Group([lighthouse], environment, folder / "lighthouse")]
     for number in range(NUM_REPLICAS):

@@ -23,7 +23,7 @@ from tests.chaos.job_view import FaultNotApplicable, JobView, processes_using
 NUM_REPLICAS = 2
 JOIN_TIMEOUT_MS = 1000
 """Of torchft's lighthouse with torchft's trainer, as its heartbeat timeout."""
-_LIGHTHOUSE = "torchtitan_lite.launcher.torchft_lighthouse"
+_LIGHTHOUSE = "torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse"
 _GRACE_S = 20.0
 
 
@@ -161,7 +161,7 @@ class _UnderLauncher:
         return self._job.log(replica)
 
     def lighthouse(self) -> psutil.Process:
-        words = ("torchtitan_lite.lighthouse", _LIGHTHOUSE)
+        words = ("torchtitan_lite.fault_tolerance.lighthouse", _LIGHTHOUSE)
         for process in self._job.launcher.children():
             with suppress(psutil.NoSuchProcess):
                 if any(word in process.cmdline() for word in words):

@@ -39,8 +39,8 @@ from benchmarks.redistribute_variants import PLANNERS, measure_rank
 from benchmarks.state_dicts import Case, cases
 from scripts.dtensor_steps import predict_dtensor
 from scripts.reshard_explanation import lower_bound_bytes, traffic
-from torchtitan_lite.redistribute import Plan as RedistributionPlan
-from torchtitan_lite.redistribute import plan
+from torchtitan_lite.distributed.redistribute import Plan as RedistributionPlan
+from torchtitan_lite.distributed.redistribute import plan
 
 DTENSOR_GOAL = 0.05
 FLAT_WORST, FLAT_MEDIAN = 2.5, 1.5

@@ -26,10 +26,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from benchmarks.harness import Comparison, Result
 from benchmarks.state_dicts import STATES, fsdp, fsdp_tp
-from torchtitan_lite.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs
-from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.transfers import RoundTransfers, Transfer
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, plan
+from torchtitan_lite.distributed.redistribute.cost import CPU, CUDA, Costs
+from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.transfers import RoundTransfers, Transfer
 
 _SEED = 0
 _CACHED_CALLS = 1000
@@ -138,7 +138,7 @@ def _listing_row(case: str, timed: _Timed) -> Result:
 def _clear_caches() -> None:
     """Clear every cache of the package."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("torchtitan_lite.redistribute"):
+        if name.startswith("torchtitan_lite.distributed.redistribute"):
             for holder in (module, *(v for v in vars(module).values() if isinstance(v, type))):
                 for value in list(vars(holder).values()):
                     clear = getattr(getattr(value, "__func__", value), "cache_clear", None)

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 
 from benchmarks.state_dicts import Case, cases
 from benchmarks.worker import alternate
-from torchtitan_lite.redistribute import (
+from torchtitan_lite.distributed.redistribute import (
     ExchangeOptions,
     HolderMesh,
     Layout,
@@ -41,7 +41,7 @@ from torchtitan_lite.redistribute import (
     plan,
     redistribute_state_dict,
 )
-from torchtitan_lite.redistribute.shared_memory import SharedMemory
+from torchtitan_lite.distributed.redistribute.shared_memory import SharedMemory
 
 PLANNERS = ("default", "min-cost")
 """Of `DTensor.redistribute`; torch has no public way to select one."""

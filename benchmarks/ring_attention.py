@@ -20,14 +20,14 @@ import torch
 from benchmarks.harness import Comparison, Result, formatted
 from benchmarks.processes import run_ranks
 from benchmarks.worker import alternate, peak_tensor_bytes, timed
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.config.tables.comm import CommConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, start_mesh
 from torchtitan_lite.models.llama3 import FLAVORS, Llama3Dims, build, spec_of
 from torchtitan_lite.nn.decoder import DecoderBlock
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.parallel import context
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 METHODS = ("alltoall", "allgather")
 """The ring, and its peer."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from torchtitan_lite.redistribute import HolderMesh, Layout
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout
 
 Shapes = dict[str, tuple[int, ...]]
 _NORMS = ("norm", "attention_norm", "ffn_norm")

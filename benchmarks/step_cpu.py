@@ -21,8 +21,8 @@ from benchmarks.baseline_loop import BaselineLoop, built_job
 from benchmarks.harness import Comparison, Result, formatted
 from benchmarks.processes import TRAINER_ARGUMENTS, run_ranks
 from benchmarks.worker import Turns, cpu_s
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import StepReport, train
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import StepReport, train
 
 _SHOWN_LOSSES = 4
 

@@ -29,7 +29,7 @@ from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.baseline import IGNORE_INDEX, Batch, Recipe, adamw, decoder, logits
-from torchtitan_lite.outputs import RECEIVES_STATE
+from torchtitan_lite.core.outputs import RECEIVES_STATE
 
 _TIMEOUT = timedelta(seconds=30)
 _QUORUM_RETRIES = 20

@@ -180,6 +180,6 @@ def main(target: str, folder: str, arguments: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    from torchtitan_lite.process_exit import exit_process
+    from torchtitan_lite.core.process_exit import exit_process
 
     exit_process(0)

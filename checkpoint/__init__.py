@@ -8,7 +8,7 @@ Layer: above redistribute, mesh and spec.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lite._links import refuse_other_name
+from torchtitan_lite.core._links import refuse_other_name
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.adapters import (

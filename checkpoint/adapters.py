@@ -18,10 +18,10 @@ from torchtitan_lite.checkpoint.snapshots import (
     WeightsSnapshot,
     read_tensor,
 )
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.distributed.redistribute import TensorSpec
+from torchtitan_lite.distributed.redistribute.placements import Holder
 from torchtitan_lite.nn.lora import LORA_A, LORA_B, merged
-from torchtitan_lite.redistribute import TensorSpec
-from torchtitan_lite.redistribute.placements import Holder
 
 _MODEL = "model."
 

@@ -34,9 +34,9 @@ from torchtitan_lite.checkpoint.shared_memory.folder import release_rank
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.tensors import local_tensors
-from torchtitan_lite.diagnosis import WRITER, Cause, Diagnosis, report, report_text
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.diagnosis import WRITER, Cause, Diagnosis, report, report_text
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.log import logger
 
 NUM_SLOTS = 3
 """Slots per region: the newest complete one, the one being filled, and the one being written.

@@ -35,9 +35,9 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     run_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.mesh import Mesh
 
 _VALUES_HEADROOM = 4
 _SHORT_WAIT_S = 1.0

@@ -30,11 +30,15 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     region_path,
 )
 from torchtitan_lite.checkpoint.snapshot_index import Position
-from torchtitan_lite.events import StepEvent
-from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints, broadcast_bytes
-from torchtitan_lite.log import logger
-from torchtitan_lite.network import address_for_others
-from torchtitan_lite.rpc.authentication import TOKEN
+from torchtitan_lite.core.events import StepEvent
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.host_collectives import (
+    all_gather_bytes,
+    all_gather_ints,
+    broadcast_bytes,
+)
+from torchtitan_lite.distributed.network import address_for_others
+from torchtitan_lite.distributed.rpc.authentication import TOKEN
 
 NUM_EXTRA_SLOTS = 2
 """Slots that copies add to a region: the snapshot being copied, and that of the newest copy."""

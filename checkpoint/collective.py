@@ -8,9 +8,9 @@ from typing import TypeVar, cast
 
 from torchtitan_lite.checkpoint.storage.base import is_permanent
 from torchtitan_lite.checkpoint.storage.safetensors_file import WriteAbandoned
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
-from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint, UserError
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.host_collectives import all_gather_bytes, all_gather_ints
 
 _T = TypeVar("_T")
 _POLL_S = 0.1

@@ -20,9 +20,9 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     WriteAbandoned,
     no_tick,
 )
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.redistribute import Layout, layout_to_json
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.distributed.redistribute import Layout, layout_to_json
+from torchtitan_lite.nn.spec import ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]
 _T = TypeVar("_T")

@@ -15,8 +15,8 @@ import torch
 
 from torchtitan_lite.checkpoint.save_plan import SavePlan
 from torchtitan_lite.checkpoint.tensors import DTYPES
-from torchtitan_lite.log import logger
-from torchtitan_lite.torch_compat import clear_cuda_error, foreach_copy_
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.torch_compat import clear_cuda_error, foreach_copy_
 
 _CHUNK_BYTES = 64 << 20
 

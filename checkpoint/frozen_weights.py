@@ -11,11 +11,11 @@ from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.loading import load, open_snapshot
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.host_collectives import broadcast_bytes
-from torchtitan_lite.log import logger, warn_once
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.spec import ModelSpec, differing_dims
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.distributed.host_collectives import broadcast_bytes
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.nn.spec import ModelSpec, differing_dims
 
 
 def load_base(

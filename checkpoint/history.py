@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.lease_file import NoHardLinks, create_whole
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.lease_file import NoHardLinks, create_whole
 
 _FOLDER = "history"
 _CLAIM = re.compile(r"([0-9]{8})\.json", re.ASCII)

@@ -35,11 +35,16 @@ from torchtitan_lite.checkpoint.snapshot_index import (
 )
 from torchtitan_lite.checkpoint.snapshots import SavedValues, model_dims
 from torchtitan_lite.checkpoint.tensors import DTYPES, tensor_from_bytes
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, DamagedSnapshot, LayoutError
-from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints
-from torchtitan_lite.log import logger
-from torchtitan_lite.redistribute import Layout, TensorSpec, layout_from_json
-from torchtitan_lite.redistribute.placements import Holder
+from torchtitan_lite.core.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    DamagedSnapshot,
+    LayoutError,
+)
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.host_collectives import all_gather_bytes, all_gather_ints
+from torchtitan_lite.distributed.redistribute import Layout, TensorSpec, layout_from_json
+from torchtitan_lite.distributed.redistribute.placements import Holder
 
 _WRONG = (CheckpointError, LayoutError, LookupError, TypeError, ValueError)
 """Errors raised by inconsistent descriptions."""

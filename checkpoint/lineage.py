@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.host_collectives import broadcast_bytes
-from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.host_collectives import broadcast_bytes
+from torchtitan_lite.distributed.mesh import Mesh
 
 _DAMAGED = b"?"
 """Content that permits no snapshot."""

@@ -16,19 +16,23 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.collective import raise_on_all_ranks
-from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face
-from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.convert.hugging_face.folder import is_hugging_face
+from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot, WeightsSnapshot
 from torchtitan_lite.checkpoint.storage.base import Storage, exists, is_permanent
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.tensors import copy_back, local_tensors
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.redistribute import Layout, TensorSpec, gather_specs
+from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.read_plan import (
+    ReadPlan,
+    assign_readers,
+    distribute_reads,
+)
 from torchtitan_lite.nn.lora import LORA_A
-from torchtitan_lite.redistribute import Layout, TensorSpec, gather_specs
-from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.read_plan import ReadPlan, assign_readers, distribute_reads
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.nn.spec import ModelSpec
 
 _BATCH_BYTES = 32 << 20
 """Bytes per batch and rank."""

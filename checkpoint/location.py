@@ -12,7 +12,7 @@ import tomli
 from torchtitan_lite.checkpoint.format import parse_step_name, step_name
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.log import logger
 
 WAYS = "the folder of a step, the folder of a run's checkpoints, or the run's output folder"
 """For messages and help."""

@@ -31,12 +31,12 @@ from torchtitan_lite.checkpoint.shared_memory.folder import remove_regions
 from torchtitan_lite.checkpoint.snapshots import SavedValues
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.sync_saver import SynchronousSaver
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.events import StepEvent
-from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.schema.checkpoint import CheckpointConfig
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.events import StepEvent
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.nn.spec import ModelSpec
 
 _POLL_S = 0.1
 _GRACE_PERIODS = 10

@@ -28,8 +28,8 @@ from torchtitan_lite.checkpoint.storage.manifest_json import (
     checksum_matches,
     checksum_matches_v2,
 )
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, LayoutError
-from torchtitan_lite.redistribute import Layout, layout_from_json
+from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint, LayoutError
+from torchtitan_lite.distributed.redistribute import Layout, layout_from_json
 
 _MAX_AXES = 64
 """Maximum number of mesh axes and tensor dims."""

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from torchtitan_lite import rng
 from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.format import parse_step_name, step_name
 from torchtitan_lite.checkpoint.leftover_snapshots import (
@@ -21,10 +20,11 @@ from torchtitan_lite.checkpoint.save_context import PARTS, SaveContext
 from torchtitan_lite.checkpoint.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.snapshots import SavedValues, Snapshot, model_dims
 from torchtitan_lite.checkpoint.storage.base import Storage, open_parent_storage
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
-from torchtitan_lite.host_collectives import all_gather_bytes, broadcast_bytes
-from torchtitan_lite.log import warn_once
-from torchtitan_lite.spec import differing_dims
+from torchtitan_lite.core import rng
+from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint, UserError
+from torchtitan_lite.core.log import warn_once
+from torchtitan_lite.distributed.host_collectives import all_gather_bytes, broadcast_bytes
+from torchtitan_lite.nn.spec import differing_dims
 
 _Candidate = LeftoverSnapshot | tuple[Storage, str]
 _FINAL_PARTS = {"model", "train_state"}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchtitan_lite import __version__, rng
+from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.background.save import attempt_token
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
 from torchtitan_lite.checkpoint.history import RunHistory
@@ -21,11 +21,12 @@ from torchtitan_lite.checkpoint.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.storage.base import Storage
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.host_collectives import broadcast_bytes
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.schema.checkpoint import CheckpointConfig
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
+from torchtitan_lite.core import rng
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.distributed.host_collectives import broadcast_bytes
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.nn.spec import ModelSpec
 
 PARTS: tuple[str, ...] = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
 """Parts of a training state, by the names used in `exclude_from_loading`."""

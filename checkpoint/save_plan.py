@@ -14,11 +14,11 @@ import torch
 from torchtitan_lite.checkpoint.format import tensor_file_name
 from torchtitan_lite.checkpoint.shared_memory.description import FileBox, HeldTensor
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.redistribute import Layout, TensorSpec, layout_to_json
-from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.read_plan import deduplicate, element_range
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.redistribute import Layout, TensorSpec, layout_to_json
+from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.read_plan import deduplicate, element_range
 
 _LARGE_BYTES = 1 << 16
 _LARGE_MULTIPLE = 8

@@ -23,11 +23,11 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.checkpoint.storage.base import Storage, read_error
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, DTYPES, tensor_bytes, tensor_from_bytes
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.log import logger
-from torchtitan_lite.redistribute import Layout, TensorSpec
-from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.read_plan import held_blocks
+from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.redistribute import Layout, TensorSpec
+from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.read_plan import held_blocks
 
 _HERE = Layout.on_holder(0)
 

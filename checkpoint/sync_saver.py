@@ -36,8 +36,8 @@ from torchtitan_lite.checkpoint.tensors import (
     overflows,
     tensor_bytes,
 )
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.log import logger
 
 _PATIENCE_S = 60.0
 """Seconds that the leader waits for the parts of other replicas, during which the others wait for

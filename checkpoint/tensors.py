@@ -5,8 +5,8 @@ from math import prod
 
 import torch
 
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.distributed.torch_compat import local_tensor
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,

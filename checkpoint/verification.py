@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.checkpoint.storage.base import Storage, exists
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
-from torchtitan_lite.errors import DamagedCheckpoint
+from torchtitan_lite.core.errors import DamagedCheckpoint
 
 
 @dataclass(frozen=True)

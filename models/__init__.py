@@ -19,14 +19,14 @@ from pydantic import TypeAdapter, ValidationError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-from torchtitan_lite._links import refuse_other_name
+from torchtitan_lite.core._links import refuse_other_name
 
 refuse_other_name(__name__)
 
-from torchtitan_lite.errors import ConfigError  # noqa: E402
-from torchtitan_lite.registry import REGISTRY, import_module  # noqa: E402
-from torchtitan_lite.schema.model import ModelConfig  # noqa: E402
-from torchtitan_lite.spec import ModelSpec  # noqa: E402
+from torchtitan_lite.config.tables.model import ModelConfig  # noqa: E402
+from torchtitan_lite.core.errors import ConfigError  # noqa: E402
+from torchtitan_lite.core.registry import REGISTRY, import_module  # noqa: E402
+from torchtitan_lite.nn.spec import ModelSpec  # noqa: E402
 
 
 def families() -> list[str]:

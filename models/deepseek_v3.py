@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
@@ -27,8 +28,7 @@ from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, difference
 from torchtitan_lite.nn.latent import Latent
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope, YarnScaling
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
+from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
 
 _V2, _V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 ARCHITECTURES = (_V3, _V2)

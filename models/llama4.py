@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
@@ -24,8 +25,7 @@ from torchtitan_lite.nn.grouped_query import GroupedQuery, Temperature
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope, RopeScaling
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.spec import HuggingFaceForm, HuggingFaceKey, HuggingFaceModel, ModelSpec
+from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, HuggingFaceModel, ModelSpec
 
 _TEXT, _VISION = "Llama4ForCausalLM", "Llama4ForConditionalGeneration"
 ARCHITECTURES = (_TEXT, _VISION)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder import DecoderLayer
@@ -23,8 +24,7 @@ from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
+from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 """Architectures in transformers that `dims_of_hugging_face` supports."""

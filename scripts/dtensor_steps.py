@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from scripts.reshard_explanation import format_bytes
-from torchtitan_lite.redistribute import HolderMesh, Layout, Plan
-from torchtitan_lite.redistribute.partition import intervals
-from torchtitan_lite.torch_compat import (
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, Plan
+from torchtitan_lite.distributed.redistribute.partition import intervals
+from torchtitan_lite.distributed.torch_compat import (
     Operations,
     fake_process_group,
     group_of,

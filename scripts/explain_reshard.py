@@ -22,9 +22,9 @@ from scripts.reshard_explanation import (
     traffic,
 )
 from scripts.reshard_svg import as_svg
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.redistribute import Plan, plan
-from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Transport, default_costs
+from torchtitan_lite.core.errors import UserError
+from torchtitan_lite.distributed.redistribute import Plan, plan
+from torchtitan_lite.distributed.redistribute.cost import BUCKET_BYTES, Transport, default_costs
 
 
 def main(argv: list[str]) -> int:

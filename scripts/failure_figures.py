@@ -1,6 +1,6 @@
 """Measured figures of the failure model, taken from benchmarks/results/.
 
-`make docs` writes them to torchtitan_lite/failure_model/measurements.py, so that an installation
+`make docs` writes them to torchtitan_lite/tools/failure_model/measurements.py, so that an installation
 has them.
 """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from scripts.benchmark_page import RESULTS, ROOT, Result, read_results
 from scripts.failure_figures import MODULE, measurements, module_text
-from torchtitan_lite.failure_model import (
+from torchtitan_lite.tools.failure_model import (
     STRATEGIES,
     Prediction,
     Scenario,

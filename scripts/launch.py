@@ -3,7 +3,7 @@
 import sys
 
 from torchtitan_lite.cli import main
-from torchtitan_lite.process_exit import exit_process
+from torchtitan_lite.core.process_exit import exit_process
 
 if __name__ == "__main__":
     exit_process(main(["launch", *sys.argv[1:]]))

@@ -11,9 +11,9 @@ import re
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute import HolderMesh, Layout
-from torchtitan_lite.torch_compat import strided_shard
+from torchtitan_lite.core.errors import LayoutError
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout
+from torchtitan_lite.distributed.torch_compat import strided_shard
 
 EXAMPLE = "mesh=dp:2,tp:2 placements=S0,R"
 _SHARD = re.compile(r"S(\d+)(?:/(\d+))?(?:#(\d+))?")

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.failure_model import Trace, read_trace, slots
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.tools.failure_model import Trace, read_trace, slots
 
 
 def main() -> int:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import prod
 from statistics import median
 
-from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Transport
-from torchtitan_lite.redistribute.layout import Layout
-from torchtitan_lite.redistribute.partition import intervals
-from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.plan import Plan
-from torchtitan_lite.redistribute.transfers import RoundKind, RoundTransfers, Transfer
+from torchtitan_lite.distributed.redistribute.cost import BUCKET_BYTES, Transport
+from torchtitan_lite.distributed.redistribute.layout import Layout
+from torchtitan_lite.distributed.redistribute.partition import intervals
+from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.plan import Plan
+from torchtitan_lite.distributed.redistribute.transfers import RoundKind, RoundTransfers, Transfer
 
 _MOST_ROWS = 16
 """Maximum holders with a row each."""

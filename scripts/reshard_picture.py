@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from torchtitan_lite.redistribute import Layout, Plan
-from torchtitan_lite.redistribute.partition import intervals
-from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.program import rectangles
-from torchtitan_lite.redistribute.transfers import Transfer
+from torchtitan_lite.distributed.redistribute import Layout, Plan
+from torchtitan_lite.distributed.redistribute.partition import intervals
+from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.program import rectangles
+from torchtitan_lite.distributed.redistribute.transfers import Transfer
 
 Intervals = list[tuple[int, int]]
 """(start, length) of each, in order."""

@@ -6,9 +6,9 @@ from xml.etree.ElementTree import SubElement
 from scripts.reshard_explanation import format_bytes, holders_of, traffic
 from scripts.reshard_picture import Area, Patch, areas, patches, plane
 from scripts.svg import GRAY, INK, as_text, box, document, is_light, text
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.redistribute import Layout, Plan
-from torchtitan_lite.redistribute.placements import Holder
+from torchtitan_lite.core.errors import UserError
+from torchtitan_lite.distributed.redistribute import Layout, Plan
+from torchtitan_lite.distributed.redistribute.placements import Holder
 
 # Neighbors in the list differ in lightness as well as in hue.
 _COLORS = (

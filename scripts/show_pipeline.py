@@ -17,15 +17,15 @@ from scripts.pipeline_chart import Chart
 from scripts.pipeline_svg import as_svg
 from scripts.pipeline_text import as_text
 from torchtitan_lite.config import Config, parse_command_line
-from torchtitan_lite.config.constraints import check_pipeline
-from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
-from torchtitan_lite.errors import MeshError, UserError
-from torchtitan_lite.log import configure_logging, logger
-from torchtitan_lite.mesh import resolve_degrees
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.core.errors import MeshError, UserError
+from torchtitan_lite.core.log import configure_logging, logger
+from torchtitan_lite.distributed.mesh import resolve_degrees
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel.pipeline_order import Costs, simulate
 from torchtitan_lite.parallel.pipeline_stages import plan_stages, stage_weights, step_order
-from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.training.checks.constraints import check_pipeline
+from torchtitan_lite.training.checks.mesh_constraints import pipeline_microbatches
 
 
 def main(argv: list[str]) -> int:

@@ -15,7 +15,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from tests.harness.ranks import RankFailed, WorkerPool, record_failure
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.log import logger
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")

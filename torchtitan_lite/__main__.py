@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from torchtitan_lite.launcher.supervised import attach_to_launcher
+from torchtitan_lite.core.rank.supervised import attach_to_launcher
 
 
 def main() -> NoReturn:
@@ -11,7 +11,7 @@ def main() -> NoReturn:
     # Before the imports, which take a second in which the launcher may die.
     attach_to_launcher()
     from torchtitan_lite import cli
-    from torchtitan_lite.process_exit import exit_process
+    from torchtitan_lite.core.process_exit import exit_process
 
     exit_process(cli.main(sys.argv[1:]))
 

@@ -1,24 +1,10 @@
 """The Python API: what a script or a notebook needs to train, to extend a run, and to use what it
 has trained. Documented in docs/python_api.md. Layer: the top."""
 
-from torchtitan_lite.builders import Built, build
 from torchtitan_lite.config import Config, load_config
-from torchtitan_lite.config.constraints import check_against
-from torchtitan_lite.data.online import OnlineDataset, OnlineSample
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.hooks import HookContext
-from torchtitan_lite.inference import (
-    GeneratedText,
-    LoadedModel,
-    SavedTensor,
-    generate,
-    load_model,
-    saved_tensors,
-)
-from torchtitan_lite.mesh import Mesh, start_mesh
-from torchtitan_lite.metrics import Event, SinkContext, StepRecord
-from torchtitan_lite.preemption import StopRequest, stop_on_signals
-from torchtitan_lite.registry import (
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.core.preemption import StopRequest, stop_on_signals
+from torchtitan_lite.core.registry import (
     register_dataset,
     register_hook,
     register_loss,
@@ -26,10 +12,24 @@ from torchtitan_lite.registry import (
     register_model,
     register_online_dataset,
 )
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import Microbatch, TokenLoss
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import StepReport, train
+from torchtitan_lite.data.online import OnlineDataset, OnlineSample
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, start_mesh
+from torchtitan_lite.nn.spec import Microbatch, TokenLoss
+from torchtitan_lite.serving.inference import (
+    GeneratedText,
+    LoadedModel,
+    SavedTensor,
+    generate,
+    load_model,
+    saved_tensors,
+)
+from torchtitan_lite.training.builders import Built, build
+from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.hooks import HookContext
+from torchtitan_lite.training.metrics import Event, SinkContext, StepRecord
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import StepReport, train
 
 __all__ = [
     "Built",

@@ -40,9 +40,9 @@ from torchtitan_lite.checkpoint.shared_memory.description import RegionDescripti
 from torchtitan_lite.checkpoint.shared_memory.folder import COPY, RankLock, lock_run_folder
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotHeader, SlotState
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
-from torchtitan_lite.errors import CheckpointError, DamagedSnapshot, RpcError
-from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
-from torchtitan_lite.rpc.state_server import FramedState, StateServer
+from torchtitan_lite.core.errors import CheckpointError, DamagedSnapshot, RpcError
+from torchtitan_lite.distributed.rpc.state_client import PeerEndpoint, StateConnection
+from torchtitan_lite.distributed.rpc.state_server import FramedState, StateServer
 
 NUM_COPIES = 2
 """Slots per copied rank: the newest copy that all ranks have, and the one being received."""

@@ -49,7 +49,7 @@ from torchtitan_lite.checkpoint.history import SupersededError
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, region_files
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.storage.safetensors_file import WriteAbandoned
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 _SLACK_S = 1.0
 """Time for a process to exit."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.log import logger
 
 _MODULE = "torchtitan_lite.checkpoint.background"
 _READ_BYTES = 1 << 16

@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     TokenBucket,
     no_tick,
 )
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 
 def attempt_token(session: str, step: int, attempt: int = 1) -> str:

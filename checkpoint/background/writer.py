@@ -32,7 +32,7 @@ from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, W
 from torchtitan_lite.checkpoint.history import RunHistory
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket, WriteAbandoned
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 _WAITING_S = 0.05
 _IDLE_S = 0.2

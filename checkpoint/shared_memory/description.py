@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, FILE_NAME
-from torchtitan_lite.errors import DamagedSnapshot
+from torchtitan_lite.core.errors import DamagedSnapshot
 
 _TOKEN = re.compile(r"[0-9a-zA-Z]{1,64}", re.ASCII)
 

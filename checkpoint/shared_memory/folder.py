@@ -21,7 +21,7 @@ from pathlib import Path
 
 import xxhash
 
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 _RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)

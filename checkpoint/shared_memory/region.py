@@ -40,7 +40,7 @@ from torchtitan_lite.checkpoint.shared_memory.region_file import (
     read_superblocks,
     verify_checksum,
 )
-from torchtitan_lite.errors import DamagedSnapshot
+from torchtitan_lite.core.errors import DamagedSnapshot
 
 _CONFIRMED_WORD = 2048 // 8
 # state, unused, step, values bytes, checksum of the values

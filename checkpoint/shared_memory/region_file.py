@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from torchtitan_lite.errors import DamagedSnapshot
+from torchtitan_lite.core.errors import DamagedSnapshot
 
 ALIGNMENT = 4096
 MAX_SLOTS = 64

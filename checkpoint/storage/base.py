@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     PartBox,
     TokenBucket,
 )
-from torchtitan_lite.errors import (
+from torchtitan_lite.core.errors import (
     CheckpointError,
     DamagedCheckpoint,
     DamagedSnapshot,

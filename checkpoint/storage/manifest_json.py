@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from torchtitan_lite.checkpoint.storage.safetensors_file import BoxLocation
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 FORMAT = "torchtitan_lite.checkpoint"
 VERSION = 3

@@ -40,7 +40,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     safetensors_header,
     tensor_names,
 )
-from torchtitan_lite.errors import CheckpointError, UserError
+from torchtitan_lite.core.errors import CheckpointError, UserError
 
 _DATA = ".safetensors"
 _TRIES = 8

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from examples.online_rl.rollouts import Rollouts, read_rollouts
 from examples.online_rl.task import decode
-from torchtitan_lite.launcher.processes import spawn
+from torchtitan_lite.core.rank.processes import spawn
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_S = 0.05

@@ -17,7 +17,7 @@ from torchtitan_lite.api import (
     register_model,
     register_online_dataset,
 )
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 
 
 def report_rollouts(context: HookContext):

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from examples.online_rl.task import VOCABULARY
+from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models.llama3 import Llama3Dims, spec_of
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.spec import InitRule, ModelSpec
+from torchtitan_lite.nn.spec import InitRule, ModelSpec
 
 FLAVORS = {
     "tiny": Llama3Dims(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan_lite.api import Config, Microbatch, TokenLoss
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.spec import IGNORE_INDEX, VocabularyShard
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.nn.spec import IGNORE_INDEX, VocabularyShard
 
 CLIP = 0.2
 """Bound of |ratio - 1| beyond which a sample has no gradient."""

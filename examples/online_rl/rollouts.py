@@ -13,7 +13,7 @@ from pathlib import Path
 
 from examples.online_rl.task import SAMPLES_PER_STEP
 from torchtitan_lite.api import OnlineSample
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.core.errors import DataError
 
 MAX_WAIT_S = 300.0
 _POLL_S = 0.002

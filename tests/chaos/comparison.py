@@ -14,9 +14,9 @@ from pathlib import Path
 from tests.chaos.job_view import CommittedStep, committed_steps
 from torchtitan_lite.checkpoint import StoredSnapshot, read_tensor, verify
 from torchtitan_lite.checkpoint.storage import open_storage, parse_step_name
-from torchtitan_lite.launcher.logs import records
-from torchtitan_lite.outputs import METRICS
-from torchtitan_lite.report import check_samples
+from torchtitan_lite.core.outputs import METRICS
+from torchtitan_lite.fault_tolerance.supervision.launcher.logs import records
+from torchtitan_lite.tools.report import check_samples
 
 _MAX_SHOWN = 5
 _TIMEOUT_S, _TIMEOUT_S_PER_STEP = 600.0, 1.0

@@ -18,9 +18,9 @@ import psutil
 from torchtitan_lite.checkpoint import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, region_files
 from torchtitan_lite.checkpoint.storage import parse_step_name
-from torchtitan_lite.launcher.logs import Tail, is_step
-from torchtitan_lite.launcher.processes import is_writer
-from torchtitan_lite.outputs import METRICS, replica_folder
+from torchtitan_lite.core.outputs import METRICS, replica_folder
+from torchtitan_lite.core.rank.processes import is_writer
+from torchtitan_lite.fault_tolerance.supervision.launcher.logs import Tail, is_step
 
 _Result = TypeVar("_Result")
 _POLL_S = 0.02
@@ -46,10 +46,14 @@ class JobView:
         return self._launcher
 
     def lighthouse(self) -> psutil.Process:
-        return self._one(lambda words: "torchtitan_lite.lighthouse" in words)
+        return self._one(lambda words: "torchtitan_lite.fault_tolerance.lighthouse" in words)
 
     def leave_notice_sender(self) -> psutil.Process:
-        return self._one(lambda words: "torchtitan_lite.launcher.leave_notices" in words)
+        return self._one(
+            lambda words: (
+                "torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices" in words
+            )
+        )
 
     def parent(self, replica: int) -> psutil.Process:
         """Return the parent of the ranks."""

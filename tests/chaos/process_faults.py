@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from tests.chaos.job_view import FaultNotApplicable, FaultTarget
-from torchtitan_lite.outputs import RECEIVES_STATE
+from torchtitan_lite.core.outputs import RECEIVES_STATE
 
 _STARTUP_S = 60.0
 _PAUSE_S = 1.5

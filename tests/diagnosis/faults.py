@@ -17,7 +17,7 @@ from tests.diagnosis.links import between_ranks, pacing
 from tests.diagnosis.running_job import MESHES, RunningJob
 from tests.diagnosis.scorer import Answer
 from tests.diagnosis.slow_writer import disk_file
-from torchtitan_lite.diagnosis import LIGHTHOUSE, NOTIFIER, RANK, WRITER, Cause
+from torchtitan_lite.core.diagnosis import LIGHTHOUSE, NOTIFIER, RANK, WRITER, Cause
 
 _ALLOWANCE_BYTES = 4 << 20
 _ALL = tuple(MESHES)

@@ -20,15 +20,15 @@ from torch import nn
 
 import tests.diagnosis.small_model  # noqa: F401 (registers the model)
 from tests.diagnosis.slow_writer import ORDERS, OWN_RANK
-from torchtitan_lite import trainer
 from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.core.registry import register_hook
 from torchtitan_lite.data import loader
-from torchtitan_lite.hooks import HookContext
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.nn.feed_forward import FeedForward
-from torchtitan_lite.registry import register_hook
-from torchtitan_lite.torch_compat import local_tensor
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import Hook, StepReport
+from torchtitan_lite.training import trainer
+from torchtitan_lite.training.hooks import HookContext
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import Hook, StepReport
 
 _VALUES = 8
 """Elements of the collective after each step."""

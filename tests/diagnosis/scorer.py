@@ -7,9 +7,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.diagnosis import LAUNCHER_FILE, RANK, Cause
-from torchtitan_lite.launcher.logs import records
-from torchtitan_lite.outputs import LAUNCH_LOGS
+from torchtitan_lite.core.diagnosis import LAUNCHER_FILE, RANK, Cause
+from torchtitan_lite.core.outputs import LAUNCH_LOGS
+from torchtitan_lite.fault_tolerance.supervision.launcher.logs import records
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.harness import launch
 from torchtitan_lite.checkpoint.shared_memory import free_run
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.publish.sources import PUBLISHED_FILE
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.serving.publish.sources import PUBLISHED_FILE
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.harness import launch
 from tests.harness.ranks import run_command
-from torchtitan_lite.errors import DIVERGED
+from torchtitan_lite.core.errors import DIVERGED
 
 
 @pytest.mark.matrix

@@ -14,7 +14,7 @@ from tests.harness.launch import SMALL, run
 from tests.harness.ranks import WorkerPool
 from torchtitan_lite.config import load_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.final_export import export_last_save
+from torchtitan_lite.training.final_export import export_last_save
 
 GUIDE = "docs/pretrained_weights.md"
 

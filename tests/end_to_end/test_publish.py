@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.end_to_end.publishing import publishing_run
 from tests.harness import launch
 from tests.harness.ranks import run_command
-from torchtitan_lite.publish import Subscriber, Target, hugging_face_targets
-from torchtitan_lite.publish.hugging_face import hugging_face_config
-from torchtitan_lite.publish.sources import PUBLISHED_FILE, read_json
+from torchtitan_lite.serving.publish import Subscriber, Target, hugging_face_targets
+from torchtitan_lite.serving.publish.hugging_face import hugging_face_config
+from torchtitan_lite.serving.publish.sources import PUBLISHED_FILE, read_json
 
 _FAMILIES = {
     "llama3": (),
@@ -108,7 +108,7 @@ def test_the_command_receives_deltas_from_servers(
 @pytest.mark.matrix
 def test_the_client_imports_little() -> None:
     code = (
-        "import sys, torchtitan_lite.publish; "
+        "import sys, torchtitan_lite.serving.publish; "
         "bad = {'torchft', 'datasets', 'tensorboard', 'transformers'} & set(sys.modules); "
         "print(bad); sys.exit(bool(bad))"
     )

@@ -28,7 +28,7 @@ _NEW_FILES = {
         ),
     },
     "A metrics sink": {
-        "torchtitan_lite/metrics/csv_file.py": (
+        "torchtitan_lite/training/metrics/csv_file.py": (
             "class CsvFile:\n"
             "    def __init__(self, path):\n"
             "        self._file = path.open('w')\n"
@@ -60,7 +60,7 @@ _NEW_FILES = {
 }
 _EDITS = {
     "An optimizer": [
-        ("torchtitan_lite/schema/optimizer.py", '"Muon"]', '"Muon", "RMSprop"]'),
+        ("torchtitan_lite/config/tables/optimizer.py", '"Muon"]', '"Muon", "RMSprop"]'),
         (
             "torchtitan_lite/optim/optimizer.py",
             '    if config.name == "Adagrad":\n',
@@ -81,7 +81,7 @@ _EDITS = {
             "from torchtitan_lite.parallel import frozen\n\n__all__",
         ),
         (
-            "torchtitan_lite/schema/parallelism.py",
+            "torchtitan_lite/config/tables/parallelism.py",
             "    expert_parallel_degree:",
             '    frozen: list[str] = []\n    """Parameters to freeze."""\n'
             "    expert_parallel_degree:",
@@ -89,15 +89,15 @@ _EDITS = {
     ],
     "A metrics sink": [
         (
-            "torchtitan_lite/schema/metrics.py",
+            "torchtitan_lite/config/tables/metrics.py",
             "    log_freq:",
             '    enable_csv: bool = False\n    """Write losses.csv."""\n    log_freq:',
         ),
         (
-            "torchtitan_lite/metrics/__init__.py",
+            "torchtitan_lite/training/metrics/__init__.py",
             "        every_step.append(JsonLines(",
             "        if config.enable_csv:\n"
-            "            from torchtitan_lite.metrics.csv_file import CsvFile\n"
+            "            from torchtitan_lite.training.metrics.csv_file import CsvFile\n"
             '            every_step.append(CsvFile(folder / "losses.csv"))\n'
             "        every_step.append(JsonLines(",
         ),

@@ -20,16 +20,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.fake_cuda.device import FakeDevice
 from tests.harness.jobs import odd_config
 from tests.harness.ranks import FORK_SERVER
-from torchtitan_lite.builders import build, build_model
-from torchtitan_lite.config.constraints import check_against
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, resolve_degrees
+from torchtitan_lite.core.preemption import StopRequest
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, resolve_degrees
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel.pipeline_stages import join_stages
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.torch_compat import local_tensor
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import Job, StepReport, train
+from torchtitan_lite.training.builders import build, build_model
+from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import Job, StepReport, train
 
 _TIMEOUT_S = 240
 

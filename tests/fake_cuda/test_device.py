@@ -7,7 +7,7 @@ import torch
 
 from tests.fake_cuda.device import FakeDevice
 from tests.harness.ranks import exit_status
-from torchtitan_lite.torch_compat import foreach_copy_
+from torchtitan_lite.distributed.torch_compat import foreach_copy_
 
 _CPU = torch.arange(4)
 

@@ -12,11 +12,11 @@ from tests.fake_cuda.job import observe_in_child
 from tests.fake_cuda.test_meshes import COMPILED, EXPERTS, STEP_BUDGET, TOTALS
 from tests.harness.jobs import FIXTURE
 from tests.harness.ranks import exit_status
+from torchtitan_lite.distributed.torch_compat import local_tensor
+from torchtitan_lite.fault_tolerance.replica.gradient_reducer import GradientReducer
 from torchtitan_lite.nn.attention import Attention, FlexKernel
 from torchtitan_lite.nn.attention_sinks import SinkKernel
-from torchtitan_lite.replica.gradient_reducer import GradientReducer
-from torchtitan_lite.torch_compat import local_tensor
-from torchtitan_lite.trainer import Job
+from torchtitan_lite.training.trainer import Job
 
 OFFLOAD = {"training.enable_cpu_offload": True}
 EVEN = {"model.flavor": "tiny", "training.seq_len": 32}
@@ -24,7 +24,7 @@ EVEN = {"model.flavor": "tiny", "training.seq_len": 32}
 MUON = {"optimizer.name": "Muon"}
 MUON_STEP = "torchtitan_lite/optim/muon.py step"
 FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
-VALIDATION = "torchtitan_lite/validation.py validate"
+VALIDATION = "torchtitan_lite/training/validation.py validate"
 
 FEATURES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
     # name -> (ranks, overrides, host waits beside the totals)
@@ -152,7 +152,9 @@ def _reduce_over_replicas() -> None:
         # Only then the others' counts decide whether a gradient exists.
         parameters[0].grad = None
         reducer.reduce(parameters, counts)
-        assert dict(device.waits) == {"torchtitan_lite/replica/gradient_reducer.py reduce": 1}
+        assert dict(device.waits) == {
+            "torchtitan_lite/fault_tolerance/replica/gradient_reducer.py reduce": 1
+        }
 
 
 class _Manager:

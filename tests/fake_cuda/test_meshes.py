@@ -9,7 +9,7 @@ import pytest
 from tests.fake_cuda.job import observe_in_child, shapes_in_child
 from tests.parity.meshes import EXPERT_MESHES, MESHES, in_short_suite
 
-TOTALS = "torchtitan_lite/step/totals.py read"
+TOTALS = "torchtitan_lite/training/step/totals.py read"
 COUNTS = "torchtitan_lite/parallel/expert.py run"
 CAPACITY = "torchtitan_lite/nn/moe.py dispatch"
 

@@ -93,7 +93,7 @@ def _replace_functional_gather() -> None:
     import torch
     import torch.distributed as dist
 
-    from torchtitan_lite.torch_compat import group_of
+    from torchtitan_lite.distributed.torch_compat import group_of
 
     operation = torch.ops._c10d_functional.all_gather_into_tensor.default
 
@@ -123,6 +123,6 @@ def main(target: str, arguments: str, out: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    from torchtitan_lite.process_exit import exit_process
+    from torchtitan_lite.core.process_exit import exit_process
 
     exit_process(0)

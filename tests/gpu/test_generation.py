@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.gpu.ranks import run_ranks
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.inference import BatchGenerator, Prompt, Sampling
-from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.config.tables.comm import CommConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import start_mesh
 from torchtitan_lite.models import llama3, qwen3
 from torchtitan_lite.nn.initialize import initialize
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.serving.inference import BatchGenerator, Prompt, Sampling
 
 pytestmark = pytest.mark.gpu
 

@@ -15,13 +15,13 @@ from tests.harness.tolerances import (
     GPU_BFLOAT16_LOSS,
     GROUPED_BFLOAT16,
 )
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.nn.attention import AttentionMask, FlexKernel, SDPAKernel
 from torchtitan_lite.nn.grouped_linear import kernel_linear, looped_linear
+from torchtitan_lite.nn.loss import cross_entropy
+from torchtitan_lite.nn.spec import IGNORE_INDEX
 from torchtitan_lite.parallel import context
 from torchtitan_lite.parallel.context import SequenceSharding, sequence_order
-from torchtitan_lite.spec import IGNORE_INDEX
 
 pytestmark = pytest.mark.gpu
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from tests.gpu.ranks import run_ranks
 from tests.gpu.training import train_job
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.launcher.flight_records import flight_record_file
-from torchtitan_lite.mesh import start_mesh
-from torchtitan_lite.phases import Phase
-from torchtitan_lite.replica.hang_handling import FLIGHT_SIGNAL, FlightRecorder
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.comm import CommConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.core.phases import Phase
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import start_mesh
+from torchtitan_lite.fault_tolerance.replica.hang_handling import FLIGHT_SIGNAL, FlightRecorder
+from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import flight_record_file
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,6 @@ import torch
 from torch import nn
 
 from tests.harness.snapshots import sessions_of
-from torchtitan_lite import trainer
-from torchtitan_lite.builders import state as build_state
 from torchtitan_lite.checkpoint import copier, sync_saver
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.background.process import WriterProcess
@@ -29,12 +27,14 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.shared_memory.folder import region_files
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.cli.train import train_rank
+from torchtitan_lite.core.process_exit import exit_process
+from torchtitan_lite.fault_tolerance.replica import fault_tolerant, joining
+from torchtitan_lite.fault_tolerance.replica.healing import client, live_state
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.optimizer import ShardedOptimizer
-from torchtitan_lite.process_exit import exit_process
-from torchtitan_lite.replica import fault_tolerant, joining
-from torchtitan_lite.replica.healing import client, live_state
+from torchtitan_lite.training import trainer
+from torchtitan_lite.training.builders import state as build_state
 
 _RANK = int(os.environ.get("RANK", "0"))
 _CALLS: dict[str, tuple[Any, str]] = {

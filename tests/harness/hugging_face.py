@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.loading import open_snapshot
 from torchtitan_lite.checkpoint.snapshots import Snapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.nn.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

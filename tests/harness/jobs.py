@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.builders import build
 from torchtitan_lite.config import Config, config_from
-from torchtitan_lite.config.constraints import check_against
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, ParallelDims, resolve_degrees
+from torchtitan_lite.core.preemption import StopRequest
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims, resolve_degrees
+from torchtitan_lite.distributed.redistribute import local_box
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3, qwen3_next
 from torchtitan_lite.models.llama3 import Llama3Dims
 from torchtitan_lite.models.qwen3 import Qwen3Dims
 from torchtitan_lite.nn.grouped_query import Temperature
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import YarnScaling
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.redistribute import local_box
-from torchtitan_lite.torch_compat import local_tensor
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import StepReport, train
+from torchtitan_lite.training.builders import build
+from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import StepReport, train
 
 _SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_dim", "vocab_size")
 

@@ -29,15 +29,20 @@ from typing import Any
 
 import psutil
 
-from torchtitan_lite.launcher.processes import die_with_parent
-from torchtitan_lite.launcher.supervised import rank_environment
+from torchtitan_lite.core.rank.processes import die_with_parent
+from torchtitan_lite.core.rank.supervised import rank_environment
 
 REPOSITORY = Path(__file__).parents[2]
 LOGS = REPOSITORY / "test-logs"
 """Logs of a test session; the file `failures` lists those of failed processes."""
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(
-    ["tests.harness.jobs", "torch._dynamo", "torchtitan_lite.replica.torchft_manager", "pytest"]
+    [
+        "tests.harness.jobs",
+        "torch._dynamo",
+        "torchtitan_lite.fault_tolerance.replica.torchft_manager",
+        "pytest",
+    ]
 )
 
 _GRACE_S = 30.0
@@ -357,7 +362,7 @@ def _join_world(store: str) -> None:
 
 def _renew(store: str) -> None:
     from tests.harness.jobs import forget_meshes
-    from torchtitan_lite.axis_groups import forget_groups
+    from torchtitan_lite.distributed.axis_groups import forget_groups
 
     forget_meshes()
     forget_groups()

@@ -14,9 +14,9 @@ from tests.harness import launch
 from tests.harness.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.checkpoint.save_context import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
-from torchtitan_lite.lighthouse.rules import QuorumSettings
-from torchtitan_lite.lighthouse.server import LighthouseService
-from torchtitan_lite.report import check_samples
+from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
+from torchtitan_lite.fault_tolerance.lighthouse.server import LighthouseService
+from torchtitan_lite.tools.report import check_samples
 
 HEARTBEAT_TIMEOUT_MS = 2500
 _SLOW = "slow=0.05"

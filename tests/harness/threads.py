@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import (  # pyright: ignore[reportAttributeAcces
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from torchtitan_lite import axis_groups
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.network import cut_connections
-from torchtitan_lite.torch_compat import clear_mesh_caches
+from torchtitan_lite.distributed import axis_groups
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.network import cut_connections
+from torchtitan_lite.distributed.torch_compat import clear_mesh_caches
 
 _TIMEOUT_S = 15.0
 _group = threading.local()

@@ -14,8 +14,8 @@ from torchtitan_lite.checkpoint import sync_saver
 from torchtitan_lite.checkpoint.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.schema.checkpoint import CheckpointConfig
+from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
+from torchtitan_lite.core.errors import CheckpointError
 
 Pools = Callable[[int], WorkerPool]
 

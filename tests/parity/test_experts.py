@@ -15,11 +15,11 @@ from tests.harness.launch import steps_of
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES
 from tests.parity.test_mesh_independence import initial_weights, validation_loss
-from torchtitan_lite.builders import build
+from torchtitan_lite.core.preemption import StopRequest
+from torchtitan_lite.nn.spec import Microbatch, PipelineSchedule
 from torchtitan_lite.parallel.expert import routers_of
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.spec import Microbatch, PipelineSchedule
-from torchtitan_lite.trainer import train_step
+from torchtitan_lite.training.builders import build
+from torchtitan_lite.training.trainer import train_step
 
 Pools = Callable[[int], WorkerPool]
 EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}

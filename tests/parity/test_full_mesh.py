@@ -20,8 +20,8 @@ from tests.harness.jobs import Outcome, run_job
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import BATCH_OF_1, HSDP, MESHES, TP, assert_same
 from torchtitan_lite import parallel
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.spec import ModelSpec, modules_matching
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.nn.spec import ModelSpec, modules_matching
 
 Pools = Callable[[int], WorkerPool]
 

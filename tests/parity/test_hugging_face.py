@@ -11,7 +11,7 @@ from tests.harness.jobs import run_job
 from tests.harness.ranks import WorkerPool
 from tests.harness.tolerances import PARITY_FLOAT64
 from tests.parity.meshes import assert_same
-from torchtitan_lite.checkpoint.hugging_face import snapshot
+from torchtitan_lite.checkpoint.convert.hugging_face import snapshot
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 
 Pools = Callable[[int], WorkerPool]

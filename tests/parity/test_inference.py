@@ -17,8 +17,14 @@ from tests.parity.meshes import CP, TP
 from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.cli import evaluate, generate
 from torchtitan_lite.cli.parsers import parser
-from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, MeshError, UserError
-from torchtitan_lite.inference import open_weights
+from torchtitan_lite.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MeshError,
+    UserError,
+)
+from torchtitan_lite.serving.inference import open_weights
 
 Pools = Callable[[int], WorkerPool]
 RUN: dict[str, Any] = {

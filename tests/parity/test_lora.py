@@ -21,9 +21,9 @@ from tests.parity.meshes import EXPERT_MESHES, MESHES, assert_identical, assert_
 from tests.parity.test_inference import RUN, record, texts
 from tests.parity.test_parity import COMPILED
 from torchtitan_lite.cli import main
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.final_export import export_last_save
+from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.models import hugging_face_model, read_hugging_face_config
+from torchtitan_lite.training.final_export import export_last_save
 
 Pools = Callable[[int], WorkerPool]
 LORA: dict[str, Any] = {

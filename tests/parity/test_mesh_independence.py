@@ -10,11 +10,11 @@ import pytest
 from tests.harness import tolerances
 from tests.harness.jobs import digest, mesh_for, odd_config, run_job, whole
 from tests.harness.ranks import WorkerPool
-from torchtitan_lite.builders import build, build_model
+from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel.pipeline_stages import join_stages
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.validation import validate
+from torchtitan_lite.training.builders import build, build_model
+from torchtitan_lite.training.validation import validate
 
 Pools = Callable[[int], WorkerPool]
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}

@@ -13,10 +13,10 @@ from tests.harness.jobs import Outcome, run_job
 from tests.harness.ranks import RankFailed, WorkerPool
 from tests.parity.meshes import MESHES, assert_same
 from torchtitan_lite import models
-from torchtitan_lite.inference.kv_cache import KeyValueCache
+from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.nn.initialize import allocate_memory, initialize, on_meta
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.nn.spec import ModelSpec
+from torchtitan_lite.serving.inference.kv_cache import KeyValueCache
 
 Pools = Callable[[int], WorkerPool]
 FOLDER = Path(__file__).parents[1] / "assets" / "new_family"

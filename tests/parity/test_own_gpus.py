@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from tests.harness.ranks import WorkerPool
-from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import check_own_gpus
+from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.distributed.mesh import check_own_gpus
 
 
 def test_ranks_with_the_same_gpu_are_named(pools: Callable[[int], WorkerPool]) -> None:

@@ -20,20 +20,20 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.harness.jobs import mesh_for, odd_config, whole
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES
-from torchtitan_lite.builders import build
 from torchtitan_lite.cli import generate
-from torchtitan_lite.config.constraints import check_against
-from torchtitan_lite.inference import LoadedModel
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.publish import Subscriber, Subscription, Target, Update
-from torchtitan_lite.publish.publisher import Publisher
-from torchtitan_lite.publish.sources import PUBLISHED_FILE, read_json
-from torchtitan_lite.redistribute import HolderMesh, Layout
-from torchtitan_lite.redistribute.program import RAW_DTYPES
-from torchtitan_lite.rpc.authentication import TOKEN
-from torchtitan_lite.schema.publish import PublishConfig
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import StepReport, train
+from torchtitan_lite.config.tables.publish import PublishConfig
+from torchtitan_lite.core.preemption import StopRequest
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout
+from torchtitan_lite.distributed.redistribute.program import RAW_DTYPES
+from torchtitan_lite.distributed.rpc.authentication import TOKEN
+from torchtitan_lite.serving.inference import LoadedModel
+from torchtitan_lite.serving.publish import Subscriber, Subscription, Target, Update
+from torchtitan_lite.serving.publish.publisher import Publisher
+from torchtitan_lite.serving.publish.sources import PUBLISHED_FILE, read_json
+from torchtitan_lite.training.builders import build
+from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import StepReport, train
 
 Pools = Callable[[int], WorkerPool]
 SECRET = "0123456789abcdef0123456789abcdef"

@@ -21,16 +21,16 @@ from tests.redistribution.processes import (
     one_by_one,
     source,
 )
-from torchtitan_lite.errors import LayoutError, RedistributionError
-from torchtitan_lite.redistribute import (
+from torchtitan_lite.core.errors import LayoutError, RedistributionError
+from torchtitan_lite.distributed.redistribute import (
     ExchangeOptions,
     HolderMesh,
     Layout,
     align_gradient,
     redistribute_state_dict,
 )
-from torchtitan_lite.redistribute.cost import CPU, CUDA, default_costs
-from torchtitan_lite.torch_compat import is_strided_shard
+from torchtitan_lite.distributed.redistribute.cost import CPU, CUDA, default_costs
+from torchtitan_lite.distributed.torch_compat import is_strided_shard
 
 Pools = Callable[[int], WorkerPool]
 

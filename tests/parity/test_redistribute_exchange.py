@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness.ranks import WorkerPool
 from tests.redistribution.processes import device_mesh
 from tests.redistribution.reference import elements_of
-from torchtitan_lite.debug.memory import LiveTensors
-from torchtitan_lite.errors import LayoutError, RedistributionError
-from torchtitan_lite.redistribute import (
+from torchtitan_lite.core.errors import LayoutError, RedistributionError
+from torchtitan_lite.distributed.redistribute import (
     ExchangeOptions,
     HolderMesh,
     Layout,
@@ -32,12 +31,17 @@ from torchtitan_lite.redistribute import (
     plan,
     redistribute_state_dict,
 )
-from torchtitan_lite.redistribute.collective_transport import ScratchBuffers
-from torchtitan_lite.redistribute.execute import FusedExchange
-from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.program import TensorTask
-from torchtitan_lite.redistribute.read_plan import ReadPlan, assign_readers, distribute_reads
-from torchtitan_lite.redistribute.shared_memory import FOLDER, SharedMemory
+from torchtitan_lite.distributed.redistribute.collective_transport import ScratchBuffers
+from torchtitan_lite.distributed.redistribute.execute import FusedExchange
+from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.program import TensorTask
+from torchtitan_lite.distributed.redistribute.read_plan import (
+    ReadPlan,
+    assign_readers,
+    distribute_reads,
+)
+from torchtitan_lite.distributed.redistribute.shared_memory import FOLDER, SharedMemory
+from torchtitan_lite.training.debug.memory import LiveTensors
 
 Pools = Callable[[int], WorkerPool]
 
@@ -245,7 +249,9 @@ def _peers_after_exchange(memory: SharedMemory) -> set[int]:
     found = plan(Layout(mesh, [Shard(0)]), Layout(mesh, [Shard(1)]), (6, 9), torch.float32)
     rank, whole = dist.get_rank(), torch.arange(54.0).view(6, 9)
     out = torch.zeros(6, 3)
-    with patch("torchtitan_lite.redistribute.execute.shared_memory_for", lambda _: memory):
+    with patch(
+        "torchtitan_lite.distributed.redistribute.execute.shared_memory_for", lambda _: memory
+    ):
         options = ExchangeOptions(bucket_bytes=1 << 14)
         tasks = [TensorTask(found, rank, 4)]
         execution = FusedExchange(tasks, range(3), _world(), torch.device("cpu"), options)

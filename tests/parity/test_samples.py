@@ -12,13 +12,13 @@ import pytest
 from tests.harness.jobs import ODD_EXPERTS, mesh_for, odd_config
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES
-from torchtitan_lite.builders import build
-from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.parallel.inference import inference_degrees
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.trainer import train
+from torchtitan_lite.training.builders import build
+from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.trainer import train
 
 Pools = Callable[[int], WorkerPool]
 ALL_MESHES = {**MESHES, **{f"experts {name}": row for name, row in EXPERT_MESHES.items()}}

@@ -11,7 +11,7 @@ from tests.harness import tolerances
 from tests.harness.jobs import FIXTURE, Outcome, run_job
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import MESHES, assert_same
-from torchtitan_lite.report import check_samples
+from torchtitan_lite.tools.report import check_samples
 
 Pools = Callable[[int], WorkerPool]
 STREAM: dict[str, Any] = {

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from tests.harness.ranks import WorkerPool
 from tests.redistribution.processes import moved
 from tests.redistribution.reference import elements_of
-from torchtitan_lite.redistribute import Layout
-from torchtitan_lite.torch_compat import flatten_axes, strided_shard
+from torchtitan_lite.distributed.redistribute import Layout
+from torchtitan_lite.distributed.torch_compat import flatten_axes, strided_shard
 
 Pools = Callable[[int], WorkerPool]
 

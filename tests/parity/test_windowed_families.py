@@ -14,7 +14,7 @@ from tests.harness.jobs import Outcome, odd_config, run_job
 from tests.harness.ranks import RankFailed, WorkerPool
 from tests.parity.meshes import CP, assert_same
 from tests.parity.test_deepseek_v3 import ROWS, shared_with
-from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.training.checks.constraints import check_against
 
 Pools = Callable[[int], WorkerPool]
 ROTATION = "parallelism.context_parallel_rotate_method"

@@ -14,8 +14,8 @@ from tests.peers.environments import run_script
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.cli import main
-from torchtitan_lite.inference.weights import run_config
 from torchtitan_lite.models import model_spec
+from torchtitan_lite.serving.inference.weights import run_config
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]
 LENGTH = 96

@@ -15,9 +15,9 @@ from tests.harness import tolerances
 from tests.harness.hugging_face import add_tokenizer, make_folder
 from tests.harness.jobs import mesh_for, odd_config, run_job
 from tests.harness.ranks import WorkerPool
-from torchtitan_lite.builders import build
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.spec import IGNORE_INDEX
+from torchtitan_lite.core.preemption import StopRequest
+from torchtitan_lite.nn.spec import IGNORE_INDEX
+from torchtitan_lite.training.builders import build
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]
 Pools = Callable[[int], WorkerPool]

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from torch.distributed.tensor import Partial, Replicate
 
 from tests.redistribution.reference import coordinates, elements_of
-from torchtitan_lite.redistribute import Layout
+from torchtitan_lite.distributed.redistribute import Layout
 
 
 def fewest_elements(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tests.redistribution.reference import sharding_axes
-from torchtitan_lite.redistribute import HolderMesh, Layout
-from torchtitan_lite.torch_compat import is_strided_shard, strided_shard
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout
+from torchtitan_lite.distributed.torch_compat import is_strided_shard, strided_shard
 
 OPS = ("sum", "product", "min", "max")
 

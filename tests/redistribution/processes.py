@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from tests.redistribution.reference import averaged, contribution_keys, elements_of, key_of
-from torchtitan_lite.redistribute import (
+from torchtitan_lite.distributed.redistribute import (
     ExchangeOptions,
     HolderMesh,
     Layout,
     redistribute_state_dict,
 )
-from torchtitan_lite.redistribute.cost import DEFAULT_OPTIONS
-from torchtitan_lite.redistribute.placements import StridedReading
-from torchtitan_lite.torch_compat import is_strided_shard
+from torchtitan_lite.distributed.redistribute.cost import DEFAULT_OPTIONS
+from torchtitan_lite.distributed.redistribute.placements import StridedReading
+from torchtitan_lite.distributed.torch_compat import is_strided_shard
 
 
 class Move(NamedTuple):

@@ -17,10 +17,10 @@ from functools import lru_cache
 import numpy as np
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from torchtitan_lite.redistribute import HolderMesh, Layout, Plan
-from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.transfers import Transfer
-from torchtitan_lite.torch_compat import is_strided_shard, split_factor
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, Plan
+from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.transfers import Transfer
+from torchtitan_lite.distributed.torch_compat import is_strided_shard, split_factor
 
 REDUCE: dict[str, np.ufunc] = {
     "sum": np.add,

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.checkpoint.hugging_face.partial_folder import PartialFolder
-from torchtitan_lite.hooks import HookContext
-from torchtitan_lite.registry import register_hook
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import Hook, StepReport
+from torchtitan_lite.checkpoint.convert.hugging_face.partial_folder import PartialFolder
+from torchtitan_lite.core.registry import register_hook
+from torchtitan_lite.training.hooks import HookContext
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import Hook, StepReport
 
 _FAULTS = dict(fault.split("=") for fault in os.environ.get("RANK_FAULTS", "").split())
 

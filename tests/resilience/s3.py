@@ -23,11 +23,11 @@ import torch
 
 from tests.unit.checkpoint.conftest import SmallState
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, start_mesh
-from torchtitan_lite.schema.checkpoint import CheckpointConfig
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
+from torchtitan_lite.config.tables.comm import CommConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, start_mesh
 
 BUCKET = "bucket"
 ENVIRONMENT = {

@@ -15,7 +15,7 @@ import torch
 from tests.harness import launch
 from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.checkpoint.shared_memory import folder as shared
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 _RECOVERED_S = 60.0
 """Time limit for a recovery, which takes 2 s on an idle machine (`benchmarks/recovery.py`)."""

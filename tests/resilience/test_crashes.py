@@ -17,8 +17,8 @@ from tests.harness.faulty_trainer import CRASH_POINTS
 from tests.harness.snapshots import sessions_of
 from tests.harness.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.shared_memory import folder as shared
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.report import check_samples
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.tools.report import check_samples
 
 _RANKS = 2
 _BETWEEN = 8

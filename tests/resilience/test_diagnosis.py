@@ -13,7 +13,7 @@ from tests.diagnosis.__main__ import draw, main
 from tests.diagnosis.faults import KINDS
 from tests.diagnosis.scorer import Answer, DiagnosisReader, Verdict, judge
 from tests.diagnosis.table import markdown_table, share_right
-from torchtitan_lite.diagnosis import WRITER, Cause, Diagnosis
+from torchtitan_lite.core.diagnosis import WRITER, Cause, Diagnosis
 
 _ANSWER = Answer(causes=(Cause.SLOW_LINK,), replica=0, rank=2)
 

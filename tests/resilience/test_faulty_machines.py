@@ -8,7 +8,7 @@ import pytest
 from tests.harness import launch
 from tests.harness.replicas import ENDLESS, check_against_undisturbed_run, replicas
 from tests.resilience.test_launch import REPLICAS, killed_at_exit, start
-from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
+from torchtitan_lite.core.errors import DIVERGED, MACHINE_FAULT
 
 
 @pytest.mark.matrix

@@ -19,7 +19,7 @@ import torch
 from tests.harness import launch
 from tests.harness.ranks import REPOSITORY
 from tests.harness.tolerances import FAULTS_FLOAT64
-from torchtitan_lite.report.samples import check_samples
+from torchtitan_lite.tools.report.samples import check_samples
 
 pytestmark = pytest.mark.matrix
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import launch
 from tests.harness.replicas import ENDLESS, check_against_undisturbed_run, replicas
-from torchtitan_lite.outputs import RECEIVES_STATE
+from torchtitan_lite.core.outputs import RECEIVES_STATE
 
 
 @pytest.mark.matrix

@@ -16,7 +16,7 @@ import pytest
 from tests.harness import launch
 from tests.harness.ranks import REPOSITORY, RankFailed
 from tests.harness.tolerances import FAULTS_FLOAT64
-from torchtitan_lite.report import check_samples
+from torchtitan_lite.tools.report import check_samples
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 

@@ -24,7 +24,7 @@ from tests.resilience.test_launch import (
     start,
     wait_for_ranks,
 )
-from torchtitan_lite.report import check_samples
+from torchtitan_lite.tools.report import check_samples
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 

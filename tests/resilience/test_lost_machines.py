@@ -18,7 +18,7 @@ import torch
 from tests.harness import launch
 from tests.resilience import machines
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
-from torchtitan_lite.errors import DamagedSnapshot
+from torchtitan_lite.core.errors import DamagedSnapshot
 
 _INTERVAL = 5
 _STEPS = 45

@@ -9,8 +9,8 @@ import pytest
 
 from tests.harness import launch
 from tests.harness.ranks import run_command
-from torchtitan_lite.rendezvous.link import RendezvousLink
-from torchtitan_lite.rendezvous.server import rendezvous_server
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.server import rendezvous_server
 
 _TOKEN = "a secret of the tests"
 _ARGUMENTS = (*launch.SMALL, "--training.steps=5", "--training.global_batch_size=24")

@@ -26,11 +26,11 @@ from tests.resilience.s3 import (
 )
 from tests.unit.checkpoint.conftest import SmallState, same
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, start_mesh
-from torchtitan_lite.run_lease import FolderInUse, RunLease, lease_places, new_instance
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.comm import CommConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.core.run_lease import FolderInUse, RunLease, lease_places, new_instance
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, start_mesh
 
 ROOT = f"s3://{BUCKET}/run"
 

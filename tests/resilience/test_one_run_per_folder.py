@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import launch
-from torchtitan_lite.errors import FAILED, TRANSIENT
+from torchtitan_lite.core.errors import FAILED, TRANSIENT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process ids are Linux's")
 

@@ -23,21 +23,21 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.processes import free_port
 from tests.harness import launch
 from tests.harness.ranks import FORK_SERVER
-from tests.unit.publish.conftest import received
+from tests.unit.serving.publish.conftest import received
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     SHARED_MEMORY,
     run_folder,
     slot_lock_path,
 )
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import PublishError
-from torchtitan_lite.mesh import start_mesh
-from torchtitan_lite.publish import Subscriber, Subscription, Target, Update
-from torchtitan_lite.publish.publisher import Publisher
-from torchtitan_lite.publish.sources import PinnedPart
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.schema.publish import PublishConfig
+from torchtitan_lite.config.tables.comm import CommConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.publish import PublishConfig
+from torchtitan_lite.core.errors import PublishError
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import start_mesh
+from torchtitan_lite.serving.publish import Subscriber, Subscription, Target, Update
+from torchtitan_lite.serving.publish.publisher import Publisher
+from torchtitan_lite.serving.publish.sources import PinnedPart
 
 SECRET = "0123456789abcdef0123456789abcdef"
 RUN_ID = "0123456789abcdef" * 2

@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.harness.jobs import run_job
 from tests.harness.ranks import WorkerPool
-from torchtitan_lite import trainer
-from torchtitan_lite.errors import DamagedState, MachineFault
+from torchtitan_lite.core.errors import DamagedState, MachineFault
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.nn.feed_forward import FeedForward
-from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.training import trainer
 
 _SETTINGS: dict[str, Any] = {
     "training.steps": 4,

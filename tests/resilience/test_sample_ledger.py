@@ -8,8 +8,8 @@ import pytest
 from tests.harness import launch
 from tests.harness.faulty_trainer import CRASH_POINTS
 from tests.harness.replicas import ENDLESS, replicas
-from torchtitan_lite.outputs import replica_folder, sample_ledger
-from torchtitan_lite.report import check_samples
+from torchtitan_lite.core.outputs import replica_folder, sample_ledger
+from torchtitan_lite.tools.report import check_samples
 
 _LAST, _BATCH = 12, 4
 _CALL = {"forward": 4 * 6 + 1, "header": 2 * 6 + 1, "order": 2}

@@ -11,13 +11,13 @@ import torch
 
 from tests.harness.jobs import Outcome, digest, mesh_for, odd_config, run_job, whole
 from tests.harness.ranks import WorkerPool
-from torchtitan_lite import rng
-from torchtitan_lite.builders import build
-from torchtitan_lite.errors import TrainingDiverged
+from torchtitan_lite.core import rng
+from torchtitan_lite.core.errors import TrainingDiverged
+from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.parallel import GradientAccumulation
 from torchtitan_lite.parallel.expert import routers_of
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.trainer import train_step
+from torchtitan_lite.training.builders import build
+from torchtitan_lite.training.trainer import train_step
 
 Pools = Callable[[int], WorkerPool]
 SETTINGS: dict[str, Any] = {

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from tests.harness.jobs import mesh_for, odd_config
 from tests.harness.ranks import WorkerPool
-from torchtitan_lite.builders import build
-from torchtitan_lite.events import StepEvent
-from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.step.work_times import WorkTimes
-from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import StepReport, train
+from torchtitan_lite.core.events import StepEvent
+from torchtitan_lite.core.preemption import StopRequest
+from torchtitan_lite.training.builders import build
+from torchtitan_lite.training.step.work_times import WorkTimes
+from torchtitan_lite.training.train_state import TrainState
+from torchtitan_lite.training.trainer import StepReport, train
 
 _STEPS = 82
 """Steps of the run. The first has no predecessor to measure; then 64 are judged together, every 16

@@ -12,11 +12,11 @@ from tests.harness.ranks import WorkerPool
 from tests.unit.checkpoint.conftest import SmallState, run_steps
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import start_mesh
-from torchtitan_lite.schema.checkpoint import CheckpointConfig
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
+from torchtitan_lite.config.tables.comm import CommConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import start_mesh
 
 _LIMIT = timedelta(seconds=5)
 _SLOW = timedelta(seconds=7)

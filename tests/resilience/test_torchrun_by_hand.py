@@ -79,7 +79,7 @@ ctypes.CDLL(None).syscall(60, 0)  # The end of the main thread only.
 _RANK = """
 import os, time
 from pathlib import Path
-from torchtitan_lite.launcher.supervised import attach_to_launcher
+from torchtitan_lite.core.rank.supervised import attach_to_launcher
 while Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
     time.sleep(0.01)
 print("attaches", flush=True)

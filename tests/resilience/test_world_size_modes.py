@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
-from torchtitan_lite.outputs import RECEIVES_STATE
-from torchtitan_lite.report import check_samples
+from torchtitan_lite.core.outputs import RECEIVES_STATE
+from torchtitan_lite.tools.report import check_samples
 
 _BATCH = 4
 _ARGUMENTS = (*ENDLESS, f"--training.global_batch_size={_BATCH}")

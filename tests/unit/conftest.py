@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.config.tables.comm import CommConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, start_mesh
 from torchtitan_lite.models import families, family
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 @pytest.fixture(autouse=True)

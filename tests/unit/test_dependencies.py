@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.optional_dependencies import EXTRAS
+from torchtitan_lite.core.optional_dependencies import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -29,8 +29,8 @@ OF_A_USER = {
     "torchtitan_lite/cli/__init__.py",
     "torchtitan_lite/config/custom_tables.py",
     "models/__init__.py",
-    "torchtitan_lite/optional_dependencies.py",
-    "torchtitan_lite/registry.py",
+    "torchtitan_lite/core/optional_dependencies.py",
+    "torchtitan_lite/core/registry.py",
 }
 """Files that import modules named by variables: a user's, commands of this package, and optional
 packages, which `require` and `missing` name."""

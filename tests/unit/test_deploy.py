@@ -15,14 +15,14 @@ import pytest
 import yaml
 
 from tests.end_to_end.slurm import SCRIPT, write_command, write_slurm_commands
-from torchtitan_lite.lighthouse.__main__ import _parser as lighthouse_parser
+from torchtitan_lite.fault_tolerance.lighthouse.__main__ import _parser as lighthouse_parser
 
 ROOT = Path(__file__).parents[2]
 JOBSET = ROOT / "deploy/kubernetes/jobset.yaml"
 _PYTHON = """
 echo "$*" >>calls
 case "$*" in
-*torchtitan_lite.lighthouse*) exec sleep 100 ;;
+*torchtitan_lite.fault_tolerance.lighthouse*) exec sleep 100 ;;
 *leave_notices*) cat >>notices ;;
 *train.py*)
   [[ "$*" =~ replica_id\\ ([0-9]+) ]] && id=${BASH_REMATCH[1]}
@@ -103,7 +103,10 @@ def test_slurm_binds_the_lighthouse_to_the_given_address(site: Path) -> None:
     job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, LIGHTHOUSE_BIND="10.0.0.1")
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
-    assert "-m torchtitan_lite.lighthouse --bind 10.0.0.1:29510 " in (site / "calls").read_text()
+    assert (
+        "-m torchtitan_lite.fault_tolerance.lighthouse --bind 10.0.0.1:29510 "
+        in (site / "calls").read_text()
+    )
     assert "LIGHTHOUSE_BIND" not in output
 
 
@@ -180,7 +183,7 @@ def test_the_network_policy_selects_the_pods_of_the_jobset() -> None:
 
 def test_jobset_lighthouse_accepts_its_options() -> None:
     command = containers()["lighthouse"]["command"]
-    assert command[:3] == ["python", "-m", "torchtitan_lite.lighthouse"]
+    assert command[:3] == ["python", "-m", "torchtitan_lite.fault_tolerance.lighthouse"]
     inputs = lighthouse_parser().parse_args(command[3:])
     port = containers()["lighthouse"]["ports"][0]["containerPort"]
     assert inputs.bind == f"[::]:{port}"

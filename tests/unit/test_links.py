@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite._links import LINKED_FOLDERS, refuse_other_name, require_links
+from torchtitan_lite.core._links import LINKED_FOLDERS, refuse_other_name, require_links
 
 _REPOSITORY = Path(__file__).parents[2]
 _PACKAGE = _REPOSITORY / "torchtitan_lite"

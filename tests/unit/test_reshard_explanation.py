@@ -11,7 +11,7 @@ from scripts.reshard_explanation import (
     temporary_bytes,
     traffic,
 )
-from torchtitan_lite.redistribute import Plan, plan
+from torchtitan_lite.distributed.redistribute import Plan, plan
 
 _WAYS = [
     ("mesh=a:2,b:2 placements=S0,R", "mesh=c:4 placements=S0"),

@@ -1,7 +1,7 @@
 """Module lookup by pattern."""
 
 from tests.unit.models.tiny import tiny_decoder, tiny_spec
-from torchtitan_lite.spec import blocks_of, modules_matching
+from torchtitan_lite.nn.spec import blocks_of, modules_matching
 
 
 def test_blocks_are_found_in_model_order_without_their_parts() -> None:

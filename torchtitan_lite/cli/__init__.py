@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torchtitan_lite import __version__
 from torchtitan_lite.cli.parsers import parser
-from torchtitan_lite.errors import INTERRUPTED, TRANSIENT, ConfigError, is_transient
-from torchtitan_lite.registry import import_module
+from torchtitan_lite.core.errors import INTERRUPTED, TRANSIENT, ConfigError, is_transient
+from torchtitan_lite.core.registry import import_module
 
 
 def main(argv: Sequence[str]) -> int:

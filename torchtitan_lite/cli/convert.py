@@ -28,7 +28,8 @@ from torchtitan_lite.checkpoint import (
     open_merged,
     reject_external,
 )
-from torchtitan_lite.checkpoint.hugging_face import (
+from torchtitan_lite.checkpoint.convert.dcp import DcpFolder, convert_from_dcp, convert_to_dcp
+from torchtitan_lite.checkpoint.convert.hugging_face import (
     BLOCK_BYTES,
     AdapterExport,
     FolderExport,
@@ -39,7 +40,6 @@ from torchtitan_lite.checkpoint.hugging_face import (
     is_hugging_face,
     read_config,
 )
-from torchtitan_lite.checkpoint.interchange import DcpFolder, convert_from_dcp, convert_to_dcp
 from torchtitan_lite.checkpoint.storage import (
     MANIFEST,
     exists,
@@ -48,13 +48,13 @@ from torchtitan_lite.checkpoint.storage import (
 )
 from torchtitan_lite.cli.parsers import local_path
 from torchtitan_lite.config import Config, parse_command_line, to_record
+from torchtitan_lite.core.errors import INTERRUPTED, CheckpointError, DataError, UserError
+from torchtitan_lite.core.log import configure_logging, logger
 from torchtitan_lite.data.tokenizer import special_ids
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import INTERRUPTED, CheckpointError, DataError, UserError
-from torchtitan_lite.inference.weights import Weights, find_tokenizer, run_config
-from torchtitan_lite.log import configure_logging, logger
+from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.models import hugging_face_model, model_spec
 from torchtitan_lite.optim import WarmupStableDecay, build_lr_scheduler, build_optimizer
+from torchtitan_lite.serving.inference.weights import Weights, find_tokenizer, run_config
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

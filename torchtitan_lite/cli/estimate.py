@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_lite.config import Config, parse_command_line
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.log import configure_logging, log_once
+from torchtitan_lite.core.errors import UserError
+from torchtitan_lite.core.log import configure_logging, log_once
 
 _DEFAULT_DEVICE = "h200"
 
@@ -45,7 +45,7 @@ def print_estimate(
     """Print the estimate of `config`, and write its picture and its values, if given. Returns 0, or
     1 if the step does not fit the device."""
     # Imported once the configuration is known to be right, so that a typo fails fast.
-    from torchtitan_lite.estimate import as_values, estimate, memory_picture, text
+    from torchtitan_lite.tools.estimate import as_values, estimate, memory_picture, text
 
     found = estimate(config, world_size, device, extrapolate=not whole, search=search)
     print(text(found), end="")

@@ -8,23 +8,23 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.builders import build_model, spec_on_device
 from torchtitan_lite.checkpoint import load, run_on_all_ranks
 from torchtitan_lite.config import Config, config_from
-from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.config.tables.data import DataConfig
+from torchtitan_lite.core.errors import ConfigError, UserError
+from torchtitan_lite.core.log import configure_logging, log_once
 from torchtitan_lite.data import open_validation
 from torchtitan_lite.data.tokenizer import TokenizerFiles
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import ConfigError, UserError
-from torchtitan_lite.inference import Weights, open_weights, tokenizer_of
-from torchtitan_lite.log import configure_logging, log_once
-from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import Mesh, resolve_degrees, start_mesh
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, resolve_degrees, start_mesh
+from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
-from torchtitan_lite.schema.data import DataConfig
-from torchtitan_lite.train_state import model_tensors
-from torchtitan_lite.validation import HeldOutLoss, validate
+from torchtitan_lite.serving.inference import Weights, open_weights, tokenizer_of
+from torchtitan_lite.training.builders import build_model, spec_on_device
+from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.train_state import model_tensors
+from torchtitan_lite.training.validation import HeldOutLoss, validate
 
 _KEYS = {
     "dataset": ("validation.dataset",),

@@ -5,8 +5,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.failure_model import (
+from torchtitan_lite.core.errors import UserError
+from torchtitan_lite.tools.failure_model import (
     STRATEGIES,
     Prediction,
     Scenario,

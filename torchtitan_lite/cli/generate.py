@@ -10,10 +10,13 @@ from dataclasses import asdict, replace
 
 import torch
 
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.host_collectives import all_gather_ints
-from torchtitan_lite.inference import (
+from torchtitan_lite.core.errors import UserError
+from torchtitan_lite.core.log import configure_logging, log_once, logger
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.host_collectives import all_gather_ints
+from torchtitan_lite.distributed.mesh import Mesh, start_mesh
+from torchtitan_lite.distributed.rpc.authentication import TOKEN
+from torchtitan_lite.serving.inference import (
     GeneratedText,
     LoadedModel,
     Sampling,
@@ -21,12 +24,9 @@ from torchtitan_lite.inference import (
     load_weights,
     open_model,
 )
-from torchtitan_lite.inference import generate as generate_texts
-from torchtitan_lite.log import configure_logging, log_once, logger
-from torchtitan_lite.mesh import Mesh, start_mesh
-from torchtitan_lite.publish import Subscriber, Target
-from torchtitan_lite.rpc.authentication import TOKEN
-from torchtitan_lite.train_state import model_tensors
+from torchtitan_lite.serving.inference import generate as generate_texts
+from torchtitan_lite.serving.publish import Subscriber, Target
+from torchtitan_lite.training.train_state import model_tensors
 
 _MAX_WAIT_S = 60
 """Limit of the wait for the next version."""

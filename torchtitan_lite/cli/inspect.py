@@ -38,7 +38,7 @@ from torchtitan_lite.checkpoint.storage import (
     Storage,
     open_storage,
 )
-from torchtitan_lite.errors import (
+from torchtitan_lite.core.errors import (
     CheckpointError,
     DamagedCheckpoint,
     DamagedSnapshot,

@@ -7,16 +7,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchtitan_lite.commands import torchtitan_lite, with_steps
-from torchtitan_lite.errors import TRANSIENT, ConfigError, UserError, is_transient
-from torchtitan_lite.launcher import goodput
-from torchtitan_lite.launcher.launcher import Launcher
-from torchtitan_lite.launcher.plan import LaunchPlan, training_plan
-from torchtitan_lite.launcher.resize import parse_ranks
-from torchtitan_lite.launcher.status_view import RecordedView, open_view
-from torchtitan_lite.outputs import LAUNCH_LOGS
-from torchtitan_lite.run_lease import lease_places, supervisor_environment, wait_until_free
-from torchtitan_lite.standard_streams import make_streams_patient
+from torchtitan_lite.core.commands import torchtitan_lite, with_steps
+from torchtitan_lite.core.errors import TRANSIENT, ConfigError, UserError, is_transient
+from torchtitan_lite.core.outputs import LAUNCH_LOGS
+from torchtitan_lite.core.run_lease import lease_places, supervisor_environment, wait_until_free
+from torchtitan_lite.core.standard_streams import make_streams_patient
+from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
+from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
+from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan, training_plan
+from torchtitan_lite.fault_tolerance.supervision.launcher.resize import parse_ranks
+from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import RecordedView, open_view
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:

@@ -8,10 +8,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from torchtitan_lite.errors import ConfigError, UserError
-from torchtitan_lite.log import configure_logging
-from torchtitan_lite.optional_dependencies import require
-from torchtitan_lite.rpc.authentication import TOKEN, secret_problem
+from torchtitan_lite.core.errors import ConfigError, UserError
+from torchtitan_lite.core.log import configure_logging
+from torchtitan_lite.core.optional_dependencies import require
+from torchtitan_lite.distributed.rpc.authentication import TOKEN, secret_problem
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -23,7 +23,7 @@ def run(options: Namespace, others: Sequence[str]) -> int:
     configure_logging()
     try:
         secret = rendezvous_secret()
-        from torchtitan_lite.rendezvous.server import rendezvous_server
+        from torchtitan_lite.fault_tolerance.supervision.rendezvous.server import rendezvous_server
 
         with rendezvous_server(options.bind, secret) as server:
             print(f"listening on {server.address}", flush=True)

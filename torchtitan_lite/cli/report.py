@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.outputs import run_folder
-from torchtitan_lite.report import (
+from torchtitan_lite.core.errors import UserError
+from torchtitan_lite.core.outputs import run_folder
+from torchtitan_lite.tools.report import (
     Comparison,
     check_samples,
     compare,

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from torchtitan_lite.errors import PublishError, UserError
-from torchtitan_lite.log import configure_logging, log_once
-from torchtitan_lite.publish import Subscriber, Target, hugging_face_targets
-from torchtitan_lite.publish.hugging_face import empty_state_dict, hugging_face_config
-from torchtitan_lite.rpc.authentication import TOKEN
+from torchtitan_lite.core.errors import PublishError, UserError
+from torchtitan_lite.core.log import configure_logging, log_once
+from torchtitan_lite.distributed.rpc.authentication import TOKEN
+from torchtitan_lite.serving.publish import Subscriber, Target, hugging_face_targets
+from torchtitan_lite.serving.publish.hugging_face import empty_state_dict, hugging_face_config
 
 _MIB = 2**20
 

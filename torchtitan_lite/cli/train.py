@@ -28,23 +28,26 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.config.problems import tables_with
 from torchtitan_lite.config.toml_file import read_toml
-from torchtitan_lite.errors import ConfigError, UserError, exit_status_after
-from torchtitan_lite.launcher.heartbeat import report_early_stop
-from torchtitan_lite.launcher.local_ranks import run_ranks
-from torchtitan_lite.launcher.processes import die_with_parent
-from torchtitan_lite.launcher.start_command import TRAIN_OPTIONS
-from torchtitan_lite.launcher.supervised import LAUNCHER_PID
-from torchtitan_lite.log import configure_logging, log_once, logger
-from torchtitan_lite.network import address_for_others, names_loopback
-from torchtitan_lite.outputs import output_folder
-from torchtitan_lite.run_lease import supervisor_environment
-from torchtitan_lite.standard_streams import make_streams_patient
+from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after
+from torchtitan_lite.core.log import configure_logging, log_once, logger
+from torchtitan_lite.core.outputs import output_folder
+from torchtitan_lite.core.rank.heartbeat import report_early_stop
+from torchtitan_lite.core.rank.processes import die_with_parent
+from torchtitan_lite.core.rank.supervised import LAUNCHER_PID
+from torchtitan_lite.core.run_lease import supervisor_environment
+from torchtitan_lite.core.standard_streams import make_streams_patient
+from torchtitan_lite.distributed.network import address_for_others, names_loopback
+from torchtitan_lite.fault_tolerance.supervision.launcher.local_ranks import run_ranks
+from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import TRAIN_OPTIONS
 
 if TYPE_CHECKING:
-    from torchtitan_lite.launcher.resize_request import RequestInbox, ResizeRequest
-    from torchtitan_lite.rank_recovery.worker import Recovery
-    from torchtitan_lite.train_state import TrainState
-    from torchtitan_lite.trainer import Job, StepReport
+    from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+        RequestInbox,
+        ResizeRequest,
+    )
+    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import Recovery
+    from torchtitan_lite.training.train_state import TrainState
+    from torchtitan_lite.training.trainer import Job, StepReport
 
 _PARENT = "TORCHTITAN_LITE_PARENT_PID"
 """Environment variable: the process of --nproc; its ranks die with it."""
@@ -78,7 +81,7 @@ def train(argv: Sequence[str]) -> int:
             )
         if options.endpoint:
             return _train_on_machines(arguments, options, config)
-        from torchtitan_lite.run_folder import check_folder
+        from torchtitan_lite.training.run_folder import check_folder
 
         check_folder(config)
     except UserError as error:
@@ -107,14 +110,14 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
         return _end_with(error, recovery)
     try:
         # Imported once the configuration is known to be right, so that a typo fails fast.
-        from torchtitan_lite.builders import build
-        from torchtitan_lite.device import detect_device
-        from torchtitan_lite.final_export import export_last_save
-        from torchtitan_lite.mesh import start_mesh
-        from torchtitan_lite.preemption import StopRequest, stop_on_signals
-        from torchtitan_lite.run_folder import hold_folder
-        from torchtitan_lite.summary import print_end, print_start, report_at_exit
-        from torchtitan_lite.trainer import train as train_job
+        from torchtitan_lite.core.preemption import StopRequest, stop_on_signals
+        from torchtitan_lite.distributed.device import detect_device
+        from torchtitan_lite.distributed.mesh import start_mesh
+        from torchtitan_lite.training.builders import build
+        from torchtitan_lite.training.final_export import export_last_save
+        from torchtitan_lite.training.run_folder import hold_folder
+        from torchtitan_lite.training.summary import print_end, print_start, report_at_exit
+        from torchtitan_lite.training.trainer import train as train_job
 
         device = detect_device(config.job.device)
         stop = StopRequest() if recovery is None else StopRequest(lambda: recovery.is_leaving)
@@ -165,7 +168,7 @@ def _reporting(job: "Job", recovery: "Recovery | None") -> "Job":
 def _serve(argv: Sequence[str]) -> int:
     """Train as the rank that the agent assigns to this process. Returns the exit status."""
     _die_with_nproc()
-    from torchtitan_lite.rank_recovery.worker import serve
+    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import serve
 
     return serve(
         lambda recovery, changed: train_rank([*argv, *changed], recovery), _import_training
@@ -183,7 +186,7 @@ def _import_training() -> None:
 def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
     config, file = parse_command_line(argv, usage=lambda: train_parser().format_help())
     # Imports torch, so typos in the file are reported before.
-    from torchtitan_lite.config.constraints import check_against
+    from torchtitan_lite.training.checks.constraints import check_against
 
     check_against(config, world_size)
     return config, file
@@ -362,10 +365,10 @@ def _train_ranks(arguments: Sequence[str], num_ranks: int) -> int:
 
 def _train_with_spares(arguments: Sequence[str], options: _Options, config: Config) -> int:
     """Start an agent with the ranks and the spares. Returns the exit status."""
-    from torchtitan_lite.launcher.resize_request import RunMesh
-    from torchtitan_lite.launcher.restart_policy import RestartPolicy
-    from torchtitan_lite.rank_recovery.rank_agent import RankAgent
-    from torchtitan_lite.rank_recovery.rank_process import RankProcess
+    from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
+    from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import RestartPolicy
+    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_agent import RankAgent
+    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
 
     inbox, check_resize = _resizing(arguments, options, config)
     environment = _of_agent(options)
@@ -388,7 +391,10 @@ def _resizing(
     arguments: Sequence[str], options: _Options, config: Config
 ) -> "tuple[RequestInbox, Callable[[ResizeRequest], None]]":
     """Return where the agent receives requests to resize the run, and their check."""
-    from torchtitan_lite.launcher.resize_request import RequestInbox, ResizeRequest
+    from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+        RequestInbox,
+        ResizeRequest,
+    )
 
     def check(request: ResizeRequest) -> None:
         check_resize_arguments(request.mesh.arguments)
@@ -407,10 +413,10 @@ def _train_on_machines(arguments: Sequence[str], options: _Options, config: Conf
 
     secret = rendezvous_secret()
     from torchtitan_lite.config import config_fingerprint
-    from torchtitan_lite.rank_recovery.machine_agent import MachineAgent
-    from torchtitan_lite.rank_recovery.rank_process import RankProcess
-    from torchtitan_lite.rank_recovery.resize_inbox import ResizeInbox
-    from torchtitan_lite.rendezvous.link import RendezvousLink
+    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
+    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
+    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
+    from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
 
     address = _own_address(options)
     link = RendezvousLink(

@@ -1,6 +1,6 @@
 """The configuration of a run: one TOML file, overridden from the command line.
 
-`torchtitan_lite/schema/` defines the tables; this package composes, reads and checks them.
+`torchtitan_lite/config/tables/` defines the tables; this package composes, reads and checks them.
 `constraints.check_against` checks what depends on several tables, on the model or on the number of
 processes; it and `torchtitan_file` are imported by their own names, because they import torch and
 this package does not.
@@ -14,9 +14,9 @@ from torchtitan_lite.config.compatibility import (
     config_fingerprint,
 )
 from torchtitan_lite.config.loading import config_from, load_config, parse_command_line
-from torchtitan_lite.config.recorded import recorded_config, to_record
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml_file import to_toml
+from torchtitan_lite.training.checks.recorded import recorded_config, to_record
 
 __all__ = [
     "Config",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torchtitan_lite.config.compatibility import check_rank_counts
 from torchtitan_lite.config.loading import parse_command_line
-from torchtitan_lite.errors import UserError
+from torchtitan_lite.core.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:

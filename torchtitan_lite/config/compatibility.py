@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 
 _COMPARED_SECTIONS = (
     "model",
@@ -102,7 +102,7 @@ def check_rank_counts(config: Config, numbers: Sequence[int]) -> None:
     """Raise ConfigError with every problem unless replicas can run on, and switch between, any of
     these numbers of ranks."""
     # Imports torch, which the fingerprint does not need.
-    from torchtitan_lite.config.constraints import check_against
+    from torchtitan_lite.training.checks.constraints import check_against
 
     if len(numbers) == 1:
         check_against(config, numbers[0])

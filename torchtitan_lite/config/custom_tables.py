@@ -14,10 +14,10 @@ from pydantic import Field, create_model
 
 from torchtitan_lite.config.keys import has_text, section_in, text_at, without_constraints
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.registry import import_module
-from torchtitan_lite.schema.job import BUILT_IN_CONFIG_MODULES, CONFIG_MODULE_KEYS
-from torchtitan_lite.schema.section import Section
+from torchtitan_lite.config.tables.job import BUILT_IN_CONFIG_MODULES, CONFIG_MODULE_KEYS
+from torchtitan_lite.config.tables.section import Section
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.registry import import_module
 
 _IMPORT = ("experimental", "custom_import")
 

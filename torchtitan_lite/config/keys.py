@@ -11,7 +11,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from torchtitan_lite.schema.section import NoEffect, Section, Unsupported, field_texts, toml_literal
+from torchtitan_lite.config.tables.section import (
+    NoEffect,
+    Section,
+    Unsupported,
+    field_texts,
+    toml_literal,
+)
 
 _SectionType = type[BaseModel]
 

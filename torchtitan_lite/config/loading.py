@@ -29,7 +29,7 @@ from torchtitan_lite.config.reference import USAGE, help_text
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml_file import known_files, read_toml
 from torchtitan_lite.config.torchtitan_keys import unsupported_feature
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 
 COMMAND_LINE = "command line"
 _FILE_OPTIONS = ("--config", "--job.config_file", "--job.config-file")

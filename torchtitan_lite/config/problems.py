@@ -27,7 +27,7 @@ from torchtitan_lite.config.torchtitan_keys import (
     RENAMED_SECTIONS,
     VALUE_NOTES,
 )
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 
 Path = tuple[str | int, ...]
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from torchtitan_lite.config.keys import Group, Key, groups, type_text, value_text
 from torchtitan_lite.config.problems import unknown_key, unknown_section
 from torchtitan_lite.config.torchtitan_keys import DEFAULTS, VERSION
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 
 USAGE = """\
 torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]

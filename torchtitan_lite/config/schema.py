@@ -1,27 +1,27 @@
 """The root of the configuration. Layer: above schema."""
 
-from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan_lite.schema.anomalies import AnomaliesConfig
-from torchtitan_lite.schema.checkpoint import CheckpointConfig
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.compile import CompileConfig
-from torchtitan_lite.schema.debug import DebugConfig
-from torchtitan_lite.schema.experimental import ExperimentalConfig
-from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
-from torchtitan_lite.schema.job import JobConfig
-from torchtitan_lite.schema.lora import LoRAConfig
-from torchtitan_lite.schema.lr_scheduler import LRSchedulerConfig
-from torchtitan_lite.schema.memory_estimation import MemoryEstimationConfig
-from torchtitan_lite.schema.metrics import MetricsConfig
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.schema.optimizer import OptimizerConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.schema.profiling import ProfilingConfig
-from torchtitan_lite.schema.publish import PublishConfig
-from torchtitan_lite.schema.quantize import QuantizeConfig
-from torchtitan_lite.schema.section import Section
-from torchtitan_lite.schema.training import TrainingConfig
-from torchtitan_lite.schema.validation import ValidationConfig
+from torchtitan_lite.config.tables.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.config.tables.anomalies import AnomaliesConfig
+from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
+from torchtitan_lite.config.tables.comm import CommConfig
+from torchtitan_lite.config.tables.compile import CompileConfig
+from torchtitan_lite.config.tables.debug import DebugConfig
+from torchtitan_lite.config.tables.experimental import ExperimentalConfig
+from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
+from torchtitan_lite.config.tables.job import JobConfig
+from torchtitan_lite.config.tables.lora import LoRAConfig
+from torchtitan_lite.config.tables.lr_scheduler import LRSchedulerConfig
+from torchtitan_lite.config.tables.memory_estimation import MemoryEstimationConfig
+from torchtitan_lite.config.tables.metrics import MetricsConfig
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.config.tables.optimizer import OptimizerConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.profiling import ProfilingConfig
+from torchtitan_lite.config.tables.publish import PublishConfig
+from torchtitan_lite.config.tables.quantize import QuantizeConfig
+from torchtitan_lite.config.tables.section import Section
+from torchtitan_lite.config.tables.training import TrainingConfig
+from torchtitan_lite.config.tables.validation import ValidationConfig
 
 
 class Config(Section):

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from torchtitan_lite.config.keys import split_none, without_constraints
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 
 _CONFIGS = Path("configs")
 

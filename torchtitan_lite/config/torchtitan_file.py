@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtitan_lite.config.keys import all_keys
-from torchtitan_lite.config.mesh_constraints import on_gpu
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.tables.section import toml_literal
 from torchtitan_lite.config.torchtitan_keys import (
     DEFAULTS,
     KEYS,
@@ -17,7 +17,7 @@ from torchtitan_lite.config.torchtitan_keys import (
     VERSION,
 )
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.schema.section import toml_literal
+from torchtitan_lite.training.checks.mesh_constraints import on_gpu
 
 
 def is_torchtitan_file(tables: Mapping[str, Any]) -> bool:

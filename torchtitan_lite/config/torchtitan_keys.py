@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_lite.config.keys import text_at
-from torchtitan_lite.schema.job import BUILT_IN_CONFIG_MODULES, CONFIG_MODULE_KEYS
-from torchtitan_lite.schema.section import toml_literal
+from torchtitan_lite.config.tables.job import BUILT_IN_CONFIG_MODULES, CONFIG_MODULE_KEYS
+from torchtitan_lite.config.tables.section import toml_literal
 
 VERSION = "0.2.2"
 

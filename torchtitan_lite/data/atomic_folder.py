@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.log import logger
 
 
 def build_once(folder: Path, what: str, build: Callable[[Path], None]) -> None:

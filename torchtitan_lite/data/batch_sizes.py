@@ -8,7 +8,7 @@ lost replicas and a resume on another mesh leave the sequence of global batches 
 from dataclasses import dataclass
 from itertools import accumulate
 
-from torchtitan_lite.schema.data import DataConfig
+from torchtitan_lite.config.tables.data import DataConfig
 
 
 @dataclass(frozen=True, kw_only=True)

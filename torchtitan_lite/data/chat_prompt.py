@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.chat_template import ChatTemplate, Messages, TemplateRejection
 from torchtitan_lite.data.conversations import ASSISTANT, read_conversations
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
 
 _ANSWER = "answer"
 """Stands for the assistant's text where the end of its turn is looked for."""

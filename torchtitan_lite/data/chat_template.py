@@ -18,12 +18,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.tokenizer_folder import (
     CONFIG,
     named_tokens,
     read_tokenizer_config,
 )
-from torchtitan_lite.errors import DataError
 
 END_OF_TURN = "<|eot_id|>"
 TURN_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", END_OF_TURN)

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.chat_template import ChatTemplate, TemplateRejection
 from torchtitan_lite.data.conversations import ASSISTANT, Conversation
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.tool_calls import Messages, argument_forms
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
 
 
 class ConversationTokens(NamedTuple):

@@ -17,11 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_lite.config.tables.data import DEFAULT_DATASET, CorpusConfig
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.data.local_files import FORMATS, local_files
 from torchtitan_lite.data.row_files import Position, Row, read_rows, readable
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.registry import REGISTRY
-from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
 _C4_SPLITS = {"c4": "train", "c4_validation": "validation", "c4_test": "train"}
 _ROWS_PER_READ = 256

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.row_files import RepeatedKeys, Row, kind_of
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
 
 
 def read_documents(corpus: Corpus, unusable: UnusableRows) -> Iterator[str]:

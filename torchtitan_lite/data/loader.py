@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.rng import fold, mix
 from torchtitan_lite.data.online import OnlineBlocks
 from torchtitan_lite.data.order import SampleOrder
 from torchtitan_lite.data.packing import Blocks, PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.rng import fold, mix
-from torchtitan_lite.spec import IGNORE_INDEX, Microbatch
+from torchtitan_lite.nn.spec import IGNORE_INDEX, Microbatch
 
 _Request = tuple[tuple[tuple[int, ...], ...], int]
 

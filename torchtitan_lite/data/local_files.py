@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_lite.config.tables.data import DEFAULT_DATASET, CorpusConfig
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.log import logger, warn_once
 from torchtitan_lite.data.row_files import readable
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.log import logger, warn_once
-from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
 FORMATS = {
     "json": (".json", ".jsonl", ".ndjson"),

@@ -22,11 +22,11 @@ from typing import BinaryIO, Self
 import numpy as np
 import torch.distributed as dist
 
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.log import logger
 from torchtitan_lite.data.stream_reader import Origin, RunReader, StreamReader, TokenRun
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.host_collectives import all_gather_ints
-from torchtitan_lite.log import logger
-from torchtitan_lite.network import abstract_socket_scope
+from torchtitan_lite.distributed.host_collectives import all_gather_ints
+from torchtitan_lite.distributed.network import abstract_socket_scope
 
 _MAX_HELD_TOKENS = 1 << 26
 """Tokens of a stream that are held for ranks that lag, 4 bytes each. Ranks are at most a step and

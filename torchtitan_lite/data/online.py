@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.data.packing import Blocks
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.registry import REGISTRY
-from torchtitan_lite.schema.data import CorpusConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtitan_lite.config.tables.data import CorpusConfig, DataConfig
+from torchtitan_lite.config.tables.validation import ValidationConfig
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.loader import CorpusSource, DataLoader
 from torchtitan_lite.data.node_streams import NodeStreams
@@ -25,11 +30,6 @@ from torchtitan_lite.data.tokenizer import (
     open_tokenizer,
 )
 from torchtitan_lite.data.validation import DocumentWindows, ValidationData
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.log import logger, warn_once
-from torchtitan_lite.registry import REGISTRY
-from torchtitan_lite.schema.data import CorpusConfig, DataConfig
-from torchtitan_lite.schema.validation import ValidationConfig
 
 
 @dataclass(frozen=True, kw_only=True)

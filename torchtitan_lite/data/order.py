@@ -17,7 +17,7 @@ from math import lcm
 
 import numpy as np
 
-from torchtitan_lite.rng import fold, mix
+from torchtitan_lite.core.rng import fold, mix
 
 _NUM_ROUNDS = 6
 _WEIGHT_UNITS = 2**20

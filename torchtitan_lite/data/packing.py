@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.core.errors import DataError
 
 
 class Blocks(NamedTuple):

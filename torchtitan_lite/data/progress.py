@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.log import logger
 
 _LOG_INTERVAL_S = 10.0
 

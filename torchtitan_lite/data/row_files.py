@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.core.errors import DataError
 
 Position = tuple[int, int]
 """Number of a file, and rows of it that are read."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_lite.core.log import logger
 from torchtitan_lite.data.packing import Blocks, split_into_blocks
 from torchtitan_lite.data.stream_reader import BEGINNING, Origin, RunReader, TokenRun
-from torchtitan_lite.log import logger
 
 _REMEMBERED_READS = 8
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.documents import text_of
 from torchtitan_lite.data.token_cache import is_held_out
@@ -21,7 +22,6 @@ from torchtitan_lite.data.tokenization import (
     TokenizationWorkers,
 )
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
 
 _DOCUMENTS_PER_RUN = 32
 

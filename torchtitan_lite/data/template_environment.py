@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import missing
 
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.core.errors import DataError
 
 
 class Generation(Extension):

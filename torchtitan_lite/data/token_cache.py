@@ -23,6 +23,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.rank.supervised import announce
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.chat_template import ChatTemplate, find_template
 from torchtitan_lite.data.chat_tokens import tokenize_conversations
@@ -32,9 +35,6 @@ from torchtitan_lite.data.documents import read_documents
 from torchtitan_lite.data.progress import progress
 from torchtitan_lite.data.tokenizer import Tokenizer, TokenizerFiles, check_vocab_size
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.launcher.supervised import announce
-from torchtitan_lite.log import logger
 
 _FORMAT = 2
 """1: truncation and padding stored in tokenizer.json were applied, and some tokens were missing."""

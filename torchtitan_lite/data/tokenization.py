@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.rank.processes import die_with_parent
 from torchtitan_lite.data.token_cache import tokenize
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.launcher.processes import die_with_parent
-from torchtitan_lite.log import logger
 
 PendingTokens = Callable[[], list[np.ndarray]]
 """Returns the ids (uint32) of each document, once they are ready. To be called once, in the order

@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.rank.supervised import announce
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, END_OF_TURN, TURN_TOKENS
 from torchtitan_lite.data.conversations import read_conversations
@@ -28,9 +31,6 @@ from torchtitan_lite.data.tokenizer_folder import (
     token_text,
 )
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.launcher.supervised import announce
-from torchtitan_lite.log import logger
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"

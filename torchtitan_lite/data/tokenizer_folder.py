@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.core.errors import DataError
 
 CONFIG = "tokenizer_config.json"
 FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json")

@@ -7,9 +7,9 @@ that names the first; more than `max_unusable_fraction`, or damage of a file, ar
 from collections.abc import Mapping
 from typing import Any
 
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.log import logger, warn_once
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.log import logger, warn_once
 
 _LISTED = 20
 """Maximum conversations listed in an error; the rest is counted."""

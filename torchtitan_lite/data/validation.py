@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.loader import FILLER, collate
 from torchtitan_lite.data.packing import Blocks, PackedBlocks
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.spec import Microbatch
+from torchtitan_lite.nn.spec import Microbatch
 
 
 class DocumentWindows:

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_lite.nn.rope import Rope
-from torchtitan_lite.spec import AttentionSharding, HuggingFaceForm, InitRule, ShardRule
+from torchtitan_lite.nn.spec import AttentionSharding, HuggingFaceForm, InitRule, ShardRule
 
 Backend = Literal["sdpa", "flex"]
 States = tuple[torch.Tensor, ...]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan_lite.distributed.torch_compat import attention_backward, attention_with_lse
 from torchtitan_lite.nn.attention import Backend, compiled_flex
-from torchtitan_lite.torch_compat import attention_backward, attention_with_lse
 
 
 class SinkKernel(nn.Module):

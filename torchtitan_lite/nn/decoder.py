@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan_lite.core.rng import mix_tensor
 from torchtitan_lite.nn.attention import (
     AttentionDims,
     AttentionMask,
@@ -25,8 +26,7 @@ from torchtitan_lite.nn.attention import (
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.feed_forward import FeedForwardDims
 from torchtitan_lite.nn.norm import rms_norm
-from torchtitan_lite.rng import mix_tensor
-from torchtitan_lite.spec import TokenLoss
+from torchtitan_lite.nn.spec import TokenLoss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torchtitan_lite.nn.decoder_spec import (
     decoder_stage_units,
 )
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.spec import HuggingFaceModel, ModelSpec, TorchtitanKey
+from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec, TorchtitanKey
 
 
 class DecoderDims(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan_lite.nn.decoder import DecoderLayer
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.spec import HuggingFaceForm, HuggingFaceKey
+from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey
 
 _SIZES = {
     "dim": "hidden_size",

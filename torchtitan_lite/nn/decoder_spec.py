@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torchtitan_lite.nn.decoder import DecoderLayer
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.spec import InitRule, ModelCost, ShardRule, TorchtitanKey
+from torchtitan_lite.nn.spec import InitRule, ModelCost, ShardRule, TorchtitanKey
 
 _Rule = TypeVar("_Rule", InitRule, ShardRule)
 

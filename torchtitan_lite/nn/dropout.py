@@ -4,7 +4,7 @@ and spec."""
 import torch
 from torch import nn
 
-from torchtitan_lite.rng import mix_tensor, uniform
+from torchtitan_lite.core.rng import mix_tensor, uniform
 
 
 class KeyedDropout(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.spec import InitRule, ShardRule
+from torchtitan_lite.nn.spec import InitRule, ShardRule
 
 
 class FeedForwardDims(Protocol):

@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.nn.attention import AttentionDims, Backend, BlockContext, HeadWeights
 from torchtitan_lite.nn.recurrent import AffineMap, Carry, Recurrence
-from torchtitan_lite.spec import AttentionSharding, HuggingFaceForm, InitRule, ShardRule
-from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.nn.spec import AttentionSharding, HuggingFaceForm, InitRule, ShardRule
 
 _L2_EPS = 1e-6
 """Added to the squared length of a query or key, as in transformers."""

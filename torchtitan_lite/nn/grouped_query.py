@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.nn.attention import (
     Attention,
     AttentionDims,
@@ -25,8 +26,7 @@ from torchtitan_lite.nn.attention import (
 from torchtitan_lite.nn.attention_sinks import SinkKernel
 from torchtitan_lite.nn.norm import rms_norm
 from torchtitan_lite.nn.rope import Rope, rotate
-from torchtitan_lite.spec import AttentionSharding, InitRule, ShardRule, TorchtitanKey
-from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.nn.spec import AttentionSharding, InitRule, ShardRule, TorchtitanKey
 
 _Queries = tuple[torch.Tensor, torch.Tensor | None]
 """Queries [B, H, S, E] and their gates [B, S, H*E], if they have gates."""

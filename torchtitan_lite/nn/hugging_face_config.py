@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.nn.rope import RopeScaling, YarnScaling
 
 if TYPE_CHECKING:

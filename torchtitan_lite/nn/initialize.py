@@ -15,10 +15,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from torchtitan_lite.redistribute import Box, local_box
-from torchtitan_lite.rng import generator
-from torchtitan_lite.spec import InitRule
-from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.core.rng import generator
+from torchtitan_lite.distributed.redistribute import Box, local_box
+from torchtitan_lite.distributed.torch_compat import local_tensor
+from torchtitan_lite.nn.spec import InitRule
 
 _ELEMENTS_PER_BLOCK = 1 << 18
 """Rows per block. Another value gives other initial weights."""

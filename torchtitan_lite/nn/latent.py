@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.nn.attention import (
     AcrossHeads,
     Attention,
@@ -29,8 +30,7 @@ from torchtitan_lite.nn.attention import (
     causal_flops,
 )
 from torchtitan_lite.nn.rope import Rope, YarnScaling, rotate
-from torchtitan_lite.spec import AttentionSharding, ShardRule, TorchtitanKey
-from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.nn.spec import AttentionSharding, ShardRule, TorchtitanKey
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config.tables.lora import LoRAConfig
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.nn.moe import Router
-from torchtitan_lite.schema.lora import LoRAConfig
-from torchtitan_lite.spec import InitRule, ModelCost, ModelSpec
-from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.nn.spec import InitRule, ModelCost, ModelSpec
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 """Names of an adapter's parameters in its layer: [R, I] and [O, R]."""

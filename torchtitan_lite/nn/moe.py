@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.nn.feed_forward import Dense, FeedForward
 from torchtitan_lite.nn.grouped_linear import grouped_linear
 from torchtitan_lite.nn.rows import take_rows
-from torchtitan_lite.spec import InitRule, ShardRule
+from torchtitan_lite.nn.spec import InitRule, ShardRule
 
 
 @dataclass(frozen=True, kw_only=True)

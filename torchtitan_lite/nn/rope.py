@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

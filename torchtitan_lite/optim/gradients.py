@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.redistribute import align_gradient
-from torchtitan_lite.torch_compat import foreach_norm
+from torchtitan_lite.distributed.redistribute import align_gradient
+from torchtitan_lite.distributed.torch_compat import foreach_norm
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor, int]]:

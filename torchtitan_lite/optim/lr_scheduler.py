@@ -4,9 +4,9 @@ step has no effect on it. Layer: above log."""
 import math
 from dataclasses import dataclass
 
-from torchtitan_lite.log import logger
-from torchtitan_lite.schema.lr_scheduler import LRSchedulerConfig
-from torchtitan_lite.schema.optimizer import OptimizerConfig
+from torchtitan_lite.config.tables.lr_scheduler import LRSchedulerConfig
+from torchtitan_lite.config.tables.optimizer import OptimizerConfig
+from torchtitan_lite.core.log import logger
 
 
 @dataclass(frozen=True, kw_only=True)

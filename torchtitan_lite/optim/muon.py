@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.distributed.redistribute import Layout, TensorSpec
+from torchtitan_lite.distributed.redistribute.cost import DEFAULT_OPTIONS
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.orthogonalization import ShardedOrthogonalization, assign_matrices
-from torchtitan_lite.redistribute import Layout, TensorSpec
-from torchtitan_lite.redistribute.cost import DEFAULT_OPTIONS
 
 AdjustLR = Literal["original", "match_rms_adamw"]
 

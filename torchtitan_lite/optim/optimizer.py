@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.device import Device
+from torchtitan_lite.config.tables.optimizer import OptimizerConfig
+from torchtitan_lite.distributed.device import Device
+from torchtitan_lite.distributed.torch_compat import as_dtensor, foreach_mul_, local_tensor
 from torchtitan_lite.optim.muon import Muon, Orthogonalization, sharded_orthogonalization
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
-from torchtitan_lite.schema.optimizer import OptimizerConfig
-from torchtitan_lite.torch_compat import as_dtensor, foreach_mul_, local_tensor
 
 _COUNT = "step"
 """The only slot that does not have its parameter's shape."""

@@ -21,11 +21,16 @@ from typing import Protocol
 
 import torch
 
+from torchtitan_lite.distributed.redistribute import Layout, Plan, TensorSpec, choose_owners, plan
+from torchtitan_lite.distributed.redistribute.cost import (
+    CPU,
+    DEFAULT_OPTIONS,
+    Costs,
+    ExchangeOptions,
+)
+from torchtitan_lite.distributed.redistribute.execute import FusedExchange, fused_exchange
+from torchtitan_lite.distributed.redistribute.placements import Holder
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
-from torchtitan_lite.redistribute import Layout, Plan, TensorSpec, choose_owners, plan
-from torchtitan_lite.redistribute.cost import CPU, DEFAULT_OPTIONS, Costs, ExchangeOptions
-from torchtitan_lite.redistribute.execute import FusedExchange, fused_exchange
-from torchtitan_lite.redistribute.placements import Holder
 
 BUCKET_BYTES = 32 << 20
 """Bytes of a bucket's matrices on an owner; three buckets are at work at a time, in the memory of

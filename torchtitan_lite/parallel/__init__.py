@@ -7,7 +7,13 @@ names a model: each works from its ModelSpec. Layer: above nn, redistribute, mes
 
 from torch import nn
 
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.config.tables.compile import CompileConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.quantize import Float8Config
+from torchtitan_lite.config.tables.training import PrecisionConfig
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel import (
     activation_checkpoint,
     compile,
@@ -18,12 +24,6 @@ from torchtitan_lite.parallel import (
     tensor,
 )
 from torchtitan_lite.parallel.pipeline_schedule import GradientAccumulation, build_pipeline_schedule
-from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan_lite.schema.compile import CompileConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.schema.quantize import Float8Config
-from torchtitan_lite.schema.training import PrecisionConfig
-from torchtitan_lite.spec import ModelSpec
 
 __all__ = [
     "GradientAccumulation",

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import (
 )
 
 import torchtitan_lite.nn.grouped_linear  # noqa: F401 (registers its operator)
+from torchtitan_lite.config.tables.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.distributed.torch_compat import ATTENTION_OPS, RepeatableRecomputation
 from torchtitan_lite.nn.attention import TokenMixer
-from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan_lite.spec import ModelSpec, blocks_of
-from torchtitan_lite.torch_compat import ATTENTION_OPS, RepeatableRecomputation
+from torchtitan_lite.nn.spec import ModelSpec, blocks_of
 
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = {

@@ -5,11 +5,11 @@ not grow with the number of layers. Layer: above nn, mesh and spec; `expert`.
 import torch
 from torch import nn
 
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.compile import CompileConfig
+from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.moe import Experts
+from torchtitan_lite.nn.spec import ModelSpec, blocks_of
 from torchtitan_lite.parallel.expert import has_own_mesh
-from torchtitan_lite.schema.compile import CompileConfig
-from torchtitan_lite.spec import ModelSpec, blocks_of
 
 _GRAPHS_PER_BLOCK = 8
 """Graphs of a block: in training and validation, for other batch sizes."""

@@ -27,7 +27,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.torch_compat import attention_backward, attention_with_lse
 from torchtitan_lite.nn.attention import (
     Attention,
     AttentionMask,
@@ -36,10 +38,8 @@ from torchtitan_lite.nn.attention import (
     attention_mask,
 )
 from torchtitan_lite.nn.recurrent import NO_DOCUMENT, AffineMap, Carry, Recurrence
+from torchtitan_lite.nn.spec import Microbatch
 from torchtitan_lite.parallel.autograd_collectives import all_gather, all_to_all
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import Microbatch
-from torchtitan_lite.torch_compat import attention_backward, attention_with_lse
 
 _CPU = torch.device("cpu")
 

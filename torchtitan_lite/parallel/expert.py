@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.moe import Experts, Router
 from torchtitan_lite.nn.rows import take_rows
+from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel.autograd_collectives import exchange_rows, shard_rows, unshard_rows
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import ModelSpec
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: ParallelismConfig) -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchtitan_lite.log import logger
-from torchtitan_lite.optional_dependencies import missing
-from torchtitan_lite.schema.quantize import Float8Config
-from torchtitan_lite.spec import ModelSpec, blocks_of
+from torchtitan_lite.config.tables.quantize import Float8Config
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.optional_dependencies import missing
+from torchtitan_lite.nn.spec import ModelSpec, blocks_of
 
 _MULTIPLE = 16
 """Float8 kernels require dims that are multiples of this."""

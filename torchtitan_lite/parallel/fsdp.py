@@ -21,14 +21,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan_lite.device import Device
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.training import PrecisionConfig
+from torchtitan_lite.distributed.device import Device
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.torch_compat import shards_on
 from torchtitan_lite.nn.moe import Experts
+from torchtitan_lite.nn.spec import ModelSpec, modules_matching
 from torchtitan_lite.parallel.expert import has_own_mesh
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.schema.training import PrecisionConfig
-from torchtitan_lite.spec import ModelSpec, modules_matching
-from torchtitan_lite.torch_compat import shards_on
 
 
 def apply(

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
+from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel import expert, tensor
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import ModelSpec
 
 
 def inference_degrees(spec: ModelSpec, world_size: int, asked: int | None = None) -> ParallelDims:

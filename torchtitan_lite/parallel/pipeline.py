@@ -16,7 +16,17 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.redistribute import align_gradient
+from torchtitan_lite.distributed.torch_compat import (
+    can_split_backward,
+    forward_schedule,
+    local_tensor,
+    schedule_from_order,
+    without_messages_to_itself,
+)
+from torchtitan_lite.nn.spec import Microbatch, ModelSpec, TokenLoss
 from torchtitan_lite.parallel.context import SequenceSharding
 from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.pipeline_order import forward_only
@@ -24,16 +34,6 @@ from torchtitan_lite.parallel.pipeline_stages import (
     StagePlan,
     shared_weights,
     unsupported_microbatches,
-)
-from torchtitan_lite.redistribute import align_gradient
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
-from torchtitan_lite.torch_compat import (
-    can_split_backward,
-    forward_schedule,
-    local_tensor,
-    schedule_from_order,
-    without_messages_to_itself,
 )
 
 

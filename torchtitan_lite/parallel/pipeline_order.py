@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.errors import MeshError
+from torchtitan_lite.core.errors import MeshError
 
 Kind = Literal["F", "B", "I", "W"]
 

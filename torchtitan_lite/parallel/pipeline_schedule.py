@@ -9,19 +9,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel.context import SequenceSharding, sequence_sharding
-from torchtitan_lite.parallel.fsdp import reshard
-from torchtitan_lite.parallel.pipeline import Pipeline
-from torchtitan_lite.parallel.pipeline_stages import plan_stages
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import (
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.nn.spec import (
     Microbatch,
     MicrobatchLoss,
     ModelSpec,
     PipelineSchedule,
     TokenLoss,
 )
+from torchtitan_lite.parallel.context import SequenceSharding, sequence_sharding
+from torchtitan_lite.parallel.fsdp import reshard
+from torchtitan_lite.parallel.pipeline import Pipeline
+from torchtitan_lite.parallel.pipeline_stages import plan_stages
 
 
 def build_pipeline_schedule(

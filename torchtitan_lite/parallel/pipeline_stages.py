@@ -9,12 +9,12 @@ from typing import cast
 
 from torch import nn
 
-from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.torch_compat import schedule_actions
+from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel.pipeline_order import Action, Kind, PipelineOrder, read_order
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import ModelSpec
-from torchtitan_lite.torch_compat import schedule_actions
 
 _V_SHAPED = {"zbvzerobubble", "dualpipev"}
 _ONE_STAGE_PER_RANK = {"1f1b", "gpipe"}

@@ -31,16 +31,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan_lite.errors import MeshError
-from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.torch_compat import overlap_collectives
 from torchtitan_lite.nn.attention import AcrossHeads
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.lora import LORA_A, LORA_B, AdaptedLinear
 from torchtitan_lite.nn.moe import Experts
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import ModelSpec, ShardRule, TokenLoss
-from torchtitan_lite.torch_compat import overlap_collectives
+from torchtitan_lite.nn.spec import ModelSpec, ShardRule, TokenLoss
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: ParallelismConfig) -> None:

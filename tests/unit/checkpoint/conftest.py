@@ -15,8 +15,8 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.schema.checkpoint import CheckpointConfig
+from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
+from torchtitan_lite.distributed.mesh import Mesh
 
 
 class SmallState:

@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.storage.manifest_json import (
 )
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES
-from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, layout_to_json
 
 TWO_FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 _TOKEN = "0123456789ab-1"

@@ -12,8 +12,8 @@ from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.distributed.mesh import Mesh
 
 
 class RecordedWriter:

@@ -37,8 +37,8 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     run_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.distributed.mesh import Mesh
 
 ASYNC = {"async_mode": "async", "ram_interval": 1}
 _STEPS_LATER_S = 100

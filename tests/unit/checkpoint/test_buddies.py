@@ -25,8 +25,8 @@ from torchtitan_lite.checkpoint.buddies import (
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.shared_memory.folder import COPY, region_path
 from torchtitan_lite.checkpoint.shared_memory.region import Region
-from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.mesh import Mesh
 
 _COPYING = {"async_mode": "async", "interval": 1000, "enable_first_step_checkpoint": False}
 

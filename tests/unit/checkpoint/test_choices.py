@@ -10,11 +10,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lite.checkpoint.background.flush import _Flush
 from torchtitan_lite.checkpoint.background.save import RankSave
-from torchtitan_lite.checkpoint.hugging_face.shared_export import assign_files
-from torchtitan_lite.checkpoint.hugging_face.snapshot import _source
+from torchtitan_lite.checkpoint.convert.hugging_face.shared_export import assign_files
+from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import _source
 from torchtitan_lite.checkpoint.manifest import _is_partition
-from torchtitan_lite.redistribute import HolderMesh, Layout
-from torchtitan_lite.spec import HuggingFaceForm
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout
+from torchtitan_lite.nn.spec import HuggingFaceForm
 
 
 def test_the_newest_stored_step_is_not_later_than_what_the_rank_holds() -> None:

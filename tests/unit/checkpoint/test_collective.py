@@ -10,7 +10,7 @@ import pytest
 from tests.unit.checkpoint.conftest import Manage, SmallState
 from torchtitan_lite.checkpoint import collective, sync_saver
 from torchtitan_lite.checkpoint.collective import run_long_on_all_ranks
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.distributed.mesh import Mesh
 
 
 class _Work:

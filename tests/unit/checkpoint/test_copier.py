@@ -12,7 +12,7 @@ from tests.unit.conftest import RecordedStreams
 from torchtitan_lite.checkpoint import copier as module
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.save_plan import plan_save
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.distributed.mesh import Mesh
 
 _ALREADY_REGISTERED, _NOT_REGISTERED, _OUT_OF_MEMORY = 712, 713, 2
 

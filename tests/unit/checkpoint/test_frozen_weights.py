@@ -9,7 +9,7 @@ import pytest
 from torchtitan_lite.checkpoint import frozen_weights
 from torchtitan_lite.checkpoint.frozen_weights import FrozenBase, MergedSnapshot, open_merged
 from torchtitan_lite.checkpoint.snapshots import SavedValues
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 
 @pytest.mark.parametrize("found", ["1f", "2e"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.conftest import Fsyncs
 from torchtitan_lite.checkpoint import HistoryClaim, RunHistory
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 FIRST = HistoryClaim(
     token=1,

@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.leftover_snapshots import (
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.snapshot_index import HeldPart, HeldRegion, Position
-from torchtitan_lite.errors import DamagedCheckpoint
+from torchtitan_lite.core.errors import DamagedCheckpoint
 
 
 @pytest.mark.parametrize(("copied_session", "kept"), [("old", "old"), (None, "new")])

@@ -8,7 +8,7 @@ from tests.unit.checkpoint.conftest import Manage, SmallState, crash
 from tests.unit.checkpoint.test_asynchronous import complete, steps
 from tests.unit.conftest import Fsyncs
 from torchtitan_lite.checkpoint.lineage import SnapshotLineage
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.distributed.mesh import Mesh
 
 
 def test_segments_follow_the_history(tmp_path: Path, mesh: Mesh) -> None:

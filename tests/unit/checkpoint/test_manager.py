@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.save_context import RetryBackoff
 from torchtitan_lite.checkpoint.shared_memory.folder import list_runs
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 from torchtitan_lite.checkpoint.tensors import byte_pieces
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
 
 _DATA = "rank-00000.safetensors"
 

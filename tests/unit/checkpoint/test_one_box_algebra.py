@@ -12,10 +12,10 @@ _FOLDER = Path(torchtitan_lite.__file__).parent / "checkpoint"
 # DCP's chunks are arbitrary boxes: there is no layout for the planner.
 _MODULES = sorted(set(_FOLDER.rglob("*.py")) - set(_FOLDER.glob("interchange/*")))
 _PLANNER = {
-    "torchtitan_lite.redistribute",
-    "torchtitan_lite.redistribute.read_plan",
-    "torchtitan_lite.redistribute.layout",
-    "torchtitan_lite.redistribute.placements",
+    "torchtitan_lite.distributed.redistribute",
+    "torchtitan_lite.distributed.redistribute.read_plan",
+    "torchtitan_lite.distributed.redistribute.layout",
+    "torchtitan_lite.distributed.redistribute.placements",
 }
 _PLANNERS_OWN = {"Box", "intervals", "overlap", "partition"}
 _TORCHS = "torch.distributed.tensor"
@@ -31,6 +31,6 @@ def test_no_box_arithmetic_is_imported(path: Path) -> None:
         else:
             continue
         assert not module.startswith(_TORCHS) or names == {"DTensor"}, module
-        if module.startswith("torchtitan_lite.redistribute"):
+        if module.startswith("torchtitan_lite.distributed.redistribute"):
             assert module in _PLANNER, module
             assert not names & _PLANNERS_OWN, names

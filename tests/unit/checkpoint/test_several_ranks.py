@@ -20,9 +20,9 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import SaveSignals, agree_on_identity
 from torchtitan_lite.checkpoint.sync_saver import SynchronousSaver
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 
 
 def two_ranks() -> Mesh:

@@ -8,7 +8,7 @@ import torch
 from tests.unit.checkpoint.small_checkpoint import TWO_FILES, write_checkpoint
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.errors import DamagedCheckpoint
+from torchtitan_lite.core.errors import DamagedCheckpoint
 
 
 @pytest.mark.parametrize("wanted", [slice(None), slice(1, 2)])

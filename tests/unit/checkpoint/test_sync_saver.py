@@ -11,7 +11,7 @@ from torchtitan_lite.checkpoint.background.save import attempt_token
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
 from torchtitan_lite.checkpoint.save_context import AttemptTokens
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 
 def _waits_longer(_: float) -> NoReturn:

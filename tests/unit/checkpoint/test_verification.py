@@ -16,8 +16,8 @@ from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
 from torchtitan_lite.checkpoint.verification import verify
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.distributed.mesh import Mesh
 
 
 def _loaded(root: Path | str, like: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:

@@ -23,13 +23,13 @@ from tests.unit.checkpoint.conftest import (
     steps_in,
 )
 from tests.unit.checkpoint.small_checkpoint import TWO_FILES, replace_manifest, write_checkpoint
-from torchtitan_lite import rng
 from torchtitan_lite.checkpoint.loading import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.mesh import Mesh, ParallelDims
-from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
+from torchtitan_lite.core import rng
+from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, layout_to_json
 
 
 @pytest.fixture

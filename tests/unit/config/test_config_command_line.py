@@ -9,7 +9,7 @@ from torchtitan_lite.config import Config, parse_command_line
 from torchtitan_lite.config.keys import all_keys, groups, value_text
 from torchtitan_lite.config.reference import help_text, markdown
 from torchtitan_lite.config.torchtitan_keys import DEFAULTS
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 

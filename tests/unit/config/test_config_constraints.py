@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from torchtitan_lite.config import Config, load_config
-from torchtitan_lite.config.constraints import check_against, check_pipeline
-from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.mesh import ParallelDims
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.section import Section
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.registry import REGISTRY
+from torchtitan_lite.distributed.mesh import ParallelDims
 from torchtitan_lite.models import check_family, model_spec, qwen3
-from torchtitan_lite.registry import REGISTRY
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.schema.section import Section
+from torchtitan_lite.training.checks.constraints import check_against, check_pipeline
+from torchtitan_lite.training.checks.mesh_constraints import pipeline_microbatches
 
 
 @pytest.fixture
@@ -227,13 +227,17 @@ def test_ring_attention_is_not_compiled(config) -> None:
 
 
 def test_ring_attention_computes_in_bfloat16_on_a_gpu(config, monkeypatch) -> None:
-    monkeypatch.setattr("torchtitan_lite.config.mesh_constraints.on_gpu", lambda config: True)
+    monkeypatch.setattr(
+        "torchtitan_lite.training.checks.mesh_constraints.on_gpu", lambda config: True
+    )
     ring = ["--parallelism.context_parallel_rotate_method", "alltoall"]
     ring += ["--parallelism.context_parallel_degree", "2", "--model.attention_mask", "causal"]
     float32 = ["--training.mixed_precision_param", "float32"]
     text = config_error(config(*ring, *float32), 2)
     assert "(ring attention) computes in bfloat16 on a GPU, but training.mixed_precision" in text
-    monkeypatch.setattr("torchtitan_lite.config.mesh_constraints.on_gpu", lambda config: False)
+    monkeypatch.setattr(
+        "torchtitan_lite.training.checks.mesh_constraints.on_gpu", lambda config: False
+    )
     check_against(config(*ring, *float32), 2)
 
 
@@ -329,7 +333,7 @@ def test_samples_need_validation_and_existing_weights(config, monkeypatch) -> No
     options = ["--validation.enable", "--training.held_out_fraction", "0.01"]
     options += ["--validation.samples", "1", "--training.enable_cpu_offload"]
     check_against(config(*options), 1)
-    monkeypatch.setattr("torchtitan_lite.config.constraints.on_gpu", lambda config: True)
+    monkeypatch.setattr("torchtitan_lite.training.checks.constraints.on_gpu", lambda config: True)
     text = config_error(config(*options))
     assert "validation.samples = 1 needs the weights on the GPU" in text
     assert "training.enable_cpu_offload = true" in text
@@ -445,7 +449,7 @@ def test_float8_is_rejected_for_shapes_that_tensor_parallelism_splits(config) ->
 
 
 def test_float8_without_torchao_is_rejected(config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan_lite.optional_dependencies.find_spec", lambda name: None)
+    monkeypatch.setattr("torchtitan_lite.core.optional_dependencies.find_spec", lambda name: None)
     assert "Run pip install torchao, or install torchtitan_lite with the extra" in config_error(
         config(*FLOAT8)
     )

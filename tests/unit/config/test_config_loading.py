@@ -13,7 +13,7 @@ from torchtitan_lite.config.torchtitan_keys import (
     RENAMED_NOTES,
     RENAMED_SECTIONS,
 )
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 
 # In the format of the files that torchtitan 0.2.2 ships: all sections, its own key names.
 TORCHTITAN_FILE = """

@@ -12,11 +12,11 @@ import pytest
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import Config, check_live_resize, recorded_config
 from torchtitan_lite.config.custom_tables import schema_for
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.config.tables.section import Section
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.registry import REGISTRY, register_dataset, register_model
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.registry import REGISTRY, register_dataset, register_model
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.schema.section import Section
 
 
 @dataclass

@@ -13,6 +13,7 @@ import pytest
 from torchtitan_lite.cli.train import _log_about_keys
 from torchtitan_lite.config import Config, config_from, load_config
 from torchtitan_lite.config.keys import all_keys, type_at, value_text, without_effect
+from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
 from torchtitan_lite.config.torchtitan_keys import (
@@ -21,11 +22,10 @@ from torchtitan_lite.config.torchtitan_keys import (
     ROUTER_BIAS_UPDATE_RATE,
     VERSION,
 )
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.log import logger
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import RopeScaling
-from torchtitan_lite.schema.model import ModelConfig
 
 TORCHTITAN = json.loads(Path("tests/assets/torchtitan_defaults.json").read_text())
 THEIRS: dict[str, Any] = TORCHTITAN["config"] | TORCHTITAN["components.ft.config"]

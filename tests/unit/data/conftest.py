@@ -11,10 +11,10 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import pytest
 
+from torchtitan_lite.config.tables.data import DataConfig
+from torchtitan_lite.config.tables.validation import ValidationConfig
 from torchtitan_lite.data import OpenedData, open_data
 from torchtitan_lite.data.tokenizer import train_tokenizer
-from torchtitan_lite.schema.data import DataConfig
-from torchtitan_lite.schema.validation import ValidationConfig
 
 FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
 

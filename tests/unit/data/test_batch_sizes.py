@@ -5,8 +5,8 @@ from itertools import accumulate
 import pytest
 from pydantic import ValidationError
 
+from torchtitan_lite.config.tables.data import DataConfig
 from torchtitan_lite.data import BatchSizes, batch_sizes
-from torchtitan_lite.schema.data import DataConfig
 
 
 def test_a_stage_has_the_steps_that_begin_within_its_samples() -> None:

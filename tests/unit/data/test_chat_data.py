@@ -12,12 +12,12 @@ import torch
 from tests.harness.jobs import Outcome, run_job
 from tests.harness.ranks import WorkerPool
 from tests.unit.data.chat_templates import CHAT, CHATML, write_tokenizer
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.config.tables.validation import ValidationConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
-from torchtitan_lite.schema.validation import ValidationConfig
-from torchtitan_lite.spec import IGNORE_INDEX
+from torchtitan_lite.nn.spec import IGNORE_INDEX
 
 TEXTS = CHAT.parent / "fixture.jsonl"
 SEQ_LEN = 40

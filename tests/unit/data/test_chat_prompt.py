@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.chat_prompt import chat_prompt, first_question
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, find_template
 from torchtitan_lite.data.tokenizer import load_tokenizer, train_tokenizer
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
 
 CHAT = "tests/assets/chat.jsonl"
 CHATML = (

@@ -19,6 +19,8 @@ from tests.unit.data.chat_templates import (
     chat_messages,
     write_tokenizer,
 )
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.chat_template import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
@@ -30,8 +32,6 @@ from torchtitan_lite.data.conversations import Conversation
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
 
 Messages = list[dict[str, Any]]
 TOOLS: Messages = [

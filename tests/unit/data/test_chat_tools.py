@@ -14,14 +14,14 @@ from tests.unit.data.chat_templates import (
     WITH_TOOLS_OF_USER,
     write_tokenizer,
 )
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, find_template
 from torchtitan_lite.data.chat_tokens import tokenize_conversations
 from torchtitan_lite.data.conversations import read_conversations
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
 
 Row = dict[str, Any]
 TOOL = {

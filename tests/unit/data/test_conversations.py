@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.data.chat_templates import CHAT
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.conversations import Conversation, read_conversations
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
 
 LINES = CHAT.read_text().splitlines()
 

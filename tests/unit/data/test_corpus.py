@@ -10,14 +10,14 @@ from typing import Any
 import datasets
 import pytest
 
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.registry import REGISTRY, Dataset
 from torchtitan_lite.data import corpus as corpus_module
 from torchtitan_lite.data import opening
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.documents import read_documents
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.registry import REGISTRY, Dataset
-from torchtitan_lite.schema.data import CorpusConfig
 
 DOCUMENTS = ["first document", "second\nwith lines\n", "third ✓"]
 

@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from torchtitan_lite.schema.data import CorpusConfig, DataConfig
-from torchtitan_lite.schema.section import field_texts
-from torchtitan_lite.schema.validation import ValidationConfig
+from torchtitan_lite.config.tables.data import CorpusConfig, DataConfig
+from torchtitan_lite.config.tables.section import field_texts
+from torchtitan_lite.config.tables.validation import ValidationConfig
 
 
 def test_corpora_replace_the_single_dataset_keys() -> None:

@@ -9,11 +9,11 @@ import psutil
 import pytest
 import torch
 
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.config.tables.validation import ValidationConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data import OpenedData, microbatch_indices
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
-from torchtitan_lite.schema.validation import ValidationConfig
-from torchtitan_lite.spec import IGNORE_INDEX, Microbatch
+from torchtitan_lite.nn.spec import IGNORE_INDEX, Microbatch
 
 FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
 Opener = Callable[..., OpenedData]

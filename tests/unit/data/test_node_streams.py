@@ -19,14 +19,14 @@ import torch.distributed as dist
 from tests.harness.launch import wait_until
 from tests.harness.ranks import FORK_SERVER
 from tests.harness.threads import run_on_threads
+from torchtitan_lite.config.tables.data import DataConfig
+from torchtitan_lite.config.tables.validation import ValidationConfig
+from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.core.registry import REGISTRY, Dataset
 from torchtitan_lite.data import DataLoader, OpenedData, microbatch_indices, open_data
 from torchtitan_lite.data import node_streams as module
 from torchtitan_lite.data.node_streams import StreamClient, StreamServer
 from torchtitan_lite.data.stream_reader import Origin, TokenRun
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.registry import REGISTRY, Dataset
-from torchtitan_lite.schema.data import DataConfig
-from torchtitan_lite.schema.validation import ValidationConfig
 
 Opener = Callable[..., OpenedData]
 Node = list[StreamServer | StreamClient]

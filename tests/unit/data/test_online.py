@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from torchtitan_lite.core.errors import ConfigError, DataError
+from torchtitan_lite.core.registry import REGISTRY, register_loss, register_online_dataset
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.data.online import OnlineSample
-from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.registry import REGISTRY, register_loss, register_online_dataset
-from torchtitan_lite.spec import IGNORE_INDEX
+from torchtitan_lite.nn.spec import IGNORE_INDEX
 
 Opener = Callable[..., OpenedData]
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.packing import PackedBlocks
-from torchtitan_lite.errors import DataError
 
 SEQ_LEN = 7
 

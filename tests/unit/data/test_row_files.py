@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data import row_files
 from torchtitan_lite.data.conversations import read_conversations
 from torchtitan_lite.data.corpus import open_corpus
@@ -21,8 +23,6 @@ from torchtitan_lite.data.stream_reader import BEGINNING, StreamReader
 from torchtitan_lite.data.tokenization import DocumentTokenizer
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.data.unusable_rows import UnusableRows
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
 
 GOOD = b'{"text": "one"}\n{"text": "two"}\n'
 HUGE = b'{"text": "x", "n": 1' + b"0" * 5000 + b"}"

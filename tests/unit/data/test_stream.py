@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchtitan_lite.config.tables.data import CorpusConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data import node_streams
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.packing import PackedBlocks
@@ -17,8 +19,6 @@ from torchtitan_lite.data.stream_reader import BEGINNING, StreamReader
 from torchtitan_lite.data.token_cache import tokenize
 from torchtitan_lite.data.tokenization import DocumentTokenizer, _Worker
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
 
 SEQ_LEN = 23
 

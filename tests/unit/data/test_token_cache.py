@@ -12,14 +12,14 @@ import pytest
 
 from tests.harness.ranks import FORK_SERVER
 from tests.unit.conftest import Fsyncs
+from torchtitan_lite.config.tables.data import CorpusConfig, DataConfig
+from torchtitan_lite.config.tables.validation import ValidationConfig
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data import open_data, token_cache
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.token_cache import TokenizedCorpus, open_token_cache
 from torchtitan_lite.data.tokenizer import _texts, load_tokenizer, open_tokenizer
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig, DataConfig
-from torchtitan_lite.schema.validation import ValidationConfig
 
 FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
 

@@ -11,6 +11,7 @@ from tokenizers import ByteLevelBPETokenizer
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from transformers import AutoTokenizer
 
+from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.data.tokenizer import (
     _add_tokens_of_config,
     load_tokenizer,
@@ -19,7 +20,6 @@ from torchtitan_lite.data.tokenizer import (
     train_tokenizer,
 )
 from torchtitan_lite.data.tokenizer_folder import FILES, token_text
-from torchtitan_lite.errors import DataError
 
 
 def test_training_is_deterministic_and_text_survives(documents: list[str], tmp_path: Path) -> None:

@@ -29,26 +29,26 @@ from tests.harness.tolerances import (
     ROPE_FLOAT32,
 )
 from tests.unit.models.tiny import DEEPSEEK, DEEPSEEK_V2, tiny_samples, tiny_targets
-from torchtitan_lite.checkpoint.hugging_face.snapshot import (
+from torchtitan_lite.checkpoint.convert.dcp.keys import RELEASES, KeyMap
+from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import (
     HuggingFaceSnapshot,
     expand_key,
     match_key,
 )
-from torchtitan_lite.checkpoint.interchange.keys import RELEASES, KeyMap
 from torchtitan_lite.checkpoint.snapshots import read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.cli import main
-from torchtitan_lite.errors import CheckpointError, ConfigError
-from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import CheckpointError, ConfigError
 from torchtitan_lite.models import deepseek_v3, model_spec, read_hugging_face_config
 from torchtitan_lite.models.deepseek_v3 import DeepseekV3Dims
 from torchtitan_lite.nn.attention import SDPAKernel
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize, on_meta
+from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.moe import MoEDims, Router
 from torchtitan_lite.nn.rope import Rope, YarnScaling
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.spec import IGNORE_INDEX, Microbatch
+from torchtitan_lite.nn.spec import IGNORE_INDEX, Microbatch
 
 BOTH = pytest.mark.parametrize("dims", [DEEPSEEK, DEEPSEEK_V2], ids=["v3", "v2"])
 

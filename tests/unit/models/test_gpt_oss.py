@@ -14,15 +14,15 @@ from tests.harness import hugging_face
 from tests.harness.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
 from tests.unit.models.tiny import GPT_OSS, tiny_samples
 from torchtitan_lite.checkpoint.conversion import expected_shapes
-from torchtitan_lite.checkpoint.hugging_face.mxfp4 import dequantize
+from torchtitan_lite.checkpoint.convert.hugging_face.mxfp4 import dequantize
 from torchtitan_lite.cli import main
-from torchtitan_lite.errors import CheckpointError, ConfigError
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import CheckpointError, ConfigError
 from torchtitan_lite.models import gpt_oss, model_spec
 from torchtitan_lite.nn.attention import SlidingWindow
 from torchtitan_lite.nn.attention_sinks import SinkKernel
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.rope import YarnScaling
-from torchtitan_lite.schema.model import ModelConfig
 
 _LENGTH = 11
 

@@ -25,8 +25,8 @@ from tests.harness.hugging_face import (
 )
 from tests.harness.tolerances import PRETRAINED_DELTA, PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import (
     families,
     hugging_face_dims,
@@ -35,8 +35,8 @@ from torchtitan_lite.models import (
     read_hugging_face_config,
 )
 from torchtitan_lite.models.qwen3 import FLAVORS, spec_of
+from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.schema.model import ModelConfig
 
 RELEASED = [
     (family, flavor)

@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness.tolerances import COUNTED_FLOPS
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec, tiny_targets
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import families, llama3, model_spec
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.initialize import initialize
-from torchtitan_lite.schema.model import ModelConfig
+from torchtitan_lite.nn.loss import cross_entropy
 
 
 @pytest.mark.parametrize(

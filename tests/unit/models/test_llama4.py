@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from tests.harness.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
 from torchtitan_lite.checkpoint.conversion import expected_shapes
 from torchtitan_lite.cli import main
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import llama4, model_spec
 from torchtitan_lite.nn.attention import Causal, Chunk
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.schema.model import ModelConfig
 
 CONTEXT: dict[str, Any] = {
     "positions_BS": torch.arange(41).expand(2, -1),

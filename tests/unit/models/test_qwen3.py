@@ -20,14 +20,14 @@ from tests.harness.tolerances import COUNTED_FLOPS, LOGITS_FLOAT32, LOGITS_FLOAT
 from tests.unit.models.tiny import QWEN3 as DENSE
 from tests.unit.models.tiny import QWEN3_EXPERTS as SPARSE
 from tests.unit.models.tiny import tiny_samples, tiny_targets
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import model_spec, qwen3
 from torchtitan_lite.models.qwen3 import Qwen3Dims
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize
+from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.moe import MoE, MoEDims
-from torchtitan_lite.schema.model import ModelConfig
 
 BOTH = pytest.mark.parametrize("dims", [DENSE, SPARSE], ids=["dense", "experts"])
 

@@ -16,16 +16,16 @@ from tests.harness.tolerances import LOGITS_FLOAT64
 from tests.unit.models.tiny import QWEN3_NEXT, tiny_samples, tiny_targets
 from torchtitan_lite.checkpoint.conversion import expected_shapes
 from torchtitan_lite.cli import main
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import model_spec, qwen3_next
 from torchtitan_lite.nn.attention import Causal
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.gated_delta import GatedDelta, GatedDeltaNet
 from torchtitan_lite.nn.initialize import initialize
+from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.norm import ZeroCenteredRMSNorm
 from torchtitan_lite.optim.optimizer import uses_muon
-from torchtitan_lite.schema.model import ModelConfig
 
 CONTEXT: dict[str, Any] = {
     "positions_BS": torch.arange(41).expand(2, -1),

@@ -18,8 +18,8 @@ from torchtitan_lite.nn.grouped_query import Temperature
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import RopeScaling, YarnScaling
+from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel.context import SequenceSharding
-from torchtitan_lite.spec import ModelSpec
 
 WHOLE = SequenceSharding(num_ranks=1, rank=0, head_tail=True)
 """No context parallelism."""

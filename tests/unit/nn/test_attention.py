@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from tests.harness.tolerances import ATTENTION_FLOAT64
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
-from torchtitan_lite.inference.kv_cache import _CachedCarry
 from torchtitan_lite.nn.attention import AttentionMask, BlockContext, Chunk, SDPAKernel
 from torchtitan_lite.nn.attention_sinks import _plain
 from torchtitan_lite.nn.grouped_query import GroupedQuery, Temperature
 from torchtitan_lite.nn.rope import Rope, rotate
+from torchtitan_lite.serving.inference.kv_cache import _CachedCarry
 
 
 def test_a_packed_document_equals_the_document_alone() -> None:

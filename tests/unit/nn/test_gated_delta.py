@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness.tolerances import DELTA_BFLOAT16, DELTA_FLOAT32, DELTA_FLOAT64
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.gated_delta import (
     GatedDelta,

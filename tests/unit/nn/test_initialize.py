@@ -10,13 +10,13 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from tests.harness.tolerances import GOLDEN_DIGEST
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.rng import generator
+from torchtitan_lite.distributed.redistribute import Box
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn import initialize as module
 from torchtitan_lite.nn.initialize import draw_box, initialize
-from torchtitan_lite.redistribute import Box
-from torchtitan_lite.rng import generator
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.spec import InitRule
+from torchtitan_lite.nn.spec import InitRule
 
 _RULE = InitRule(pattern="*", kind="normal", std=0.5, cutoff_stds=2.0)
 

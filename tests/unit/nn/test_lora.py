@@ -10,13 +10,13 @@ from torch import nn
 
 from tests.harness.jobs import ODD_DEEPSEEK, ODD_DIMS, ODD_EXPERTS
 from tests.harness.tolerances import LOGITS_FLOAT32, MERGED_FLOAT64
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config.tables.lora import LoRAConfig
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.distributed.redistribute import Box
 from torchtitan_lite.models import deepseek_v3, llama3, qwen3
 from torchtitan_lite.nn.initialize import allocate_memory, draw_box, initialize, on_meta
 from torchtitan_lite.nn.lora import AdaptedLinear, merge_adapters, merged, with_adapters
-from torchtitan_lite.redistribute import Box
-from torchtitan_lite.schema.lora import LoRAConfig
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.nn.spec import ModelSpec
 
 SPEC = llama3.spec_of(ODD_DIMS, "odd")
 EXPERTS = qwen3.spec_of(ODD_EXPERTS, "odd_experts")

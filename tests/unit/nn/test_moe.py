@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness.tolerances import GROUPED_BFLOAT16, MOE_FLOAT64
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.nn.grouped_linear import (
     _is_aligned,
     grouped_linear,

@@ -20,16 +20,16 @@ from tests.unit.models.tiny import (
     tiny_spec,
     tiny_targets,
 )
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.config.tables.optimizer import OptimizerConfig
+from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.initialize import initialize
+from torchtitan_lite.nn.loss import cross_entropy
+from torchtitan_lite.nn.spec import ShardRule
 from torchtitan_lite.optim import ShardedOptimizer, build_optimizer
 from torchtitan_lite.optim.muon import Muon
 from torchtitan_lite.optim.newton_schulz import COEFFICIENTS, NewtonSchulz
 from torchtitan_lite.optim.optimizer import uses_muon
-from torchtitan_lite.schema.optimizer import OptimizerConfig
-from torchtitan_lite.spec import ShardRule
 
 SPEC = tiny_spec()
 

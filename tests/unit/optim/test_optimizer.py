@@ -11,17 +11,17 @@ from torch import nn
 
 from tests.harness.tolerances import NORM_FLOAT32, OPTIMIZER_FLOAT32, SCHEDULE
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.log import logger
-from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.config.tables.lr_scheduler import LRSchedulerConfig
+from torchtitan_lite.config.tables.optimizer import OptimizerConfig
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.optim import (
     build_lr_scheduler,
     build_optimizer,
     local_gradients,
     square_norm,
 )
-from torchtitan_lite.schema.lr_scheduler import LRSchedulerConfig
-from torchtitan_lite.schema.optimizer import OptimizerConfig
 
 _SHAPES = {
     "linear": lambda p: 1 - p,

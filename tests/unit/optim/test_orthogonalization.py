@@ -12,6 +12,9 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from tests.unit.conftest import RecordedStreams
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, TensorSpec
+from torchtitan_lite.distributed.redistribute.cost import CPU
+from torchtitan_lite.distributed.redistribute.placements import Holder
 from torchtitan_lite.optim import orthogonalization
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.orthogonalization import (
@@ -23,9 +26,6 @@ from torchtitan_lite.optim.orthogonalization import (
     _in_buckets,
     assign_matrices,
 )
-from torchtitan_lite.redistribute import HolderMesh, Layout, TensorSpec
-from torchtitan_lite.redistribute.cost import CPU
-from torchtitan_lite.redistribute.placements import Holder
 
 ITERATION = NewtonSchulz(steps=5, dtype=torch.bfloat16)
 FSDP = Layout(HolderMesh.ranks(4), [Shard(0)])

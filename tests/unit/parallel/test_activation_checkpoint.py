@@ -19,17 +19,17 @@ from tests.unit.models.tiny import (
     tiny_targets,
 )
 from torchtitan_lite import parallel
-from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.config.tables.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.config.tables.compile import CompileConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.training import PrecisionConfig
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.models import qwen3_next
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize
+from torchtitan_lite.nn.loss import cross_entropy
+from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel import activation_checkpoint
-from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan_lite.schema.compile import CompileConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.schema.training import PrecisionConfig
-from torchtitan_lite.spec import ModelSpec
 
 _MODES = {
     "none": {"mode": "none"},

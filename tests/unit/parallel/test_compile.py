@@ -6,13 +6,13 @@ from torch._dynamo.exc import InvalidBackend
 from torch._dynamo.testing import CompileCounter
 
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec
-from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.config.tables.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.config.tables.compile import CompileConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.training import PrecisionConfig
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.nn.initialize import on_meta
 from torchtitan_lite.parallel import compile, parallelize
-from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan_lite.schema.compile import CompileConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.schema.training import PrecisionConfig
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import torch
 
 from tests.harness.threads import run_on_threads
 from tests.unit.models.tiny import tiny_spec
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.nn.moe import MoEDims, Router
 from torchtitan_lite.parallel.expert import _see_whole_sequences, has_own_mesh
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 @pytest.mark.parametrize("axis", ["ep", "etp", "tp", "dp_shard"])

@@ -18,17 +18,17 @@ from tests.unit.models.tiny import (
     tiny_spec,
     tiny_targets,
 )
-from torchtitan_lite.device import Device, detect_device
-from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.config.tables.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.config.tables.compile import CompileConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.training import PrecisionConfig
+from torchtitan_lite.distributed.device import Device, detect_device
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.decoder import Decoder
+from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.parallel import fsdp, parallelize
-from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan_lite.schema.compile import CompileConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.schema.training import PrecisionConfig
 
 _MIXED = PrecisionConfig(mixed_precision_param="bfloat16")
 _OFFLOADED = _MIXED.model_copy(update={"enable_cpu_offload": True})

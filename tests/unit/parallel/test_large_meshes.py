@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.harness.ranks import FORK_SERVER
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, resolve_degrees
+from torchtitan_lite.config.tables.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.config.tables.compile import CompileConfig
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.config.tables.training import PrecisionConfig
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, resolve_degrees
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, local_box
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
-from torchtitan_lite.redistribute import HolderMesh, Layout, local_box
-from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan_lite.schema.compile import CompileConfig
-from torchtitan_lite.schema.model import ModelConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.schema.training import PrecisionConfig
 
 CASES = {
     "70B on 256": (256, "llama3", "70B", {"tensor_parallel_degree": 8}),

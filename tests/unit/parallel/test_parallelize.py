@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from torchtitan_lite import parallel
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.compile import CompileConfig
+from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.parallel import inference, parallelize
-from torchtitan_lite.schema.compile import CompileConfig
 
 _TECHNIQUES = (
     *("float8.apply", "expert.apply", "tensor.apply", "context.apply"),

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.models.tiny import tiny_spec
-from torchtitan_lite.builders.model import parallelized_parts
 from torchtitan_lite.config import Config
-from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.training.builders.model import parallelized_parts
 
 
 def test_a_rule_that_no_parameter_matches_is_an_error_on_any_mesh(mesh: Mesh) -> None:

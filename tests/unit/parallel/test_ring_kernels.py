@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.threads import run_on_threads
+from torchtitan_lite.distributed.torch_compat import attention_backward, attention_with_lse
 from torchtitan_lite.parallel.context import RingKernel, SequenceSharding
-from torchtitan_lite.torch_compat import attention_backward, attention_with_lse
 
 
 class _Calls(TorchDispatchMode):

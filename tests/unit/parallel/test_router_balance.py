@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.nn.moe import MoEDims, Router
 from torchtitan_lite.parallel.expert import RouterBalance, routers_of
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 NAMES = ["first", "elsewhere", "last"]
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 
 from tests.unit.models.tiny import WHOLE, tiny_decoder, tiny_samples, tiny_targets
-from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.nn.loss import cross_entropy
+from torchtitan_lite.nn.spec import Microbatch, TokenLoss, VocabularyShard
 from torchtitan_lite.parallel import GradientAccumulation
-from torchtitan_lite.spec import Microbatch, TokenLoss, VocabularyShard
 
 _SAMPLES, _TARGETS = tiny_samples(6), tiny_targets(6)
 

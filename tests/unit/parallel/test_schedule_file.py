@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.parallel.test_step_order import plan_of
-from torchtitan_lite.errors import MeshError
+from torchtitan_lite.core.errors import MeshError
 from torchtitan_lite.parallel.pipeline_order import parse_order, read_order
 from torchtitan_lite.parallel.pipeline_stages import step_order
 

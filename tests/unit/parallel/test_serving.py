@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import ParallelDims
+from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.distributed.mesh import ParallelDims
 from torchtitan_lite.models import llama3, qwen3
+from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel.inference import inference_degrees
-from torchtitan_lite.spec import ModelSpec
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.unit.models.tiny import DEEPSEEK
-from torchtitan_lite.errors import MeshError
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.core.errors import MeshError
 from torchtitan_lite.models import deepseek_v3
 from torchtitan_lite.models.llama3 import Llama3Dims, spec_of
 from torchtitan_lite.parallel.pipeline_stages import (
@@ -16,7 +17,6 @@ from torchtitan_lite.parallel.pipeline_stages import (
     stage_modules,
     stage_weights,
 )
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 SPEC = spec_of(Llama3Dims(dim=16, num_layers=5, num_heads=2, num_kv_heads=1, hidden_dim=32), "5")
 

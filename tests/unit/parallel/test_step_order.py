@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
-from torchtitan_lite.errors import MeshError
+from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.distributed.torch_compat import schedule_actions
 from torchtitan_lite.parallel.pipeline_order import (
     Action,
     Costs,
@@ -14,7 +15,6 @@ from torchtitan_lite.parallel.pipeline_order import (
     simulate,
 )
 from torchtitan_lite.parallel.pipeline_stages import SCHEDULES, StagePlan, step_order
-from torchtitan_lite.torch_compat import schedule_actions
 
 
 def plan_of(schedule: str, num_ranks: int) -> StagePlan:

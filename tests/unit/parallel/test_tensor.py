@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.config.tables.parallelism import ParallelismConfig
+from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.attention import AcrossHeads
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.parallel import context, tensor
 from torchtitan_lite.parallel.autograd_collectives import _AllGather
 from torchtitan_lite.parallel.pipeline import SharedWeight
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 @pytest.fixture

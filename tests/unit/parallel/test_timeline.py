@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from tests.unit.parallel.test_step_order import plan_of
-from torchtitan_lite.errors import MeshError
+from torchtitan_lite.core.errors import MeshError
 from torchtitan_lite.parallel.pipeline_order import Action, Costs, PipelineOrder, Timeline, simulate
 from torchtitan_lite.parallel.pipeline_stages import SCHEDULES, step_order
 

@@ -16,16 +16,16 @@ import torch.distributed as dist
 from tests.harness import tolerances
 from tests.harness.jobs import odd_config, whole
 from tests.harness.threads import run_on_threads
-from torchtitan_lite.builders.model import build_model
-from torchtitan_lite.config.trained_model import trained_spec
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import Mesh, resolve_degrees
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, resolve_degrees
+from torchtitan_lite.nn.loss import cross_entropy
+from torchtitan_lite.nn.spec import IGNORE_INDEX, Microbatch
 from torchtitan_lite.optim.gradients import local_gradients, square_norm
 from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.expert import RouterBalance, routers_of
 from torchtitan_lite.parallel.pipeline_stages import join_stages
-from torchtitan_lite.spec import IGNORE_INDEX, Microbatch
+from torchtitan_lite.training.builders.model import build_model
+from torchtitan_lite.training.checks.trained_model import trained_spec
 
 # torch warns of its own code.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -3,8 +3,8 @@
 import torch
 
 from tests.harness.threads import run_on_threads
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.parallel.tensor import _RowsOfRank
 
 

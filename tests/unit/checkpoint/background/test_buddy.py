@@ -30,9 +30,9 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     run_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
-from torchtitan_lite.errors import DamagedSnapshot, RpcError
-from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
-from torchtitan_lite.rpc.state_server import ServedState, StateServer
+from torchtitan_lite.core.errors import DamagedSnapshot, RpcError
+from torchtitan_lite.distributed.rpc.state_client import PeerEndpoint, StateConnection
+from torchtitan_lite.distributed.rpc.state_server import ServedState, StateServer
 
 _SECRET = "a secret of one session"
 _LARGE = 600_000

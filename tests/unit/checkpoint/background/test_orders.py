@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.snapshots import Trainers, snapshot, trainers, verify
-from tests.unit.test_run_lease import put
+from tests.unit.core.test_run_lease import put
 from torchtitan_lite.checkpoint.background import writer as writing
 from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess

@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.background.writer import Writer
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
-from torchtitan_lite.log import logger
+from torchtitan_lite.core.log import logger
 
 _LIMITED = 'ulimit -f {}; exec "{}" -m torchtitan_lite.checkpoint.background "$0"'
 

@@ -18,8 +18,8 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     run_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.publish.pins import SlotLock
+from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.serving.publish.pins import SlotLock
 
 _HOLD = """
 import sys, time

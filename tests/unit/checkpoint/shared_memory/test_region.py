@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.shared_memory import region_file
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotHeader, SlotState
 from torchtitan_lite.checkpoint.shared_memory.region_file import ALIGNMENT, InsufficientMemory
-from torchtitan_lite.errors import DamagedSnapshot
+from torchtitan_lite.core.errors import DamagedSnapshot
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torchtitan_lite.checkpoint.storage.manifest_json import (
     checksum_matches_v2,
     manifest_bytes,
 )
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 BASE = {"mesh": {"dp_shard": 3}, "values": {"train_state": {"step": 5}}, "config": {}}
 

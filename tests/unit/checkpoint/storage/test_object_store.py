@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.storage.manifest_json import (
 )
 from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError
 
 
 class FlakyFilesystem:

@@ -1,0 +1,1 @@
+"""Conversion from and to Hugging Face folders and torch DCP checkpoints."""

@@ -1,0 +1,45 @@
+"""Hugging Face folders, as transformers reads and writes them: open, import, export.
+
+Layer: above the rest of checkpoint/, except loading, restore and the manager.
+"""
+
+from torchtitan_lite.checkpoint.conversion import TargetExists, check_disk_space
+from torchtitan_lite.checkpoint.convert.hugging_face.export import FolderExport
+from torchtitan_lite.checkpoint.convert.hugging_face.folder import (
+    GENERATION,
+    HuggingFaceFolder,
+    is_hugging_face,
+    read_config,
+    save_assets,
+    saved_assets,
+)
+from torchtitan_lite.checkpoint.convert.hugging_face.from_hf import BLOCK_BYTES, HuggingFaceImport
+from torchtitan_lite.checkpoint.convert.hugging_face.shared_export import export_on_all_ranks
+from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import (
+    HuggingFaceSnapshot,
+    expand_key,
+    match_key,
+)
+from torchtitan_lite.checkpoint.convert.hugging_face.to_hf import HuggingFaceExport, export_tensors
+from torchtitan_lite.checkpoint.convert.hugging_face.to_peft import AdapterExport
+
+__all__ = [
+    "BLOCK_BYTES",
+    "GENERATION",
+    "AdapterExport",
+    "FolderExport",
+    "HuggingFaceExport",
+    "HuggingFaceFolder",
+    "HuggingFaceImport",
+    "HuggingFaceSnapshot",
+    "TargetExists",
+    "check_disk_space",
+    "expand_key",
+    "export_on_all_ranks",
+    "export_tensors",
+    "is_hugging_face",
+    "match_key",
+    "read_config",
+    "save_assets",
+    "saved_assets",
+]

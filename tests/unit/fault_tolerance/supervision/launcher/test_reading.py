@@ -1,0 +1,255 @@
+"""Inputs of the launcher: arguments, logs, metrics."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.cli import main
+from torchtitan_lite.config.__main__ import main as check_config
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.outputs import PARTICIPATES, RECEIVES_STATE
+from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
+from torchtitan_lite.fault_tolerance.supervision.launcher import plan as plan_module
+from torchtitan_lite.fault_tolerance.supervision.launcher.logs import (
+    ReplicaProgress,
+    TorchftLogFilter,
+    last_lines,
+    mask_numbers,
+)
+from torchtitan_lite.fault_tolerance.supervision.launcher.plan import (
+    LaunchPlan,
+    dump_folder,
+    training_plan,
+)
+from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
+
+CHATTER = b"2026-01-01T00:00:00.000 [INFO] [torchft::manager] - [Replica 0] start quorum"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "a.toml"
+    path.write_text('[job]\ndump_folder = "from_file"\n')
+    return str(path)
+
+
+def test_dump_folder(config: str, tmp_path: Path) -> None:
+    assert dump_folder(["--config", config]) == Path("from_file")
+    assert dump_folder([f"--config={config}", "--job.dump_folder=x"]) == Path("x")
+    assert dump_folder(["--job.dump-folder", "x y", "--job.config_file", config]) == Path("x y")
+    Path(config).write_bytes(b"\xef\xbb\xbf" + Path(config).read_bytes())
+    assert dump_folder(["--config", config]) == Path("from_file")
+    (tmp_path / "empty.toml").touch()
+    assert dump_folder(["--config", str(tmp_path / "empty.toml")]) == Path("outputs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "--config FILE"),
+        (["--config"], "cannot be read"),
+        (["--config", "nowhere.toml"], "nowhere.toml cannot be read: [Errno 2]"),
+        (["--config", "x", "--fault_tolerance.replica-id=3"], "the launcher sets it"),
+        (["--fault_tolerance.no_enable"], "the launcher sets it"),
+    ],
+)
+def test_unsupported_arguments(arguments: list[str], error: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        dump_folder(arguments)
+    assert error in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_plan(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+
+    def check(ranks: Sequence[int], arguments: Sequence[str]) -> None:
+        """Check the config in this process, which has imported torch."""
+        checked.append(check_config([",".join(map(str, ranks)), "--", *arguments]))
+
+    monkeypatch.setattr(plan_module, "_check_ranks", check)
+    plan = training_plan(
+        ["--config", config, "--training.steps=3"],
+        num_replicas=2,
+        ranks=[4],
+        num_spares=0,
+        slots_file=None,
+        regrow_after_s=600,
+        lighthouse="torchft",
+        min_replicas=2,
+        max_restarts=1,
+        max_restart_delay_s=30,
+        grace_s=7.5,
+        host="127.0.0.1",
+        log_dir=None,
+    )
+    assert checked == [0]
+    command = " ".join(plan.group_command(1, RunMesh(4)))
+    assert command.endswith(
+        f"-m torchtitan_lite train --nproc=4 --spares=0 --config {config} --training.steps=3 "
+        "--fault_tolerance.enable true --fault_tolerance.replica_id 1 "
+        "--fault_tolerance.group_size 2 --fault_tolerance.lighthouse torchft"
+    )
+    options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
+    assert " ".join(plan.lighthouse_command("a:1")).endswith(options)
+    pipelined = RunMesh(4, ("--parallelism.pipeline_parallel_degree=2",))
+    assert plan.is_pipelined(pipelined) and not plan.is_pipelined(RunMesh(4))
+    assert plan.log_folder(1) == Path("from_file/launch_logs/replica_001")
+    assert plan.metrics_file(0) == Path("from_file/replica_000/metrics.jsonl")
+
+
+def plan_with(environment: dict[str, str]) -> LaunchPlan:
+    return LaunchPlan(
+        num_replicas=1,
+        ranks=[1],
+        group_command=lambda number, mesh: [],
+        lighthouse_command=lambda address: [],
+        dump_folder=Path(),
+        log_dir=Path(),
+        environment=environment,
+    )
+
+
+def test_environment() -> None:
+    variables = {"RANK": "3", "PATH": "/bin", "OMP_NUM_THREADS": "8"}
+    plan = plan_with(variables)
+    environment = plan.base_environment()
+    assert "RANK" not in environment and environment["PATH"] == "/bin"
+    assert environment["OMP_NUM_THREADS"] == "8"
+    assert len(environment["TORCHTITAN_LITE_TOKEN"]) >= 16
+    variables["TORCHTITAN_LITE_TOKEN"] = "a secret of the user"
+    kept = plan_with(variables).base_environment()
+    assert kept["TORCHTITAN_LITE_TOKEN"] == "a secret of the user"
+
+
+def test_filter_takes_whole_lines() -> None:
+    stream = b"one\n" + CHATTER + b"\ntwo\nthr"
+    actual, filter_ = [], TorchftLogFilter()
+    for place in range(0, len(stream), 7):
+        actual += filter_.feed(stream[place : place + 7])
+    assert actual == [b"one", b"two"]
+
+
+def test_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"x" * 100_000 + b"\na\n\nb  \n" + CHATTER + b"\n\xff end")
+    assert last_lines(log, 3) == ["a", "b", "\N{REPLACEMENT CHARACTER} end"]
+    assert last_lines(tmp_path / "nowhere", 3) == []
+
+
+def test_common_part_of_lines() -> None:
+    first, second = "12:00:01 port 4000 at 0xab12", "12:00:02 port 4711 at 0xfe"
+    assert mask_numbers(first) == mask_numbers(second) == "#:#:# port # at #"
+
+
+def test_an_invalid_command_line_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {
+        "--replicas": [],
+        "--replicas is 0": ["--replicas=0"],
+        "lower it, or start more": ["--replicas=2", "--min-replicas=3"],
+        "end the command with -- --config": ["--replicas=2"],
+    }
+    for message, arguments in wrong.items():
+        assert main(["launch", *arguments]) == 2
+        output = capsys.readouterr().err
+        assert message in output and len(output.splitlines()) == 1
+
+
+def step(number: int) -> str:
+    return json.dumps({"step": number, "loss": 1.0}) + "\n"
+
+
+def test_progress_excludes_records_of_earlier_attempts(tmp_path: Path) -> None:
+    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
+    metrics.write_text(step(1) + step(2) + step(3))
+    progress = ReplicaProgress(metrics, log)
+    progress.update()
+    assert progress.last_step is None
+    # The trainer resumes at step 1.
+    (tmp_path / "new").write_text(step(1))
+    (tmp_path / "new").rename(metrics)
+    progress.update()
+    assert progress.last_step is None
+    with metrics.open("a") as file:
+        file.write(json.dumps({"event": "resume", "step": 1, "loss": 0}) + "\n" + step(2)[:5])
+    progress.update()
+    assert progress.last_step is None
+    with metrics.open("a") as file:
+        file.write(step(2)[5:])
+    progress.update()
+    assert progress.last_step is not None and progress.last_step["step"] == 2
+
+
+def test_progress_sees_healing(tmp_path: Path) -> None:
+    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
+    progress = ReplicaProgress(metrics, log)
+    log.write_text("12:00:00 Receiving the state of another replica, at sample 4.\n")
+    progress.update()
+    assert progress.is_healing
+    with log.open("a") as file:
+        file.write(f"12:00:01 {PARTICIPATES} in the quorum.\n")
+    progress.update()
+    assert not progress.is_healing
+    with log.open("a") as file:
+        file.write(f"12:00:02 {RECEIVES_STATE}\n")
+    progress.update()
+    assert progress.is_healing
+    metrics.write_text("no JSON\n" + step(5))
+    progress.update()
+    assert not progress.is_healing and progress.last_step == {"step": 5, "loss": 1.0}
+
+
+def test_progress_ignores_step_times_that_are_not_finite(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    progress = ReplicaProgress(metrics, tmp_path / "rank_0.log")
+    lines = ['{"event": "start", "step": 0, "steps": 14}']
+    for taken_s in ("1e999", "NaN", "-Infinity", "2.0", "Infinity"):
+        lines.append(f'{{"step": 4, "loss": 1.0, "step_time_s": {taken_s}}}')
+    metrics.write_text("\n".join(lines) + "\n")
+    progress.update()
+    assert progress.time_left_s == 20.0
+
+
+def test_goodput_is_read_as_finite_floats(tmp_path: Path) -> None:
+    path = tmp_path / "books.json"
+    path.write_text(
+        '{"version": 1, "entries": [[1]], "goodput": 0.5, "wall_s": 10, "lost_s": 0, '
+        '"compute_s": 5.0, "odd_s": "1"}'
+    )
+    actual = goodput.read(path)
+    assert actual is not None
+    assert actual == {"goodput": 0.5, "wall_s": 10.0, "lost_s": 0.0, "compute_s": 5.0}
+    assert goodput.line(actual) == "goodput 50.0% of 10 s, 0.0 s of work lost"
+    more = {**actual, "between_s": 3.0, "start_s": 2.0, "quorum_s": 0.04}
+    rows = [" ".join(row.split()) for row in goodput.table(more)]
+    assert rows == [
+        "Goodput 50.0% of 0:10 since the first start",
+        "compute 5.0 s 50.0%",
+        "between steps 3.0 s 30.0%",
+        "startup 2.0 s 20.0%",
+    ]
+
+
+@pytest.mark.parametrize("key", ["goodput", "wall_s", "lost_s", "compute_s"])
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", "1" + "0" * 400, "1" + "0" * 5000])
+def test_non_finite_goodput_is_damaged(key: str, value: str, tmp_path: Path) -> None:
+    path = tmp_path / "books.json"
+    values = {"goodput": "0.5", "wall_s": "10", "lost_s": "0", key: value}
+    path.write_text("{" + ", ".join(f'"{k}": {v}' for k, v in values.items()) + "}")
+    assert goodput.read(path) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[1]", "3", "[" * 100_000, '{"goodput": 0.5}'),
+        '{"goodput": "0.5", "wall_s": 1, "lost_s": 0}',
+        '{"goodput": true, "wall_s": 1, "lost_s": 0}',
+    ],
+)
+def test_a_damaged_goodput_file_is_ignored(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "books.json"
+    path.write_text(content)
+    assert goodput.read(path) is None
+    assert goodput.read(tmp_path / "nowhere") is None

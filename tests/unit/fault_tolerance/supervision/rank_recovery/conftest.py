@@ -1,0 +1,40 @@
+"""Stand-ins for the processes of an agent."""
+
+from collections.abc import Mapping, Sequence
+
+from torchtitan_lite.core.rank.processes import ExitStatus
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankState
+
+
+class FakeProcess:
+    """A process that does what the test says."""
+
+    def __init__(self) -> None:
+        self.state, self.has_progress = RankState.TRAINING, True
+        self.status: ExitStatus | None = None
+        self.error, self.may_pass, self.pid = "", False, 0
+        self.failed_at_s = 0.0
+        self.is_ordered_to_leave = self.is_started = False
+        self.signals: list[object] = []
+
+    def poll(self) -> None:
+        """Nothing has changed."""
+
+    def renew_lease(self, until_s: float) -> None:
+        """It needs none."""
+
+    def exit(self, status: int) -> None:
+        self.state, self.status = RankState.EXITED, ExitStatus(status)
+
+    def start_training(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
+        self.is_started, self.state = True, RankState.TRAINING
+
+    def abort_training(self) -> None:
+        """It may park, or not."""
+
+    def leave_training(self) -> None:
+        self.is_ordered_to_leave = True
+
+    def signal(self, number: object) -> None:
+        self.signals.append(number)
+        self.state = RankState.EXITED

@@ -1,0 +1,44 @@
+"""Messages arrive whole and in order, and the end of the other side is noticed."""
+
+import socket
+
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import Channel
+
+
+def test_an_offer_to_an_end_that_does_not_read_is_dropped_whole() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel, other = Channel(ours), Channel(theirs)
+        num_accepted = 0
+        # This blocks forever if the offer waits.
+        while channel.offer(lease=num_accepted, text="x" * 40_000):
+            num_accepted += 1
+        assert num_accepted and not channel.offer(lease=-1)
+        received = []
+        while len(received) < num_accepted:
+            received += other.receive(wait=True)
+            channel.offer()
+        expected = [*range(num_accepted)]
+        assert [one["lease"] for one in received if "text" in one][:num_accepted] == expected
+        assert {"lease": -1} not in received
+        channel.send(abort=True)
+        while {"abort": True} not in received:
+            received += other.receive(wait=True)
+
+
+def test_messages_arrive_in_order_until_the_other_end_closes() -> None:
+    ours, theirs = socket.socketpair()
+    channel, other = Channel(ours), Channel(theirs)
+    assert channel.receive(wait=False) == []
+    other.send(parked=True)
+    other.send(failed="x" * 100_000)
+    assert channel.receive(wait=True) == [{"parked": True}]
+    assert channel.receive(wait=True) == [{"failed": "x" * 100_000}]
+    theirs.sendall(b'{"ended"')
+    assert channel.receive(wait=False) == [] and not channel.has_ended
+    theirs.sendall(b": 3}\n")
+    other.close()
+    assert channel.receive(wait=True) == [{"ended": 3}]
+    assert channel.receive(wait=True) == [] and channel.has_ended
+    channel.send(exit=0)
+    channel.close()

@@ -1,0 +1,79 @@
+"""Agents decide about all ranks, of which one is not as far as the others."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import ResizeState
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.agent import (
+    ProcessAgent,
+    RankState,
+    WorkerState,
+)
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
+
+
+def _ranks(*values: dict[str, Any]) -> dict[int, Any]:
+    default = {"state": RankState.PARKED, "has_progress": False, "poll": lambda: None}
+    return {rank: SimpleNamespace(**{**default, **value}) for rank, value in enumerate(values)}
+
+
+@pytest.mark.parametrize(
+    ("second", "has_ended"), [(RankState.ENDED, True), (RankState.PARKED, False)]
+)
+def test_a_run_succeeds_once_all_ranks_have_ended(second: RankState, has_ended: bool) -> None:
+    agent: Any = SimpleNamespace(
+        _requests=[],
+        _num_forwarded=0,
+        _may_forward=lambda: False,
+        _ranks=_ranks({"state": RankState.ENDED}, {"state": second}),
+        _spares=[],
+        _failure=lambda: None,
+        _made_progress=lambda: None,
+        _num_spares=0,
+    )
+    group: Any = SimpleNamespace(workers=[])
+    result = ProcessAgent._monitor_workers(agent, group)
+    assert (result.state == WorkerState.SUCCEEDED) == has_ended
+
+
+@pytest.mark.parametrize("has_progress", [True, False])
+def test_spares_start_once_all_ranks_have_progress(has_progress: bool) -> None:
+    started: list[str] = []
+    agent: Any = SimpleNamespace(
+        _requests=[],
+        _num_forwarded=0,
+        _may_forward=lambda: False,
+        _ranks=_ranks({"has_progress": True}, {"has_progress": has_progress}),
+        _spares=[],
+        _failure=lambda: None,
+        _made_progress=lambda: started.append("progress"),
+        _num_spares=1,
+        _start_process=lambda: started.append("spare"),
+    )
+    group: Any = SimpleNamespace(workers=[])
+    ProcessAgent._monitor_workers(agent, group)
+    assert started == (["progress", "spare"] if has_progress else [])
+
+
+@pytest.mark.parametrize("second", [RankState.PARKED, RankState.ENDED])
+def test_a_machine_has_left_once_all_its_ranks_are_parked(second: RankState) -> None:
+    agent: Any = SimpleNamespace(
+        _left_attempt=3, _attempt_number=3, _ranks=_ranks({}, {"state": second})
+    )
+    assert MachineAgent._has_left(agent) == (second is RankState.PARKED)
+
+
+@pytest.mark.parametrize("has_progress", [True, False])
+def test_a_signal_waits_for_ranks_that_start_after_a_resize(has_progress: bool) -> None:
+    answer = SimpleNamespace(resize="", state=None, resize_state=ResizeState.LEFT)
+    agent: Any = SimpleNamespace(
+        _link=SimpleNamespace(answer=answer, report=SimpleNamespace(ready_for="")),
+        _left_attempt=-1,
+        _attempt_number=5,
+        _stop_s=time.monotonic() + 3600,
+        _ranks=_ranks({"has_progress": True}, {"has_progress": has_progress}),
+    )
+    assert MachineAgent._may_forward(agent) == has_progress

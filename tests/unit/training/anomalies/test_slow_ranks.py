@@ -1,0 +1,107 @@
+"""Ranks that are slow are named, and noise is not taken for them."""
+
+import numpy as np
+import pytest
+
+from torchtitan_lite.training.anomalies.slow_ranks import (
+    RankWork,
+    SlowRank,
+    SlowRankDetector,
+    median_of_others,
+)
+
+
+def _times(seed: int, steps: int, ranks: int, jitter: float = 0.1) -> np.ndarray:
+    """[steps, ranks] as of a run without slow ranks: each step and rank with its noise, steps that
+    are long for all (a checkpoint, another job), and single ranks that stop for a moment."""
+    noise = np.random.default_rng(seed)
+    times = 0.2 * np.exp(noise.normal(0, jitter, (steps, ranks)))
+    times *= np.where(noise.random((steps, 1)) < 0.02, noise.uniform(1.5, 5, (steps, 1)), 1)
+    times[noise.random((steps, ranks)) < 0.01] *= 8
+    # For some steps in a row somebody else uses a rank's machine.
+    for start in range(100, steps, 500):
+        times[start : start + 20, noise.integers(ranks)] *= 2
+    return times
+
+
+def _found(times: np.ndarray, stages: int = 1, microbatches: int = 2) -> list[tuple[int, SlowRank]]:
+    detector, found = SlowRankDetector(), []
+    ranks = times.shape[1]
+    for step, row in enumerate(times.tolist()):
+        work = [
+            RankWork(rank // 2, rank % 2, rank * stages // ranks, microbatches, seconds)
+            for rank, seconds in enumerate(row)
+        ]
+        found += [(step, change) for change in detector.step(work)]
+    return found
+
+
+def test_the_median_of_others() -> None:
+    for ranks in (2, 3, 4, 7, 8):
+        times = np.random.default_rng(ranks).random(ranks)
+        times[: ranks // 2] = 0.5
+        found = median_of_others(times)
+        for rank in range(ranks):
+            assert found[rank] == pytest.approx(np.median(np.delete(times, rank)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "jitter", "seeds"), [(2, 0.1, 3), (2, 0.3, 3), (4, 0.3, 2), (8, 0.1, 2), (64, 0.2, 1)]
+)
+@pytest.mark.parametrize("steps", [1000, pytest.param(10_000, marks=pytest.mark.matrix)])
+def test_noise_names_nobody(ranks: int, jitter: float, seeds: int, steps: int) -> None:
+    for seed in range(seeds):
+        assert _found(_times(seed, steps, ranks, jitter)) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "jitter", "within"),
+    [
+        (2, 0.03, 80),
+        (2, 0.1, 280),
+        (8, 0.1, 280),
+        pytest.param(64, 0.1, 280, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_rank_that_is_slower_by_a_third_is_named_once_until_it_ends(
+    ranks: int, jitter: float, within: int
+) -> None:
+    for seed in range(3):
+        times = _times(seed, 2000, ranks, jitter)
+        times[300:1200, 1] *= 1.3
+        (began, slow), (ended, over) = _found(times)
+        assert (slow.replica, slow.rank, slow.is_slow) == (0, 1, True)
+        assert 300 < began <= 300 + within and slow.times_slower == pytest.approx(1.3, abs=0.1)
+        assert (over.replica, over.rank, over.is_slow) == (0, 1, False)
+        assert 1200 < ended <= 1200 + 80
+
+
+def test_stages_and_shares_of_the_work_are_not_compared() -> None:
+    times = _times(0, 500, 4)
+    times[:, 2:] *= 3
+    assert _found(times, stages=2) == []
+    detector = SlowRankDetector()
+    for row in times.tolist():
+        work = [RankWork(0, rank, 0, 1 + rank // 2, seconds) for rank, seconds in enumerate(row)]
+        assert detector.step(work) == []
+
+
+def test_a_change_of_who_takes_part_begins_anew() -> None:
+    detector = SlowRankDetector()
+    named = []
+    for step in range(400):
+        # From step 150 on replica 2 has the place of replica 1.
+        other = 1 if step < 150 else 2
+        slow = 1.5 if other == 1 else 1.0
+        work = [RankWork(0, 0, 0, 2, 0.2), RankWork(other, 0, 0, 2, 0.2 * slow)]
+        named += detector.step(work)
+    assert [(one.replica, one.is_slow) for one in named] == [(1, True)]
+
+
+def test_a_step_that_one_rank_has_not_measured_is_not_counted() -> None:
+    detector = SlowRankDetector()
+    work = [
+        RankWork(replica=0, rank=rank, stage=0, microbatches=1, seconds=seconds, data_s=0.0)
+        for rank, seconds in enumerate((1.0, 0.0, 1.0))
+    ]
+    assert detector.step(work) == [] and not detector._sum.any() and not detector._rows

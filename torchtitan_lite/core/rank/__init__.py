@@ -1,0 +1,1 @@
+"""What a rank and its supervisor owe each other: heartbeats, notices, processes."""

@@ -1,0 +1,1 @@
+"""Devices, meshes, groups and networks; servers (`rpc`) and redistribution (`redistribute`)."""

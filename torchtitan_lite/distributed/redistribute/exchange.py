@@ -1,0 +1,661 @@
+"""The exchange from one layout to another: exactly the elements that each holder lacks.
+
+The transfers of each holder are computed from the two layouts alone, without a list of pairs of
+holders: they are the intersections of its shard of one layout with the shards of the other. Between
+nodes, elements that several holders of a node need can be sent to the node once and forwarded
+there, in one more round.
+
+Contributions (`Partial`) that are reduced together are sent to a reduction owner, a holder that
+contributes and is also a destination if there is one (round "reduce"), and the owner sends the
+result to the other destinations (round "spread"). Without reductions there is one round, "move".
+Where source and destination both have contributions, each contribution of the source is added to
+one of the destination; one that is alone in its target stays unreduced.
+
+Invariant: what a holder sends to a peer equals what the peer receives from it, in the same order;
+each holder receives no element twice and none that it has.
+"""
+
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_lite.distributed.redistribute.intersections import (
+    HolderIndex,
+    Intersection,
+    Intersections,
+)
+from torchtitan_lite.distributed.redistribute.layout import Layout
+from torchtitan_lite.distributed.redistribute.partition import shard_sizes
+from torchtitan_lite.distributed.redistribute.placements import Holder, Nodes
+from torchtitan_lite.distributed.redistribute.transfers import (
+    SMALLEST,
+    Delivery,
+    Multicast,
+    NodeReceivers,
+    RoundKind,
+    RoundTransfers,
+    Transfer,
+    deliveries_from,
+    deliveries_to,
+    node_deliveries_from,
+    node_deliveries_to,
+    stripes,
+)
+
+_Target = tuple[int, ...]
+"""The target of each contribution of the source: the contribution of the destination that it is
+added to."""
+
+
+class ReductionOwner(NamedTuple):
+    """Reduces elements [start, stop) of a rectangle."""
+
+    holder: Holder
+    contribution: int | None
+    """Its own contribution; None if it has none."""
+    start: int
+    stop: int
+
+
+class ReductionGroup(NamedTuple):
+    """Contributions of the source that are reduced to one of the destination, for one rectangle."""
+
+    members: tuple[int, ...]
+    target: int
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the group has several members."""
+        return len(self.members) > 1
+
+
+class Exchange:
+    """All rounds from one layout to another for a tensor of one shape."""
+
+    def __init__(
+        self,
+        src: Layout,
+        dst: Layout,
+        shape: tuple[int, ...],
+        nodes: Nodes | None = None,
+    ) -> None:
+        """Without `nodes` all holders are equally distant."""
+        intersections = Intersections(src, dst, shape)
+        self.src, self.dst = intersections.src, intersections.dst
+        self.shape, self.nodes = shape, nodes
+        self._intersections = intersections
+        self._reductions = ReductionGroups(intersections)
+        self._owners = ReductionOwners(intersections)
+        self._holders_by_node: dict[tuple[bool, int, int], dict[Hashable, list[Holder]]] = {}
+
+    @cached_property
+    def rounds(self) -> tuple[RoundKind, ...]:
+        """The rounds in order."""
+        rounds: tuple[RoundKind, ...] = ("move",)
+        if self._reductions.largest_group > 1:
+            rounds = ("reduce",) if self.dst.num_replicas == 1 else ("reduce", "spread")
+        if self.nodes is not None and self.nodes.relay and rounds != ("reduce",):
+            rounds = (*rounds, "spread")
+        return rounds
+
+    def on_nodes(self, nodes: Nodes | None) -> "Exchange":
+        """Return the same exchange between holders on `nodes`."""
+        found = copy.copy(self)
+        found.nodes, found._holders_by_node = nodes, {}
+        found.__dict__.pop("rounds", None)
+        return found
+
+    def elements_beyond(self, is_near: np.ndarray, part: int, num_near: int) -> int:
+        """Return about how many elements of a shard of the destination none of the source's
+        positions `is_near` have, or, if they are reduced first, none of `num_near` owners."""
+        size = prod(self._shard_shape(self.dst, part))
+        if self.rounds[0] == "reduce":
+            return size * (self.dst.num_replicas - num_near) // self.dst.num_replicas
+        one = np.unique(self.src.part_of[is_near])
+        return size - int(self._intersections.elements(one, np.full(len(one), part)).sum())
+
+    def local_shape(self, holder: Holder, kind: RoundKind) -> tuple[int, ...] | None:
+        """Return the shape from which a holder sends in a round: its shard of the source, or of the
+        destination if results are spread. None if it has none."""
+        index = self.dst if kind == "spread" else self.src
+        position = index.position(holder)
+        if position is None:
+            return None
+        return self._shard_shape(index, int(index.part_of[position]))
+
+    def _shard_shape(self, index: HolderIndex, part: int) -> tuple[int, ...]:
+        per_dim = zip(self.shape, index.splits, index.per_dim(part), strict=True)
+        return tuple(int(shard_sizes(length, splits)[part]) for length, splits, part in per_dim)
+
+    def max_local_numel(self, kind: RoundKind) -> int:
+        """Return the elements of the largest shard from which a holder sends in a round."""
+        return self._largest_destination if kind == "spread" else _largest(self.src, self.shape)
+
+    @cached_property
+    def _largest_destination(self) -> int:
+        return _largest(self.dst, self.shape)
+
+    def max_moved(self, kind: RoundKind) -> int:
+        """Return a bound on the elements that one holder sends and receives in a round, equal for
+        all holders."""
+        taken, given = self.max_local_numel("spread"), self.max_local_numel("move")
+        copies, sources = self.dst.num_replicas, self.src.num_replicas
+        if kind == "spread":
+            return taken * copies + taken
+        received = taken * self._reductions.largest_group
+        if kind == "reduce" and self.dst.num_contributions == 1:
+            return given + received
+        if self.nodes is not None:
+            return given * copies + received
+        # Sources share what they send, as far as the invariant of `transfers` states.
+        shared = given * copies
+        uneven = shared // 20 + self._intersections.max_of_source * SMALLEST * sources**2
+        shared = -(-(shared + uneven) // sources)
+        if kind == "reduce":
+            # Contributions to a reduction are sent by replicas in turn; see `sender_of`.
+            shared = max(given, shared)
+        return min(given * -(-copies // sources), shared) + received
+
+    def transfers(self, holder: Holder) -> tuple[RoundTransfers, ...]:
+        """Return the transfers of `holder` in each round."""
+        parts = tuple(RoundTransfers([], [], [], []) for _ in self.rounds)
+        src, dst = self.src.position(holder), self.dst.position(holder)
+        if dst is not None:
+            self._receive(holder, dst, parts)
+        if src is not None:
+            self._send(holder, src, parts)
+        return parts
+
+    @cached_property
+    def total_elements(self) -> int:
+        """Return the elements sent between holders, in all rounds."""
+        if self.dst.num_contributions > 1:
+            return self._reductions.moved_elements
+        whole = prod(self.shape)
+        across = self._intersections.across
+        positions = np.flatnonzero(across >= 0)
+        one, other = across[positions], self.dst.part_of[positions]
+        common = self._intersections.elements(one, other)
+        if self.src.num_contributions == 1:
+            return whole * self.dst.num_replicas - int(common.sum())
+        # An owner that contributes itself saves one.
+        _, index = np.unique(np.stack([one, other]), axis=1, return_index=True)
+        rounds = self.src.num_contributions + self.dst.num_replicas - 1
+        return whole * rounds - int(common[index].sum())
+
+    def _receive(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
+        contribution = int(self.dst.contribution_of[position])
+        results: dict[tuple[int, int], _SpreadTransfers] = {}
+        for common in self._intersections.of_destination(position):
+            for group in self._reductions.groups(common.one, common.other):
+                if group.target != contribution:
+                    continue
+                if group.is_reduced:
+                    self._reduce(holder, common, group, parts, results)
+                elif self._has(holder, common.one, group.members[0]):
+                    parts[0].copies.append(Transfer(holder, common.block, 0, common.size))
+                else:
+                    self._move(holder, common, group, parts)
+
+    def _send(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
+        own = int(self.src.contribution_of[position])
+        for common in self._intersections.of_source(position):
+            for group in self._reductions.groups(common.one, common.other):
+                if own not in group.members:
+                    continue
+                if group.is_reduced:
+                    self._contribute(holder, own, common, group, parts[0])
+                else:
+                    self._move(holder, common, group, parts)
+
+    def _move(
+        self,
+        holder: Holder,
+        common: Intersection,
+        group: ReductionGroup,
+        parts: tuple[RoundTransfers, ...],
+    ) -> None:
+        """Return the transfers of a group of one member, which is not reduced."""
+        multicast = unreduced_multicast(self._intersections, common, group)
+        sources = {}
+        if self.nodes is not None:
+            sources = self._by_node(False, common.one, group.members[0])
+        receivers = common.other, group.target
+        self._deliver(multicast, holder, common, parts, sources, receivers)
+
+    def _by_node(self, is_dst: bool, part: int, contribution: int) -> dict[Hashable, list[Holder]]:
+        """Return the replicas of one contribution to one shard, by node."""
+        key = is_dst, part, contribution
+        if key not in self._holders_by_node:
+            assert self.nodes is not None
+            found = self._holders_by_node[key] = {}
+            for holder in (self.dst if is_dst else self.src).holders(part, contribution):
+                found.setdefault(self.nodes.of(holder), []).append(holder)
+        return self._holders_by_node[key]
+
+    def _deliver(
+        self,
+        multicast: Multicast,
+        holder: Holder,
+        common: Intersection,
+        parts: tuple[RoundTransfers, ...],
+        sources: Mapping[Hashable, Sequence[Holder]],
+        shard: tuple[int, int],
+    ) -> None:
+        """Return a holder's transfers of a multicast: in the first round, and in the second if
+        there are relays. `sources` are by node, if there are nodes; `shard` is that of the
+        receivers, and the contribution to it."""
+        is_source, row, block = holder in multicast.sources, common.row, common.block
+        rounds: tuple[list[Delivery], ...]
+        if self.nodes is None:
+            deliveries = deliveries_from if is_source else deliveries_to
+            rounds = (deliveries(multicast, holder, row),)
+        else:
+            where = NodeReceivers(
+                self.nodes.of, sources, self._by_node(True, *shard), self._largest_destination
+            )
+            if is_source:
+                relay = self.nodes.relay
+                rounds = (node_deliveries_from(multicast, holder, row, where, relay),)
+            else:
+                rounds = node_deliveries_to(multicast, holder, row, where, self.nodes.relay)
+        for part, some in zip(parts, rounds, strict=False):
+            for source, receiver, start, stop in some:
+                if source == holder:
+                    part.sends.append(Transfer(receiver, block, start, stop))
+                elif receiver == holder:
+                    part.receives.append(Transfer(source, block, start, stop))
+
+    def _has(self, holder: Holder, one: int, contribution: int) -> bool:
+        position = self.src.position(holder)
+        if position is None:
+            return False
+        return (
+            self.src.part_of[position] == one and self.src.contribution_of[position] == contribution
+        )
+
+    def _contribute(
+        self,
+        holder: Holder,
+        own: int,
+        common: Intersection,
+        group: ReductionGroup,
+        part: RoundTransfers,
+    ) -> None:
+        owners = self._owners.owners(common, group, self._owners.from_source(common, group))
+        for owner in owners[owners_served_by(self.src, common.one, own, holder)]:
+            if owner.contribution != own:
+                part.sends.append(Transfer(owner.holder, common.block, owner.start, owner.stop))
+
+    def _reduce(
+        self,
+        holder: Holder,
+        common: Intersection,
+        group: ReductionGroup,
+        parts: tuple[RoundTransfers, ...],
+        results: dict[tuple[int, int], "_SpreadTransfers"],
+    ) -> None:
+        """Return the transfers of a replica of the group's target: it reduces what it owns and
+        spreads it, and receives the rest. `results` caches the transfers of rectangles of the same
+        shard, by size and row."""
+        holding = self._owners.at_destination(common, group)
+        # Owners of rectangles of which no replica has a contribution differ by size only.
+        found = None if holding else results.get((common.size, common.row))
+        if found is None:
+            owners = self._owners.owners(common, group, holding)
+            found = self._results(holder, common, group, owners, parts[1:])
+            if not holding:
+                results[common.size, common.row] = found
+        for part, result in zip(parts[1:], found.rounds, strict=True):
+            part.sends.extend(_in_block(result.sends, common))
+            part.receives.extend(_in_block(result.receives, common))
+        if found.own is None:
+            return
+        number, owner = found.own
+        piece = Transfer(holder, common.block, owner.start, owner.stop)
+        begins = parts[0].fills if owner.contribution is None else parts[0].copies
+        begins.append(piece)
+        for member in group.members:
+            if member != owner.contribution:
+                source = sender_of(self.src, common.one, member, number)
+                parts[0].receives.append(piece._replace(peer=source))
+
+    def _results(
+        self,
+        holder: Holder,
+        common: Intersection,
+        group: ReductionGroup,
+        owners: Sequence[ReductionOwner],
+        rounds: Sequence[RoundTransfers],
+    ) -> "_SpreadTransfers":
+        """Return what a holder owns, and its transfers of results in the rounds after the
+        reduction."""
+        found = _SpreadTransfers(None, tuple(RoundTransfers([], [], [], []) for _ in rounds))
+        shard = common.other, group.target
+        receivers = self.dst.holders(*shard)
+        for number, owner in enumerate(owners):
+            if owner.holder == holder:
+                found = found._replace(own=(number, owner))
+            if not rounds:
+                continue
+            if self.nodes is None and owner.holder != holder:
+                piece = Transfer(owner.holder, common.block, owner.start, owner.stop)
+                found.rounds[0].receives.append(piece)
+                continue
+            multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, number)
+            sources = {}
+            if self.nodes is not None:
+                sources = {self.nodes.of(owner.holder): multicast.sources}
+            self._deliver(multicast, holder, common, found.rounds, sources, shard)
+        return found
+
+
+class _SpreadTransfers(NamedTuple):
+    """Transfers of a holder that spread the result of one rectangle."""
+
+    own: tuple[int, ReductionOwner] | None
+    """What it reduces, with its number among the owners."""
+    rounds: tuple[RoundTransfers, ...]
+    """Transfers in the rounds after the reduction."""
+
+
+def _in_block(pieces: Sequence[Transfer], common: Intersection) -> list[Transfer]:
+    """Return the same transfers of another rectangle of the same size."""
+    # There may be tens of thousands; the constructor of a named tuple takes twice as long.
+    block, new = common.block, tuple.__new__
+    return [new(Transfer, (peer, block, start, stop)) for peer, _, start, stop in pieces]
+
+
+def _largest(index: HolderIndex, shape: tuple[int, ...]) -> int:
+    """Return the elements of the largest shard of a layout."""
+    per_dim = zip(shape, index.splits, strict=True)
+    return prod(int(shard_sizes(length, splits).max()) for length, splits in per_dim)
+
+
+class ReductionGroups:
+    """The reduction groups of all rectangles, chosen to move few elements: the fewest for the
+    tested layouts, because groups are built greedily and not by an exhaustive search."""
+
+    def __init__(self, parts: Intersections) -> None:
+        self._parts = parts
+        self.num_sources = parts.src.num_contributions
+        self.num_targets = parts.dst.num_contributions
+
+    def groups(self, one: int, other: int) -> list[ReductionGroup]:
+        """Return the groups of the intersection of shard `one` of the source and shard `other` of
+        the destination."""
+        if self.num_targets == 1:
+            return self._all_in_one
+        target = self._targets.get((one, other))
+        if target is None:
+            target = self._target(one, other, np.zeros((self.num_sources, self.num_targets), int))
+        members: dict[int, list[int]] = {}
+        for contribution, to in enumerate(target):
+            members.setdefault(to, []).append(contribution)
+        return [ReductionGroup(tuple(found), to) for to, found in members.items()]
+
+    @cached_property
+    def _all_in_one(self) -> list[ReductionGroup]:
+        return [ReductionGroup(tuple(range(self.num_sources)), 0)]
+
+    @cached_property
+    def largest_group(self) -> int:
+        """Return the members of the largest group."""
+        if self.num_sources == 1 or self.num_targets == 1:
+            return self.num_sources
+        found = {max(map(target.count, target)) for target in self._targets.values()}
+        if self._elements_apart:
+            found.add(max(len(group.members) for group in self.groups(-1, -1)))
+        return max(found, default=1)
+
+    @cached_property
+    def moved_elements(self) -> int:
+        """Elements sent between holders."""
+        replicas, total = self._parts.dst.num_replicas, 0
+        for (one, other), target in self._targets.items():
+            overlaps = self._overlaps(one, other)
+            total += self._elements[one, other] * _cost(overlaps, replicas, target)
+        apart = [len(group.members) for group in self.groups(-1, -1)]
+        each = sum(size + replicas - 1 for size in apart)
+        return total + self._elements_apart * each
+
+    @cached_property
+    def _elements(self) -> dict[tuple[int, int], int]:
+        """Elements per rectangle of which a holder has both sides."""
+        across, dst = self._parts.across, self._parts.dst
+        positions = np.flatnonzero(across >= 0)
+        one, other = np.unique(np.stack([across[positions], dst.part_of[positions]]), axis=1)
+        common = self._parts.elements(one, other).tolist()
+        keys = zip(one.tolist(), other.tolist(), strict=True)
+        return {key: count for key, count in zip(keys, common, strict=True) if count}
+
+    @cached_property
+    def _elements_apart(self) -> int:
+        """Elements of the other rectangles."""
+        return int(np.prod(self._parts.shape, dtype=np.int64)) - sum(self._elements.values())
+
+    @cached_property
+    def _targets(self) -> dict[tuple[int, int], _Target]:
+        if self.num_targets == 1:
+            return {}
+        return {key: self._target(*key, self._overlaps(*key)) for key in self._elements}
+
+    def _target(self, one: int, other: int, overlaps: np.ndarray) -> _Target:
+        if self.num_targets == 1:
+            return (0,) * self.num_sources
+        rotation = (one + other) % self.num_targets
+        turned = np.roll(overlaps, -rotation, axis=1)
+        found = _cheapest(turned.tobytes(), turned.shape, self._parts.dst.num_replicas)
+        return tuple((to + rotation) % self.num_targets for to in found)
+
+    def _overlaps(self, one: int, other: int) -> np.ndarray:
+        """[contribution, target]: holders of both."""
+        src, dst = self._parts.src, self._parts.dst
+        positions = dst.positions[other]
+        targets, replicas = np.nonzero(self._parts.across[positions] == one)
+        held = src.contribution_of[self._parts.src_positions[positions[targets, replicas]]]
+        overlaps = np.zeros((self.num_sources, self.num_targets), int)
+        np.add.at(overlaps, (held, targets), 1)
+        return overlaps
+
+
+class ReductionOwners:
+    """The holders that reduce a group for one rectangle: replicas of its target that hold a member
+    if there are any, each with an equal share.
+
+    Which replicas of a target hold a contribution to a shard of the source is looked up at once for
+    all rectangles of a holder: `at_destination` for a holder of the target, `from_source` for one
+    of the source. Both return the same owners.
+    """
+
+    def __init__(self, parts: Intersections) -> None:
+        self._parts = parts
+        self._holding: dict[tuple[bool, int, int], dict[int, list[tuple[Holder, int]]]] = {}
+
+    def at_destination(
+        self, common: Intersection, group: ReductionGroup
+    ) -> Sequence[tuple[Holder, int]]:
+        """Return the replicas of the target that hold a member of the group, and which one, for a
+        holder of the target."""
+        return self._members(group, self._at(False, common.other, group.target, common.one))
+
+    def from_source(
+        self, common: Intersection, group: ReductionGroup
+    ) -> Sequence[tuple[Holder, int]]:
+        """Return the same for a holder of the source."""
+        return self._members(group, self._at(True, common.one, group.target, common.other))
+
+    def owners(
+        self,
+        common: Intersection,
+        group: ReductionGroup,
+        holding: Sequence[tuple[Holder, int]],
+    ) -> list[ReductionOwner]:
+        """Return the owners for a rectangle, in the order of their shares, given the replicas that
+        hold a member."""
+        chosen: Sequence[tuple[Holder, int | None]] = holding
+        if not chosen:
+            chosen = [(one, None) for one in self._parts.dst.holders(common.other, group.target)]
+        bounds = stripes(0, common.size, len(chosen), common.row)
+        return [
+            ReductionOwner(holder, contribution, start, stop)
+            for (holder, contribution), (start, stop) in zip(chosen, bounds, strict=True)
+            if start < stop
+        ]
+
+    def _members(
+        self, group: ReductionGroup, holding: Sequence[tuple[Holder, int]]
+    ) -> Sequence[tuple[Holder, int]]:
+        if len(group.members) == self._parts.src.num_contributions:
+            return holding
+        return [one for one in holding if one[1] in group.members]
+
+    def _at(self, of_src: bool, part: int, target: int, other: int) -> Sequence[tuple[Holder, int]]:
+        """Return the replicas of a target that also hold a contribution to the source's shard, and
+        which one; `part` is the shard of the source or of the destination, `other` the other
+        one."""
+        key = of_src, part, target
+        if key not in self._holding:
+            src, dst, across = self._parts.src, self._parts.dst, self._parts.across
+            if of_src:
+                positions = dst.positions[:, target].ravel()
+                positions = positions[across[positions] == part]
+                others = dst.part_of[positions]
+            else:
+                positions = dst.positions[part, target]
+                positions = positions[across[positions] >= 0]
+                others = across[positions]
+            held = src.contribution_of[self._parts.src_positions[positions]]
+            found: dict[int, list[tuple[Holder, int]]] = {}
+            holders = dst.layout.mesh.holders
+            for position, at, contribution in zip(
+                positions.tolist(), others.tolist(), held.tolist(), strict=True
+            ):
+                found.setdefault(at, []).append((holders[position], contribution))
+            self._holding[key] = found
+        return self._holding[key].get(other, ())
+
+
+def sender_of(src: HolderIndex, part: int, contribution: int, owner: int) -> Holder:
+    """Return which replica of a contribution to a shard sends to the owner with this number."""
+    replicas = src.holders(part, contribution)
+    return replicas[(owner + contribution) % len(replicas)]
+
+
+def owners_served_by(src: HolderIndex, part: int, contribution: int, sender: Holder) -> slice:
+    """Return the numbers of the owners to which a replica sends; the inverse of `sender_of`."""
+    replicas = src.holders(part, contribution)
+    first = (replicas.index(sender) - contribution) % len(replicas)
+    return slice(first, None, len(replicas))
+
+
+def unreduced_multicast(
+    parts: Intersections, common: Intersection, group: ReductionGroup
+) -> Multicast:
+    """Return the delivery of a group of one member: from its replicas to those of its target."""
+    (member,) = group.members
+    sources = parts.src.holders(common.one, member)
+    receivers = parts.dst.holders(common.other, group.target)
+    return Multicast(sources, receivers, 0, common.size, common.one + common.other + member)
+
+
+@lru_cache(maxsize=4096)
+def _cheapest(overlaps_bytes: bytes, shape: tuple[int, int], replicas: int) -> _Target:
+    """Choose targets that move few elements: match contributions with targets, those with the most
+    common holders first, and merge groups while that is cheaper."""
+    overlaps = np.frombuffer(overlaps_bytes, int).reshape(shape)
+    candidates = [
+        _merged(overlaps, replicas, target)
+        for matched in _matchings(overlaps)
+        for target in _completions(overlaps, matched)
+    ]
+    return min(candidates, key=lambda target: _cost(overlaps, replicas, target))
+
+
+def _matchings(overlaps: np.ndarray) -> Iterator[dict[int, int]]:
+    """Yield maximum matchings {contribution: target} whose pairs have at least so many common
+    holders, for each such number."""
+    of_target: dict[int, int] = {}
+
+    def is_matched(one: int, least: int, seen: set[int]) -> bool:
+        for to in np.flatnonzero(overlaps[one] >= least).tolist():
+            if to in seen:
+                continue
+            seen.add(to)
+            if to not in of_target or is_matched(of_target[to], least, seen):
+                of_target[to] = one
+                return True
+        return False
+
+    yield {}
+    for least in sorted(set(overlaps[overlaps > 0].tolist()), reverse=True):
+        for one in range(len(overlaps)):
+            if one not in of_target.values():
+                is_matched(one, least, set())
+        yield {one: to for to, one in of_target.items()}
+
+
+def _completions(overlaps: np.ndarray, matched: dict[int, int]) -> Iterator[list[int]]:
+    """Yield complete assignments: unmatched contributions get free targets, then join the smallest
+    groups; or all of them join one group."""
+    free = [one for one in range(len(overlaps)) if one not in matched]
+    sizes = dict.fromkeys(range(overlaps.shape[1]), 0)
+    for to in matched.values():
+        sizes[to] += 1
+    spread = dict(matched)
+    for one in free:
+        to = min(sizes, key=lambda to, one=one: (sizes[to], -overlaps[one, to]))
+        sizes[to] += 1
+        spread[one] = to
+    yield [spread[one] for one in range(len(overlaps))]
+    for to in sorted(set(matched.values())) if free else []:
+        yield [matched.get(one, to) for one in range(len(overlaps))]
+
+
+def _merged(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> _Target:
+    """Merge the two groups that save the most, if any merge saves something."""
+    if replicas == 1:
+        # Whatever is joined moves as much.
+        return tuple(target)
+    targets = np.array(sorted(set(target)))
+    sizes = np.array([sum(to == one for one in target) for to in targets])
+    members = np.array(target)[:, None] == targets[None, :]
+    # [group, target of a group]: holders in common.
+    common = members.T.astype(int) @ overlaps[:, targets]
+    into = np.arange(len(targets))
+    while True:
+        own = np.diagonal(common)
+        alone = np.where(sizes == 1, replicas - own, sizes - (own > 0) + replicas - 1)
+        together = sizes[:, None] + sizes[None, :] - ((common + own[None, :]) > 0) + replicas - 1
+        saved = alone[:, None] + alone[None, :] - together
+        np.fill_diagonal(saved, 0)
+        gone, kept = np.unravel_index(int(saved.argmax()), saved.shape) if saved.size else (0, 0)
+        if not saved.size or saved[gone, kept] <= 0:
+            break
+        sizes[kept] += sizes[gone]
+        common[kept] += common[gone]
+        into[into == gone] = kept
+        rest = np.arange(len(sizes)) != gone
+        # Numbers of groups that are left.
+        into[into > gone] -= 1
+        sizes, common, targets = sizes[rest], common[rest][:, rest], targets[rest]
+    first = sorted(set(target))
+    return tuple(int(targets[into[first.index(to)]]) for to in target)
+
+
+def _cost(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> int:
+    """Return the elements moved per element of a rectangle. A group of one member is sent to the
+    replicas that lack it; of a larger one all members but the owner's are sent to an owner, and the
+    result to the other replicas."""
+    cost = 0
+    for to in set(target):
+        members = [one for one, its in enumerate(target) if its == to]
+        if len(members) == 1:
+            cost += replicas - int(overlaps[members[0], to])
+        else:
+            cost += len(members) - bool(overlaps[members, to].any()) + replicas - 1
+    return cost

@@ -1,0 +1,1 @@
+"""Replicas, their lighthouse, and the supervision of processes on nodes."""

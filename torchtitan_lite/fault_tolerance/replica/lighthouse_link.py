@@ -1,0 +1,210 @@
+"""Connection of a replica's coordinator to its lighthouse: this project's, or torchft's. Layer:
+above lighthouse and rpc.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from torchtitan_lite.core.errors import ReplicaError, RpcError
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.rpc.authentication import AuthenticationError
+from torchtitan_lite.distributed.rpc.client import OPTIONS, AsyncRpcClient, host_and_port
+from torchtitan_lite.fault_tolerance.lighthouse import messages
+from torchtitan_lite.fault_tolerance.lighthouse.member import Member
+
+HEARTBEAT_INTERVAL_S = 0.3
+_HEARTBEAT_TIMEOUT_S = 3.0
+_QUORUM_CALL_S = 60.0
+_SETTLE_S = 1.0
+"""Delay of a request after the lighthouse answers again. By then a restarted lighthouse has
+received the heartbeats of all replicas, and forms a quorum of all."""
+_RETRY_S = 0.1
+
+
+@dataclass(frozen=True)
+class AgreedQuorum:
+    """A quorum whose members have proved themselves."""
+
+    lighthouse: str
+    """Identity of the lighthouse's process; of torchft's, its address."""
+    quorum_id: int
+    members: tuple[Member, ...]
+    """Members, in the order of their ids."""
+
+
+@dataclass(frozen=True)
+class LastQuorum:
+    """The last quorum of a lighthouse, as it answers a heartbeat."""
+
+    quorum_id: int
+    dead: frozenset[str]
+    """Ids of the members that send no heartbeats any more."""
+    is_member: bool
+    """Whether the sender is a member; true if it is not known."""
+
+
+class LighthouseLink(Protocol):
+    """A lighthouse, as a coordinator uses it."""
+
+    async def quorum(self, member: Member, unreachable: Collection[str]) -> AgreedQuorum:
+        """Wait for the next quorum; `unreachable` are the ids of replicas that cannot be reached.
+        Raises RpcError."""
+        ...
+
+    async def heartbeat(self, replica_id: str, unreachable: Collection[str]) -> LastQuorum:
+        """Send a heartbeat. Raises RpcError."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+class AuthenticatedLighthouse:
+    """This project's lighthouse."""
+
+    def __init__(self, address: str, secret: str, run_id: str) -> None:
+        self._secret, self._run_id = secret, run_id
+        self._client = AsyncRpcClient(address, messages.SERVICE, secret, messages.PURPOSE)
+
+    async def quorum(self, member: Member, unreachable: Collection[str]) -> AgreedQuorum:
+        request = {"member": member.seal(self._secret), "unreachable": sorted(unreachable)}
+        answer = await self._client.call("Quorum", request, _QUORUM_CALL_S)
+        return _agreed(
+            answer["lighthouse"], answer["quorum_id"], answer["members"], member, self._secret
+        )
+
+    async def heartbeat(self, replica_id: str, unreachable: Collection[str]) -> LastQuorum:
+        request = {
+            "run_id": self._run_id,
+            "replica_id": replica_id,
+            "unreachable": sorted(unreachable),
+        }
+        answer = await self._client.call("Heartbeat", request, _HEARTBEAT_TIMEOUT_S)
+        return LastQuorum(
+            answer["quorum_id"], frozenset(answer["dead"]), is_member=answer["is_member"] is True
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class TorchftLighthouse:
+    """torchft's lighthouse, which serves anybody. The members of its quorums are checked here all
+    the same, but a stranger can prevent quorums."""
+
+    def __init__(self, address: str, secret: str, run_id: str) -> None:
+        del run_id
+        self._secret, self._address = secret, address
+        self._channel = grpc.aio.insecure_channel(host_and_port(address), options=OPTIONS)
+
+    async def quorum(self, member: Member, unreachable: Collection[str]) -> AgreedQuorum:
+        del unreachable
+        request = messages.LighthouseQuorumRequest()
+        for name in ("replica_id", "address", "store_address", "step", "world_size"):
+            setattr(request.requester, name, getattr(member, name))
+        request.requester.shrink_only = member.shrink_only
+        request.requester.commit_failures = member.commit_failures
+        request.requester.data = member.seal(self._secret)
+        response = messages.LighthouseQuorumResponse
+        answer = await self._call("Quorum", request, response, _QUORUM_CALL_S)
+        sealed = [one.data for one in answer.quorum.participants]
+        return _agreed(self._address, answer.quorum.quorum_id, sealed, member, self._secret)
+
+    async def heartbeat(self, replica_id: str, unreachable: Collection[str]) -> LastQuorum:
+        del unreachable
+        request = messages.LighthouseHeartbeatRequest(replica_id=replica_id)
+        response = messages.LighthouseHeartbeatResponse
+        await self._call("Heartbeat", request, response, _HEARTBEAT_TIMEOUT_S)
+        return LastQuorum(0, frozenset(), is_member=True)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _call(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
+        call = self._channel.unary_unary(
+            f"/{messages.TORCHFT_SERVICE}/{name}",
+            request_serializer=_serialized,
+            response_deserializer=response.FromString,
+        )
+        try:
+            return await call(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise RpcError(f"torchft's lighthouse: {error.details()}", error.code()) from None
+
+
+def _serialized(message: Any) -> bytes:
+    return message.SerializeToString()
+
+
+def _agreed(
+    lighthouse: str, quorum_id: int, sealed: Sequence[str], own: Member, secret: str
+) -> AgreedQuorum:
+    """Check the members of a quorum. Raises RpcError if one of them cannot prove itself."""
+    try:
+        members = tuple(sorted((Member.unseal(one, secret) for one in sealed), key=_id_of))
+    except AuthenticationError as error:
+        raise RpcError(
+            f"The lighthouse named a replica that cannot prove itself: {error}"
+        ) from None
+    ids = [one.replica_id for one in members]
+    if strangers := [one.replica_id for one in members if one.run_id != own.run_id]:
+        raise RpcError(
+            f"{', '.join(strangers)} is not of this run, {own.run_id}: start a lighthouse for each "
+            "run."
+        )
+    if len(set(ids)) != len(ids) or own.replica_id not in ids:
+        raise RpcError("The lighthouse formed a quorum without this replica, or with one twice.")
+    return AgreedQuorum(lighthouse, quorum_id, members)
+
+
+def _id_of(member: Member) -> str:
+    return member.replica_id
+
+
+async def wait_until_it_answers(link: LighthouseLink, replica_id: str, timeout_s: float) -> None:
+    """Block until the lighthouse answers, which may start after its replicas. Raises ReplicaError
+    if it rejects this replica with a proof, or does not answer with one in time."""
+    deadline_s = time.monotonic() + timeout_s
+    reported: object = grpc.StatusCode.UNAVAILABLE
+    while True:
+        try:
+            await link.heartbeat(replica_id, ())
+            return
+        except RpcError as error:
+            # Anybody on the way can forge a status without a proof: it is reported only.
+            reason = _why_no_answer(error)
+            if error.is_final or time.monotonic() >= deadline_s:
+                raise ReplicaError(reason) from None
+            if error.code is not reported:
+                reported = error.code
+                logger.warning("%s It is asked again for %g s.", reason, timeout_s)
+        await asyncio.sleep(_RETRY_S)
+
+
+def _why_no_answer(error: RpcError) -> str:
+    if error.code is grpc.StatusCode.UNIMPLEMENTED:
+        return (
+            "The lighthouse does not authenticate its replicas: it is torchft's, or was "
+            "started without TORCHTITAN_LITE_TOKEN. Start `python -m "
+            "torchtitan_lite.fault_tolerance.lighthouse` with the token, or set "
+            'fault_tolerance.lighthouse = "torchft" on a private network.'
+        )
+    return (
+        f"No lighthouse answers at TORCHFT_LIGHTHOUSE: {error} Start one "
+        "(`torchtitan-lite launch` does) or correct the address."
+    )
+
+
+async def wait_until_settled(answered: asyncio.Event) -> None:
+    """Block until a heartbeat is answered, which sets `answered`, and other replicas have had time
+    to send theirs."""
+    answered.clear()
+    await answered.wait()
+    await asyncio.sleep(_SETTLE_S)

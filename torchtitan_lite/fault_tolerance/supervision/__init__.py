@@ -1,0 +1,1 @@
+"""Start, watch and replace the processes of a run: launcher, rank recovery, rendezvous."""

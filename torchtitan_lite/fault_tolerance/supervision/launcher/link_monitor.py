@@ -1,0 +1,235 @@
+"""Monitor of the TCP connections between ranks: links that are slow, and links that are dead.
+
+A rank that waits in a collective does not know why. The kernel does: on a slow link data wait in
+the send queue of a connection, on a dead one they are retransmitted without an answer. A receiver
+that does not read is no fault of the link: its window is closed, and the kernel probes it.
+Read from /proc/net/tcp and from the descriptors of the ranks, without help of the ranks. Layer:
+above processes; no torch.
+"""
+
+import os
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.core.diagnosis import Cause, Diagnosis
+
+RankId = tuple[int, int]
+"""Replica, and rank in it."""
+Link = tuple[RankId, RankId]
+"""Sender and receiver."""
+SAMPLE_INTERVAL_S = 0.25
+_WINDOW = 40
+"""Samples per decision: ten seconds."""
+_TIMES_OTHERS, _LEAST_OTHERS = 3.0, 0.2
+"""A slow link has data in the send queue this many times as often as the links of the other ranks,
+which count as busy for at least that fraction of the samples: all are busy where communication
+takes most of a step, or where ranks wait for a processor before they read."""
+_IDLE = 0.2
+"""Fraction of the samples below which a link is no longer slow."""
+_DEAD_RETRANSMISSIONS = 3
+"""Of one segment, without an answer: more than a second."""
+_DEAD_SAMPLES = 8
+"""Consecutive samples with dead links before a diagnosis."""
+_REPEAT_S = 60.0
+"""Time without a dead link before another is reported. A hang in it is its effect."""
+_MAX_LOAD = 0.02
+"""Fraction of time spent on samples. A machine with many connections is sampled less often."""
+_PROBES = 0x04
+"""Timer of a connection whose receiver has closed its window."""
+_INODES_S = 2.0
+"""Interval between reads of the descriptors of the ranks."""
+_ESTABLISHED = 0x01
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """One end of a TCP connection, as the kernel shows it."""
+
+    local: str
+    remote: str
+    queued_bytes: int
+    """Sent or to be sent, and not acknowledged."""
+    retransmissions: int
+    is_window_closed: bool
+    """Whether the receiver does not read. Its answers to probes do not change that."""
+    inode: int
+
+    @property
+    def waits_for_link(self) -> bool:
+        """Whether data wait, and not for the receiver."""
+        return self.queued_bytes > 0 and not self.is_window_closed
+
+
+class LinkMonitor:
+    """Monitor of the links between the ranks of all replicas."""
+
+    def __init__(self) -> None:
+        self._busy: deque[set[Link]] = deque(maxlen=_WINDOW)
+        self._ranks: dict[RankId, int] = {}
+        self._owners: dict[int, RankId] = {}
+        """Ranks by the inodes of their sockets."""
+        self._read_owners_at_s = self._due_s = 0.0
+        self._slow: set[RankId] = set()
+        self._num_dead = 0
+        """Consecutive samples with dead links."""
+        self._dead_until_s: dict[int, float] = {}
+        """When hangs of a replica are no longer the effect of a dead link that was reported."""
+
+    def explains_hang(self, replica: int, now_s: float) -> bool:
+        """Return whether a dead link of the replica was reported, and is or was just dead."""
+        return now_s < self._dead_until_s.get(replica, 0.0)
+
+    def poll(
+        self, ranks: Mapping[RankId, int], now_s: float, *, is_symmetric: bool
+    ) -> list[Diagnosis]:
+        """Sample the connections if it is time; `ranks` are the process ids of all ranks. Return
+        the diagnoses of links that became slow or dead. Links are compared only if `is_symmetric`:
+        all ranks send equally much now."""
+        if now_s < self._due_s or not ranks:
+            return []
+        started_s = time.perf_counter()
+        if dict(ranks) != self._ranks:
+            # Restarted ranks have other connections.
+            self._ranks, self._read_owners_at_s = dict(ranks), 0.0
+            self._num_dead = 0
+            self._busy.clear()
+            self._slow.clear()
+        if now_s >= self._read_owners_at_s:
+            self._read_owners_at_s = now_s + _INODES_S
+            self._owners = dict(_socket_owners(ranks))
+        diagnoses = self.observe(
+            list(_connections(ranks.values())), self._owners, now_s, is_symmetric=is_symmetric
+        )
+        cost_s = time.perf_counter() - started_s
+        self._due_s = now_s + max(SAMPLE_INTERVAL_S, cost_s / _MAX_LOAD)
+        return diagnoses
+
+    def observe(
+        self,
+        connections: Iterable[Connection],
+        owners: Mapping[int, RankId],
+        now_s: float,
+        *,
+        is_symmetric: bool,
+    ) -> list[Diagnosis]:
+        """Record a sample of all connections of this machine, and return what became wrong."""
+        by_link = list(_links(list(connections), owners))
+        waiting = [(link, end) for link, end in by_link if end.waits_for_link]
+        self._busy.append({link for link, _ in waiting})
+        dead = {link for link, end in waiting if end.retransmissions >= _DEAD_RETRANSMISSIONS}
+        self._num_dead = self._num_dead + 1 if dead else 0
+        if dead or not is_symmetric:
+            # The queues of dead links are full, too. Not all of them have retransmitted as often.
+            self._busy.clear()
+        if dead:
+            return self._dead_links(dead, now_s)
+        return self._slow_links({sender for (sender, _), _ in by_link})
+
+    def _dead_links(self, dead: set[Link], now_s: float) -> list[Diagnosis]:
+        if self._num_dead < _DEAD_SAMPLES:
+            return []
+        replicas = {replica for link in dead for replica, _ in link}
+        is_reported = any(self.explains_hang(replica, now_s) for replica in replicas)
+        self._dead_until_s.update(dict.fromkeys(replicas, now_s + _REPEAT_S))
+        return [] if is_reported else [_dead_link(dead)]
+
+    def _slow_links(self, senders: set[RankId]) -> list[Diagnosis]:
+        if len(self._busy) < _WINDOW or len(senders) < 2:
+            return []
+        counts = Counter(link for sample in self._busy for link in sample)
+        busiest = {
+            sender: max((count for link, count in counts.items() if link[0] == sender), default=0)
+            / _WINDOW
+            for sender in senders
+        }
+        newly_slow = []
+        for sender, fraction in busiest.items():
+            others = sorted(other for rank, other in busiest.items() if rank != sender)
+            if fraction < _IDLE:
+                self._slow.discard(sender)
+            elif fraction >= _TIMES_OTHERS * max(_LEAST_OTHERS, others[len(others) // 2]):
+                if sender not in self._slow:
+                    newly_slow.append(_slow_link(sender, fraction))
+                self._slow.add(sender)
+        return newly_slow
+
+
+def _slow_link(sender: RankId, fraction: float) -> Diagnosis:
+    text = f"data waited to be sent to another rank {fraction:.0%} of the time"
+    return Diagnosis(cause=Cause.SLOW_LINK, text=text, replica=sender[0], rank=sender[1])
+
+
+def _dead_link(dead: Iterable[Link]) -> Diagnosis:
+    """Name the rank that is at an end of the most dead links."""
+    links = {frozenset(link) for link in dead}
+    counts = Counter(rank for link in links for rank in link)
+    most = max(counts.values())
+    replica, rank = min(end for end, count in counts.items() if count == most)
+    others = sorted({end for link in links if (replica, rank) in link for end in link})
+    others.remove((replica, rank))
+    names = ", ".join(f"rank {number} of replica {its}" for its, number in others)
+    text = f"data sent between it and {names} are not acknowledged"
+    return Diagnosis(
+        cause=Cause.DEAD_LINK, text=text, replica=replica, rank=rank, peers=tuple(others)
+    )
+
+
+def _links(
+    connections: list[Connection], owners: Mapping[int, RankId]
+) -> Iterator[tuple[Link, Connection]]:
+    """Yield the connections between two ranks, with their link."""
+    ends = {(end.local, end.remote): owners.get(end.inode) for end in connections}
+    for end in connections:
+        sender, receiver = owners.get(end.inode), ends.get((end.remote, end.local))
+        if sender is not None and receiver is not None and sender != receiver:
+            yield (sender, receiver), end
+
+
+def _socket_owners(ranks: Mapping[RankId, int]) -> Iterator[tuple[int, RankId]]:
+    for rank, pid in ranks.items():
+        with suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    if socket := _SOCKET.fullmatch(os.readlink(f"/proc/{pid}/fd/{name}")):
+                        yield int(socket[1]), rank
+
+
+def _connections(pids: Iterable[int]) -> Iterator[Connection]:
+    """Yield the established connections in the network namespaces of the processes, each once."""
+    namespaces: dict[str, int] = {}
+    for pid in pids:
+        with suppress(OSError):
+            namespaces.setdefault(os.readlink(f"/proc/{pid}/ns/net"), pid)
+    for pid in namespaces.values():
+        for table in ("tcp", "tcp6"):
+            with suppress(OSError):
+                yield from parse_connections(Path(f"/proc/{pid}/net/{table}").read_text())
+
+
+def parse_connections(table: str) -> Iterator[Connection]:
+    """Yield the established connections in the text of /proc/net/tcp or tcp6."""
+    for line in table.splitlines()[1:]:
+        # sl, local, remote, state, tx:rx, timer:when, retransmissions, uid, probes, inode
+        words = line.split()
+        with suppress(ValueError, IndexError):
+            if int(words[3], 16) == _ESTABLISHED:
+                yield Connection(
+                    _address(words[1]),
+                    _address(words[2]),
+                    queued_bytes=int(words[4].partition(":")[0], 16),
+                    retransmissions=int(words[6], 16),
+                    is_window_closed=int(words[5].partition(":")[0], 16) == _PROBES,
+                    inode=int(words[9]),
+                )
+
+
+def _address(text: str) -> str:
+    """Return the last 32 bits of an address, and its port: an IPv4 address has one form in both
+    tables."""
+    return text[-13:]

@@ -1,0 +1,115 @@
+"""The ranks of one machine, all of which end when one fails. Layer: above processes and supervised;
+imports no torch, whose import would delay each restart of a replica.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchtitan_lite.core.rank.processes import (
+    ExitStatus,
+    exit_status_of,
+    first_failed,
+    kill_process_group,
+    signal_process,
+    spawn,
+    wait_readable,
+)
+from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, STORE_LISTENER, rank_environment
+
+_ADDRESS = "127.0.0.1"
+_POLL_S = 0.1
+_LEAVE_S = 30.0
+"""Time for the other ranks to leave after one has failed; then they are killed."""
+_READ_S = 0.5
+"""Time for the launcher to read the exit statuses of failed ranks, which end with their parent."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    descriptor: int
+    """pidfd, readable once the process has exited."""
+
+
+def run_ranks(
+    command: Sequence[str],
+    num_ranks: int,
+    environment: Mapping[str, str],
+    requests: Sequence[int],
+) -> tuple[int, ExitStatus] | None:
+    """Run `command` as each rank, in a session of its own, until all have exited; `requests`
+    receives the numbers of signals to forward.
+
+    Returns the rank that failed first, and its exit status; None if all have succeeded. Main thread
+    only, while no other thread runs. Raises OSError.
+    """
+    ranks = _start(command, num_ranks, environment)
+    running = list(ranks)
+    first: tuple[int, ExitStatus] | None = None
+    num_forwarded, kill_at_s = 0, float("inf")
+    while running:
+        for number in requests[num_forwarded:]:
+            num_forwarded += 1
+            for rank in running:
+                signal_process(rank.process.pid, forwarded_signal(number))
+        statuses = []
+        ended = wait_readable((rank.descriptor for rank in running), _POLL_S)
+        for rank in [one for one in running if one.descriptor in ended]:
+            running.remove(rank)
+            os.close(rank.descriptor)
+            # Not waited for yet: the launcher reads its exit status, too.
+            status = exit_status_of(rank.process.pid)
+            if status is not None:
+                statuses.append((rank.number, status))
+        if first is None and (first := first_failed(statuses)) is not None:
+            kill_at_s = time.monotonic() + _LEAVE_S
+            for rank in running:
+                signal_process(rank.process.pid, signal.SIGTERM)
+        if time.monotonic() >= kill_at_s:
+            for rank in running:
+                kill_process_group(rank.process.pid)
+    if first is not None and LAUNCHER_PID in os.environ:
+        time.sleep(_READ_S)
+    for rank in ranks:
+        rank.process.wait()
+    return first
+
+
+def forwarded_signal(number: int) -> signal.Signals:
+    """Return the signal to forward: a closed terminal (SIGHUP) is a request to save and exit,
+    too."""
+    return signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+
+
+def _start(command: Sequence[str], num_ranks: int, environment: Mapping[str, str]) -> list[_Rank]:
+    """Start the ranks. Rank 0 inherits the listening socket of the store by which they find each
+    other, so that no other process can take its port."""
+    with socket.create_server((_ADDRESS, 0)) as listener:
+        started = []
+        for number in range(num_ranks):
+            own = rank_environment(
+                rank=number,
+                local_rank=number,
+                machine=0,
+                num_ranks=num_ranks,
+                num_local_ranks=num_ranks,
+                store=(_ADDRESS, listener.getsockname()[1]),
+                attempt=0,
+            )
+            if number == 0:
+                own[STORE_LISTENER] = str(listener.fileno())
+            process = spawn(
+                command,
+                {**environment, **own},
+                stdout=1,
+                stderr=2,
+                inherited=[listener.fileno()] if number == 0 else [],
+            )
+            started.append(_Rank(number, process, os.pidfd_open(process.pid)))
+    return started

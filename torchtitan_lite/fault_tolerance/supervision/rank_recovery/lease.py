@@ -1,0 +1,47 @@
+"""The lease of a rank: the time until which its machine may train. Layer: above
+launcher.processes and rendezvous.timing.
+
+The agent renews it from its main loop, so that neither a cut network nor an agent that is blocked
+leaves a rank training in a place that another machine has taken.
+"""
+
+import os
+import signal
+import threading
+import time
+
+from torchtitan_lite.core.rank.processes import children_of, command_line, is_writer, signal_process
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import lease_clock_s
+
+_CHECK_S = 0.1
+
+
+class Lease:
+    """Kills this process and its checkpoint writer if it trains after the end of its lease."""
+
+    def __init__(self) -> None:
+        self._until_s: float | None = None
+        self.is_training = False
+        """Whether the process trains; a parked one needs no lease."""
+
+    def renew(self, until_s: float) -> None:
+        """Extend the lease until then (`lease_clock_s`). Without a call, there is no limit."""
+        is_first, self._until_s = self._until_s is None, until_s
+        if is_first:
+            threading.Thread(target=self._watch, name="lease", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_CHECK_S)
+            if self.is_training and self._until_s is not None and lease_clock_s() > self._until_s:
+                kill_writers(os.getpid())
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_writers(parent: int) -> None:
+    """Kill the checkpoint writers among the descendants of a process."""
+    for pid in children_of(parent):
+        if is_writer(command_line(pid)):
+            signal_process(pid, signal.SIGKILL)
+        else:
+            kill_writers(pid)

@@ -1,0 +1,120 @@
+"""The agent's handle of one process, which trains as a rank or is a spare. Layer: above channel and
+worker's environment variable."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from torchtitan_lite.core.rank.processes import ExitStatus, signal_process
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import Channel
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import CHANNEL
+
+
+class RankState(Enum):
+    """State of a process, as it has reported it."""
+
+    STARTING = "starting"
+    PARKED = "parked"
+    TRAINING = "training"
+    FAILED = "failed"
+    """Its training raised an exception and unwinds; `PARKED` follows."""
+    ENDED = "ended"
+    """Its training ended; it waits for the others."""
+    EXITED = "exited"
+
+
+class RankProcess:
+    """A process of the agent."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `torchtitan-lite train` with `arguments`. Raises OSError."""
+        here, there = socket.socketpair()
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "torchtitan_lite", "train", *arguments],
+                env={**os.environ, **environment, CHANNEL: str(there.fileno())},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(there.fileno(),),
+                # Ctrl-C is forwarded by the agent, once.
+                start_new_session=True,
+            )
+        self._channel = Channel(here)
+        self._lease_until_s: float | None = None
+        self.state = RankState.STARTING
+        self.status: ExitStatus | None = None
+        """Exit status of the process, or of its ended training."""
+        self.error = ""
+        """Last line of the exception that it reported."""
+        self.may_pass = False
+        """Whether the cause of that exception may pass."""
+        self.end_reason = ""
+        """Error with which its training ended."""
+        self.failed_at_s = 0.0
+        """When it reported the exception (time.monotonic())."""
+        self.has_progress = False
+        """Whether it has committed a step as its present rank."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> None:
+        """Read its messages and its exit status."""
+        for message in self._channel.receive(wait=False):
+            if "parked" in message:
+                self.state = RankState.PARKED
+            elif "failed" in message:
+                self.state, self.error = RankState.FAILED, str(message["failed"])
+                self.may_pass = bool(message["may_pass"])
+                self.failed_at_s = time.monotonic()
+            elif "ended" in message:
+                self.state, self.status = RankState.ENDED, ExitStatus(int(message["ended"]))
+                self.end_reason = str(message["reason"])
+            elif "progress" in message:
+                self.has_progress = True
+        code = self._process.poll()
+        if code is not None and self.state is not RankState.EXITED:
+            self.state, self.status = RankState.EXITED, ExitStatus(code)
+            self._channel.close()
+
+    def start_training(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
+        """Order a parked process to train as the rank that `environment` describes, with
+        `arguments` added to its own."""
+        self.state, self.has_progress, self.error = RankState.TRAINING, False, ""
+        self.status = None
+        if self._lease_until_s is not None:
+            self._channel.send(lease=self._lease_until_s)
+        # A parked process reads its messages, and has received none but orders.
+        self._channel.send(start=dict(environment), arguments=list(arguments))
+
+    def renew_lease(self, until_s: float) -> None:
+        """Allow the process to train until then (`lease_clock_s`). Without a call, forever. A
+        process that does not read must not block the agent: it misses renewals."""
+        self._lease_until_s = until_s
+        if self.state in (RankState.TRAINING, RankState.FAILED):
+            self._channel.offer(lease=until_s)
+
+    def leave_training(self) -> None:
+        """Order to leave the training after a step, on which all ranks agree, so that the process
+        parks. Every rank must receive it."""
+        self._channel.offer(leave=True)
+
+    def abort_training(self) -> None:
+        """Order to abort the training, so that the process parks. Without effect if the process
+        does not read; it is killed later."""
+        self._channel.offer(abort=True)
+
+    def exit(self, status: int) -> None:
+        """Order to exit with `status`; after a failure, its traceback is printed. Without effect if
+        the process does not read; it is killed later."""
+        self._channel.offer(exit=status)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if the process still runs."""
+        if self.state is not RankState.EXITED:
+            signal_process(self.pid, number)

@@ -1,0 +1,586 @@
+"""Decisions of the rendezvous: a state machine that reports drive. Layer: above messages, timing
+and launcher.restart_policy.
+
+Each attempt has a number, and a node rank for each of its members. An attempt ends for all members
+when a machine is lost or a rank fails. The next one is decided when every machine that still
+answers has parked its ranks: members keep their node ranks, spare machines fill the others.
+
+A resize, which any member may request, has three phases: all members start missing processes, all
+ranks leave the training after the same step, and the next attempt is on the new mesh. If that
+attempt ends before all ranks have committed a step, the next one is on the former mesh.
+
+Invariants: it has no clock and no I/O; a machine is recorded before others expire; what must
+survive a restart is in the reports, so that none of it is stored.
+"""
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.core.errors import MACHINE_FAULT
+from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import LEAVE_S, ResizeState
+from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
+    HEALTHY_S,
+    Failure,
+    GiveUp,
+    RestartPolicy,
+)
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
+    Answer,
+    FailureKind,
+    Phase,
+    Report,
+    RunState,
+)
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
+    ALL_LOST_S,
+    HOLD_S,
+    LEASE_S,
+    LOST_S,
+    OUTAGE_S,
+)
+
+_MAX_RESTARTS = 10
+_MAX_MACHINES = 4096
+_OUTAGE_DELAY_S = 1.0
+"""Delay of the next attempt if all members lost their leases."""
+_PREPARE_S = 600.0
+"""Time for all machines to start the processes that a resize needs."""
+_FAILED_LEAVES = 2
+"""Attempts that fail instead of being left, after which a resize ends."""
+_FAILURES_OF_A_MACHINE = 2
+"""Failures in a row on one machine, without progress in between, after which a spare machine takes
+its place."""
+
+
+class Rejected(Exception):
+    """A report that can never be accepted; the text is for the user."""
+
+
+class Busy(Exception):
+    """A report that can be accepted when the machines of the last run have left."""
+
+
+@dataclass
+class _Machine:
+    report: Report
+    heard_s: float
+    was_joined: bool = False
+    """Whether it has reported the present attempt."""
+    failed_at_s: float = 0.0
+
+
+@dataclass
+class _MachinesResize:
+    """A resize that has not ended."""
+
+    id: str
+    mesh: str
+    former: str
+    """The mesh before."""
+    deadline_s: float
+    """When the present phase must have ended."""
+    state: ResizeState = ResizeState.ACCEPTED
+    is_late: bool = False
+    """Whether the ranks did not leave in time, so that they are aborted."""
+    num_failures: int = 0
+    """Attempts that failed instead of being left."""
+
+
+class Coordinator:
+    """Decisions for one run, and for the next one when its machines have left."""
+
+    def __init__(self, now_s: float) -> None:
+        self._machines: dict[str, _Machine] = {}
+        self._dismissed: set[str] = set()
+        """Machines at fault, which must not train again."""
+        self._left_s: dict[str, float] = {}
+        """Machines that have left, until no earlier report of them can arrive any more."""
+        # Machines may train that were members before a restart of this process.
+        self._start(now_s, learn_s=LOST_S)
+
+    def _start(self, now_s: float, learn_s: float) -> None:
+        """Start with nothing known of a run, and learn what the machines know for `learn_s` after
+        the first report."""
+        self._contact_s = self._outage_ended_s = now_s
+        self._policy = RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0)
+        self._state = RunState.REBUILDING
+        self._learn_s = learn_s
+        self._first_report_s: float | None = None
+        self._first_member_s: float | None = None
+        """Time of the first report of a member of the last attempt, while it is learned."""
+        self._attempt = 0
+        self._members: list[str] = []
+        """Machines of the present or last attempt, by node rank; "" for one that is unknown."""
+        self._finished: dict[int, int] = {}
+        """Attempt in which all ranks of a node rank finished before its machine left."""
+        self._store_port = 0
+        self._lost: list[str] = []
+        """Names of the members that were lost in this attempt."""
+        self._suspects: dict[str, int] = {}
+        """Failures since the run was last healthy, by machine."""
+        self._progress_since_s: float | None = None
+        self._is_judged = True
+        """Whether the end of the last attempt has been evaluated."""
+        self._not_before_s = 0.0
+        self._blamed = self._reason = ""
+        self._status = 0
+        self._mesh = ""
+        """Mesh of the present or next attempt per machine, see `Report`."""
+        self._resize: _MachinesResize | None = None
+        self._outcomes: dict[str, tuple[ResizeState, str]] = {}
+        """Outcomes of ended requests and their reasons, as long as a member reports them."""
+
+    def report(self, report: Report, now_s: float) -> Answer:
+        """Record a report and return the answer. Raises Rejected or Busy."""
+        self._expire(now_s, except_for=report.machine)
+        if not self._machines and self._state is not RunState.REBUILDING:
+            # The machines of the last run have left or lost their leases. Some may return.
+            self._start(now_s, learn_s=LEASE_S)
+        self._check(report, now_s)
+        self._record(report, now_s)
+        self._advance(now_s)
+        return self._answer(report.machine)
+
+    def leave(self, report: Report, reason: str, now_s: float) -> None:
+        """Forget a machine, all of whose ranks have ended; `reason` is why if the run must end with
+        it. `report` is its last one."""
+        machine = report.machine
+        self._left_s = {m: s for m, s in self._left_s.items() if now_s - s <= LOST_S}
+        self._left_s[machine] = now_s
+        is_known = self._machines.pop(machine, None) is not None
+        has_finished = report.phase is Phase.ENDED and not reason
+        if has_finished and self._state in (RunState.REBUILDING, RunState.RUNNING):
+            self._finished[report.node_rank] = report.attempt
+        if not is_known or machine not in self._members or self._state is RunState.ENDED:
+            return
+        if reason:
+            self._end(1, f"{report.name}: {reason}")
+            return
+        if not has_finished:
+            self._lost.append(report.name)
+        if self._machines:
+            self._advance(now_s)
+
+    def _has_finished(self, node_rank: int) -> bool:
+        """Return whether a machine has left whose ranks have finished in the present attempt."""
+        return self._finished.get(node_rank) == self._attempt
+
+    def _check(self, report: Report, now_s: float) -> None:
+        if report.machine in self._dismissed:
+            raise Rejected(
+                f"{report.name} is at fault, and another machine has taken its place: see "
+                "its log, and replace it."
+            )
+        if now_s - self._left_s.get(report.machine, -math.inf) <= LOST_S:
+            raise Rejected(f"{report.name} has left: this report was late.")
+        if report.machine in self._machines:
+            return
+        if self._state is RunState.ENDED:
+            raise Busy(f"the last run has ended ({self._reason}), and its machines have not left")
+        if len(self._machines) >= _MAX_MACHINES:
+            raise Rejected(f"{_MAX_MACHINES} machines have joined already.")
+        if self._state is RunState.REBUILDING and report.attempt:
+            # Machines of the run precede those that reached a restarted rendezvous before them.
+            for machine, one in list(self._machines.items()):
+                if not one.report.attempt and _difference(one.report, report):
+                    del self._machines[machine]
+        others = [one.report for one in self._machines.values()]
+        if not others:
+            return
+        other = max(others, key=lambda one: one.attempt)
+        if difference := _difference(other, report):
+            label, theirs, own = difference
+            raise Rejected(
+                f"{label} is {own} here, but {theirs} on {other.name}, which has joined: "
+                "start all machines with the same options and configuration, or start another "
+                "rendezvous for this run."
+            )
+
+    def _record(self, report: Report, now_s: float) -> None:
+        known = self._machines.get(report.machine)
+        if known is None:
+            known = self._machines[report.machine] = _Machine(report, now_s)
+        elif report.sequence <= known.report.sequence:
+            return
+        before = known.report
+        known.report, known.heard_s = report, now_s
+        if report.failure and (before.failure, before.attempt) != (report.failure, report.attempt):
+            known.failed_at_s = now_s - report.failure_age_s
+        if self._counts(report.machine):
+            if now_s - self._contact_s > OUTAGE_S:
+                self._outage_ended_s = now_s
+            self._contact_s = now_s
+
+    def _counts(self, machine: str) -> bool:
+        """Return whether a report shows that the members can reach the rendezvous: a spare, which
+        may be the only machine that does, must not take their places."""
+        return machine in self._members or len(self._members) < 2
+
+    def _expire(self, now_s: float, except_for: str) -> None:
+        """Forget the machines that are lost."""
+        is_outage = now_s - self._contact_s > OUTAGE_S or (
+            # It ends with this report, and the other machines get the same time as ever.
+            now_s - self._outage_ended_s <= LOST_S
+        )
+        limit_s = ALL_LOST_S if is_outage and self._state is not RunState.ENDED else LOST_S
+        for machine, one in list(self._machines.items()):
+            if machine != except_for and now_s - one.heard_s > limit_s:
+                del self._machines[machine]
+                if machine in self._members:
+                    self._lost.append(one.report.name)
+
+    def _advance(self, now_s: float) -> None:
+        if self._state is RunState.REBUILDING:
+            self._rebuild(now_s)
+        if self._state is RunState.RUNNING:
+            self._watch(now_s)
+        if self._state is RunState.FORMING:
+            self._form(now_s)
+
+    def _rebuild(self, now_s: float) -> None:
+        """Learn the last attempt from the reports."""
+        if self._first_report_s is None:
+            # Not from the start of this process: all machines may reach it late.
+            self._first_report_s = now_s
+        reports = [one.report for one in self._machines.values()]
+        self._attempt = max(report.seen_attempt for report in reports)
+        self._mesh = max(reports, key=lambda report: report.attempt).mesh
+        size = reports[0].num_machines
+        seats = {r.node_rank: r for r in reports if r.attempt == self._attempt and r.attempt}
+        self._members = [seats[n].machine if n in seats else "" for n in range(size)]
+        if not self._attempt:
+            self._members = []
+        if seats and all(n in seats or self._has_finished(n) for n in range(size)):
+            for report in seats.values():
+                self._machines[report.machine].was_joined = True
+            self._store_port = seats[0].store_port if 0 in seats else 0
+            self._state = RunState.RUNNING
+            self._rebuild_resize(list(seats.values()), now_s)
+            return
+        if seats and self._first_member_s is None:
+            self._first_member_s = now_s
+        if self._attempt and self._first_member_s is None:
+            # Spares that know of an attempt prove that it had members, all of which are silent.
+            until_s = self._first_report_s + ALL_LOST_S
+        else:
+            until_s = (self._first_member_s or self._first_report_s) + self._learn_s
+        if now_s >= until_s:
+            self._state = RunState.FORMING
+            self._rebuild_resize(list(seats.values()), now_s)
+
+    def _rebuild_resize(self, members: list[Report], now_s: float) -> None:
+        """Learn the present resize: the ranks leave the last attempt, or it is the first one on its
+        mesh."""
+        leaving = next((one for one in members if one.leaving_for), None)
+        if leaving is not None:
+            self._resize = _MachinesResize(
+                leaving.ready_for,
+                leaving.leaving_for,
+                self._mesh,
+                now_s + LEAVE_S,
+                state=ResizeState.READY,
+            )
+            return
+        trained = [one.trained_mesh for one in members if not one.has_progress]
+        former = next(filter(None, trained), None)
+        if former is not None and self._mesh not in trained:
+            request = next((one.request for one in members if one.request_mesh == self._mesh), "")
+            self._resize = _MachinesResize(
+                request, self._mesh, former, math.inf, state=ResizeState.LEFT
+            )
+
+    def _watch(self, now_s: float) -> None:
+        """End the attempt when a member has left it, or the run when all have finished."""
+        members = [
+            self._machines.get(machine)
+            for node_rank, machine in enumerate(self._members)
+            if not self._has_finished(node_rank)
+        ]
+        living = [one for one in members if one is not None]
+        for one in living:
+            one.was_joined = one.was_joined or one.report.attempt == self._attempt
+        if len(living) == len(members):
+            if all(self._has_ended(one.report) for one in living):
+                self._end(0, "all ranks have finished")
+                return
+            if all(one.report.has_progress and one.was_joined for one in living):
+                self._policy.made_progress(now_s)
+                self._progress_since_s = self._progress_since_s or now_s
+                self._follow_requests([one.report for one in living], now_s)
+            if self._continues(living, now_s):
+                return
+        self._state, self._is_judged = RunState.FORMING, False
+
+    def _continues(self, members: list[_Machine], now_s: float) -> bool:
+        """Return whether all members train, or their ranks are still leaving to resize the run."""
+        resize = self._resize
+        if resize is None or resize.state is not ResizeState.READY:
+            return not any(map(self._has_stopped, members))
+        if any(self._has_stopped(one) and not one.report.has_left for one in members):
+            return False
+        if all(one.report.has_left or self._has_ended(one.report) for one in members):
+            return False
+        resize.is_late = now_s >= resize.deadline_s
+        return not resize.is_late
+
+    def _follow_requests(self, members: list[Report], now_s: float) -> None:
+        """Begin, continue or end a resize. All ranks of the members have committed a step, so they
+        can be ordered to leave."""
+        if self._resize is not None and self._resize.state is ResizeState.LEFT:
+            self._end_resize(ResizeState.DONE)
+        reported = {report.request: report.request_mesh for report in members if report.request}
+        self._outcomes = {key: one for key, one in self._outcomes.items() if key in reported}
+        stopping = next((report for report in members if report.is_stopping), None)
+        resize = self._resize
+        if resize is None:
+            new = next((key for key in reported if key not in self._outcomes), None)
+            if new is not None and reported[new] == self._mesh:
+                self._outcomes[new] = ResizeState.DONE, ""
+            elif new is not None and stopping is None:
+                self._resize = _MachinesResize(new, reported[new], self._mesh, now_s + _PREPARE_S)
+            return
+        if resize.state is ResizeState.READY:
+            if stopping is not None:
+                # Its ranks save and exit once they train again.
+                resize.deadline_s = min(resize.deadline_s, now_s + HOLD_S / 2)
+            return
+        refused = next((one for one in members if one.refused == resize.id), None)
+        waits_for = [one.name for one in members if one.ready_for != resize.id]
+        if refused is not None:
+            self._end_resize(ResizeState.REJECTED, refused.refusal)
+        elif stopping is not None:
+            self._end_resize(ResizeState.FAILED, f"{stopping.name} was asked to stop")
+        elif not waits_for:
+            resize.state, resize.deadline_s = ResizeState.READY, now_s + LEAVE_S
+        elif now_s >= resize.deadline_s:
+            names = ", ".join(waits_for)
+            text = f"{names} did not start missing processes in {_PREPARE_S:.0f} s"
+            self._end_resize(ResizeState.FAILED, text)
+
+    def _end_resize(self, state: ResizeState, reason: str = "") -> None:
+        """Record the outcome of the present resize."""
+        assert self._resize is not None
+        self._outcomes[self._resize.id] = state, reason
+        self._resize = None
+
+    def _has_ended(self, report: Report) -> bool:
+        """Return whether all ranks of a machine have finished in the present attempt."""
+        return report.attempt == self._attempt and report.phase is Phase.ENDED
+
+    def _has_stopped(self, one: _Machine) -> bool:
+        """Return whether a member does not train in the present attempt any more."""
+        if one.report.attempt == self._attempt:
+            return one.report.phase in (Phase.PARKED, Phase.FAILED)
+        return one.was_joined
+
+    def _form(self, now_s: float) -> None:
+        """Start the next attempt if there are enough machines, all of them parked."""
+        former = [self._machines[m] for m in self._members if m in self._machines]
+        busy = (Phase.JOINED, Phase.FAILED)
+        if any(one.report.phase in busy for one in self._machines.values()):
+            return
+        if not self._is_judged:
+            self._is_judged = True
+            self._judge(former, now_s)
+        if self._state is not RunState.FORMING or now_s < self._not_before_s:
+            return
+        size = next(iter(self._machines.values())).report.num_machines
+        seats: dict[int, str] = {
+            number: machine
+            for number, machine in enumerate(self._members)
+            if machine in self._machines
+        }
+        spares = [machine for machine in self._ranked() if machine not in seats.values()]
+        if len(seats) + len(spares) < size:
+            return
+        for number in range(size):
+            if number not in seats:
+                seats[number] = spares.pop(0)
+        seen = max(one.report.seen_attempt for one in self._machines.values())
+        self._attempt = max(self._attempt, seen) + 1
+        self._members = [seats[number] for number in range(size)]
+        self._state, self._store_port, self._lost = RunState.RUNNING, 0, []
+        self._policy.attempt_started()
+        self._progress_since_s = None
+        for one in self._machines.values():
+            one.was_joined = False
+
+    def _ranked(self) -> Iterable[str]:
+        """Return the machines, those first that have not failed."""
+        return sorted(self._machines, key=lambda machine: self._suspects.get(machine, 0))
+
+    def _judge(self, former: list[_Machine], now_s: float) -> None:
+        """Find why the attempt ended, and whether there is a next one."""
+        failed = [
+            one for one in former if one.report.failure and one.report.attempt == self._attempt
+        ]
+        by_kind = {
+            kind: [one for one in failed if one.report.failure is kind] for kind in FailureKind
+        }
+        self._blamed = ""
+        cause = None
+        # A machine that is lost, or has stopped its ranks at the end of its lease, explains the
+        # exceptions of the others, as a process that died does, and not the reverse.
+        cut = [
+            one
+            for one in former
+            if one.report.has_lost_lease and one.report.attempt == self._attempt
+        ]
+        was_cut = bool(self._lost or cut)
+        resize = self._resize
+        is_leaving = resize is not None and resize.state is ResizeState.READY
+        # So do ranks that are aborted because others leave too late.
+        is_explained = was_cut or (resize is not None and is_leaving and resize.is_late)
+        for kind in (FailureKind.USER_ERROR, FailureKind.DEATH, FailureKind.EXCEPTION):
+            if by_kind[kind] and (kind is not FailureKind.EXCEPTION or not is_explained):
+                cause = min(by_kind[kind], key=lambda one: one.failed_at_s)
+                break
+        stopping = next((one.report for one in former if one.report.is_stopping), None)
+        left = [
+            one for one in former if one.report.has_left and one.report.attempt == self._attempt
+        ]
+        if cause is None and not was_cut and (left or is_leaving):
+            self._end_leaving(stopping)
+            self._not_before_s = now_s
+            return
+        if cause is None:
+            names = ", ".join(self._lost or [one.report.name for one in cut])
+            self._reason = f"lost {names}" if self._lost else f"{names or 'a machine'} was cut off"
+            # An outage of the rendezvous cuts all of them off, and a bad network one of them.
+            suspects = cut if len(cut) < len(self._members) - len(left) else []
+            failure = Failure(self._reason, "", Path(os.devnull))
+        else:
+            report, suspects = cause.report, [cause]
+            self._blamed = report.machine
+            self._reason = f"{report.name}: {report.failure_text}"
+            failure = Failure(
+                self._reason,
+                report.failure_signature,
+                Path(os.devnull),
+                report.failure_rank,
+                report.failure_status,
+            )
+        if resize is not None and is_leaving:
+            # It is followed once the ranks train again.
+            resize.state, resize.deadline_s = ResizeState.ACCEPTED, now_s + _PREPARE_S
+            resize.is_late = False
+            resize.num_failures += 1
+            if resize.num_failures == _FAILED_LEAVES:
+                self._end_resize(ResizeState.FAILED, self._reason)
+        if stopping is not None:
+            self._end(failure.status or 1, f"{self._reason}; {stopping.name} was asked to stop")
+            return
+        if not suspects and not self._lost:
+            self._not_before_s = now_s + _OUTAGE_DELAY_S
+            return
+        is_at_fault = failure.status == MACHINE_FAULT
+        if resize is not None and resize.state is ResizeState.LEFT:
+            self._mesh = resize.former
+            self._end_resize(ResizeState.FAILED, self._reason)
+            if not is_at_fault:
+                self._not_before_s = now_s
+                return
+        is_user_error = cause is not None and cause.report.failure is FailureKind.USER_ERROR
+        if is_user_error and not is_at_fault:
+            self._end(failure.status, self._reason)
+            return
+        is_replaced = self._replace([one.report.machine for one in suspects], failure, now_s)
+        decision = self._policy.attempt_failed(failure, now_s)
+        if is_replaced:
+            self._not_before_s = now_s
+        elif isinstance(decision, GiveUp):
+            self._end(decision.exit_status, f"{self._reason}: {decision.reason}")
+        else:
+            self._not_before_s = now_s + decision.delay_s
+
+    def _end_leaving(self, stopping: Report | None) -> None:
+        """Let the next attempt be on the mesh of a resize, for which all ranks have left; on the
+        former one if a machine was asked to stop: to save and exit, its ranks must train."""
+        self._reason = "all ranks have left to resize the run"
+        resize = self._resize
+        # A rendezvous that was restarted meanwhile has none.
+        if resize is None or resize.state is not ResizeState.READY:
+            return
+        if stopping is not None:
+            self._end_resize(ResizeState.FAILED, f"{stopping.name} was asked to stop")
+        else:
+            resize.state, self._mesh = ResizeState.LEFT, resize.mesh
+
+    def _replace(self, machines: list[str], failure: Failure, now_s: float) -> bool:
+        """Take the node ranks from those of `machines` that are at fault or cause failures
+        repeatedly, as long as there are spare ones. Returns whether it did."""
+        since_s = self._progress_since_s
+        if since_s is not None and now_s - since_s >= HEALTHY_S:
+            self._suspects = {}
+        for machine in machines:
+            self._suspects[machine] = self._suspects.get(machine, 0) + 1
+        is_at_fault = failure.status == MACHINE_FAULT
+        spares = [machine for machine in self._ranked() if machine not in self._members]
+        is_replaced = False
+        for machine in machines:
+            num_failures = self._suspects[machine]
+            if not is_at_fault and num_failures < _FAILURES_OF_A_MACHINE:
+                continue
+            if not spares or self._suspects.get(spares[0], 0) >= num_failures:
+                continue
+            del spares[0]
+            self._members[self._members.index(machine)] = ""
+            is_replaced = True
+            if is_at_fault:
+                self._dismissed.add(machine)
+                del self._machines[machine]
+        return is_replaced
+
+    def _end(self, status: int, reason: str) -> None:
+        self._state, self._status, self._reason = RunState.ENDED, status, reason
+
+    def _answer(self, machine: str) -> Answer:
+        members = self._members
+        store_address = ""
+        if self._state is RunState.RUNNING and members[0] in self._machines:
+            first = self._machines[members[0]].report
+            if first.attempt == self._attempt and first.store_port:
+                self._store_port = first.store_port
+            store_address = first.address if self._store_port else ""
+        names = sorted(one.report.name for one in self._machines.values())
+        resize = self._resize
+        request = self._machines[machine].report.request if machine in self._machines else ""
+        state, reason = self._outcomes.get(request, (ResizeState.ACCEPTED, ""))
+        if resize is not None and resize.id == request:
+            state = resize.state
+        return Answer(
+            state=self._state,
+            attempt=self._attempt,
+            node_rank=members.index(machine) if machine in members else -1,
+            store_address=store_address,
+            store_port=self._store_port,
+            is_blamed=machine == self._blamed,
+            reason=self._reason[:1000],
+            status=self._status,
+            num_joined=len(names),
+            joined=", ".join(names)[:1000],
+            mesh=self._mesh,
+            resize=resize.id if resize else "",
+            resize_mesh=resize.mesh if resize else "",
+            resize_state=resize.state if resize else ResizeState.ACCEPTED,
+            request=request,
+            request_state=state,
+            request_reason=reason[:1000],
+        )
+
+
+def _difference(other: Report, report: Report) -> tuple[str, object, object] | None:
+    """Return the first setting in which two machines differ, and its values: they cannot take part
+    in the same run."""
+    for label, theirs, own in (
+        ("--rdzv-id", other.run_id, report.run_id),
+        ("--nnodes", other.num_machines, report.num_machines),
+        ("--nproc", other.num_ranks, report.num_ranks),
+        ("the configuration's fingerprint", other.fingerprint, report.fingerprint),
+    ):
+        if theirs != own:
+            return label, theirs, own
+    return None

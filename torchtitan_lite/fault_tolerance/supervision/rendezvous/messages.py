@@ -1,0 +1,183 @@
+"""What machines report to the rendezvous, and what it answers. Layer: above
+launcher.resize_request.
+
+Invariant: `parse` raises ValueError for whatever is not exactly such a message.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any, Self
+
+from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import ResizeState
+
+SERVICE = "torchtitan_lite.Rendezvous"
+PURPOSE = "rendezvous"
+"""Purpose of its sessions, see `rpc.authentication`."""
+MAX_CHARS = 2000
+"""Maximum length of a text in a message."""
+_MAX_NUMBER = 1 << 40
+
+
+class Phase(StrEnum):
+    """Phase of a machine."""
+
+    PARKED = "parked"
+    """No rank of it trains."""
+    JOINED = "joined"
+    """Its ranks start or train, as a member of `attempt`."""
+    FAILED = "failed"
+    """A rank of it failed; the others wait for the end of the attempt."""
+    ENDED = "ended"
+    """All its ranks have finished."""
+
+
+class FailureKind(StrEnum):
+    """How a rank failed."""
+
+    NONE = ""
+    DEATH = "death"
+    """Its process ended."""
+    EXCEPTION = "exception"
+    """Its training raised an exception, possibly because of another rank."""
+    USER_ERROR = "user error"
+    """Its training ended with an error that a user must correct, or a faulty device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    def to_json(self) -> dict[str, Any]:
+        """Return the message as an object of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, content: Mapping[str, Any]) -> Self:
+        """Parse an object. Raises ValueError."""
+        kinds = {field.name: field.type for field in fields(cls)}
+        if content.keys() != kinds.keys():
+            raise ValueError(f"its fields are not those of a {cls.__name__}")
+        values = {}
+        for name, kind in kinds.items():
+            values[name] = _checked(name, content[name], kind)
+        return cls(**values)
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    if kind is str:
+        if type(value) is str and len(value) <= MAX_CHARS:
+            return value
+    elif kind is bool or kind is int or kind is float:
+        is_right = type(value) is kind or (kind is float and type(value) is int)
+        if is_right and abs(value) < _MAX_NUMBER:
+            return value
+    elif isinstance(value, str):
+        return kind(value)
+    raise ValueError(f"{name} is {value!r:.60}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(_Message):
+    """Report of a machine, or rather of the agent on it."""
+
+    machine: str
+    """Random identity of the agent's process."""
+    sequence: int
+    """Number of the report. Older ones do not count."""
+    name: str
+    """Name of the machine for display."""
+    address: str
+    """Its address on the route to the rendezvous."""
+    run_id: str
+    num_machines: int
+    num_ranks: int
+    """Ranks per machine with which it was started."""
+    fingerprint: str
+    """Fingerprint of the configuration."""
+    phase: Phase = Phase.PARKED
+    attempt: int = 0
+    """The last attempt of which it was a member; 0 if there is none."""
+    node_rank: int = -1
+    """Its node rank in that attempt."""
+    mesh: str
+    """Mesh of that attempt per machine, as `RunMesh.to_text`; before the first one, that with which
+    it was started."""
+    trained_mesh: str = ""
+    """Mesh of the last attempt in which its ranks have committed a step; empty if there is none."""
+    seen_attempt: int = 0
+    """Highest attempt that any answer named."""
+    store_port: int = 0
+    """Port of the store of `attempt`, if it has node rank 0."""
+    has_progress: bool = False
+    """Whether its ranks have committed a step in `attempt`."""
+    is_stopping: bool = False
+    """Whether it was asked to stop."""
+    has_lost_lease: bool = False
+    """Whether it parked in `attempt` because its lease had ended."""
+    failure: FailureKind = FailureKind.NONE
+    """How a rank failed in `attempt`."""
+    failure_text: str = ""
+    failure_signature: str = ""
+    """As in `restart_policy.Failure`."""
+    failure_rank: int = -1
+    failure_status: int = 0
+    failure_age_s: float = 0.0
+    request: str = ""
+    """Id of a resize that was requested on this machine, until it has ended."""
+    request_mesh: str = ""
+    ready_for: str = ""
+    """Id of the resize for which its new processes are warm."""
+    refused: str = ""
+    """Id of the resize that it cannot follow."""
+    refusal: str = ""
+    """Reason of that."""
+    leaving_for: str = ""
+    """Mesh for which its ranks were ordered to leave `attempt`; empty if they were not."""
+    has_left: bool = False
+    """Whether they have."""
+
+
+class RunState(StrEnum):
+    """State of the run."""
+
+    REBUILDING = "rebuilding"
+    """The rendezvous was restarted and learns from reports what runs. Nothing changes meanwhile."""
+    FORMING = "forming"
+    """The next attempt waits for machines. All ranks park."""
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(_Message):
+    """Answer to a report."""
+
+    state: RunState
+    attempt: int
+    """Number of the present or last attempt."""
+    node_rank: int = -1
+    """Node rank of this machine in it; -1: a spare."""
+    store_address: str = ""
+    """Address of the attempt's store; empty until node rank 0 has reported it."""
+    store_port: int = 0
+    is_blamed: bool = False
+    """Whether a rank of this machine ended the previous attempt."""
+    reason: str = ""
+    """Why the previous attempt or the run ended."""
+    status: int = 0
+    """Exit status of the ended run."""
+    num_joined: int = 0
+    joined: str = ""
+    """Names of the machines that have joined."""
+    mesh: str = ""
+    """Mesh of the attempt."""
+    resize: str = ""
+    """Id of the present resize; empty if there is none."""
+    resize_mesh: str = ""
+    resize_state: ResizeState = ResizeState.ACCEPTED
+    """ACCEPTED: members start missing processes. READY: all ranks leave the attempt. LEFT: the
+    attempt is the first one on the new mesh."""
+    request: str = ""
+    """Id of the request in the report."""
+    request_state: ResizeState = ResizeState.ACCEPTED
+    request_reason: str = ""
+    """Reason why that was rejected or has failed."""

@@ -1,9 +1,0 @@
-"""Healing: transfer of the live state from an up-to-date replica into a lagging one, as safetensors
-over HTTP. Layer: above checkpoint; imports nothing else of replica/.
-
-Nothing received is unpickled; every chunk is checksummed, and served only to peers with the token.
-"""
-
-from torchtitan_lite.replica.healing.transport import HealingTransport, StateSource
-
-__all__ = ["HealingTransport", "StateSource"]

@@ -1,0 +1,1 @@
+"""Use of trained weights: inference, and publishing to engines during training."""

@@ -1,0 +1,1 @@
+"""Commands beside training: estimates, the failure model, reports."""

@@ -1,0 +1,116 @@
+"""The search for the best mesh of a number of ranks: a model in closed form chooses the next mesh,
+and only traced meshes are compared.
+
+Which meshes are traced does not depend on the configured mesh, which competes with the best of
+them. So a search from its own result has the same result, also if it ends at its limit. Layer:
+`estimate.meshes`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torchtitan_lite.distributed.mesh import ParallelDims
+from torchtitan_lite.tools.estimate.mesh_step import MEMORY_LIMIT, MeshStep
+from torchtitan_lite.tools.estimate.meshes import MeshModel, MeshPrediction
+
+MAX_TRACES = 8
+"""Traced meshes of a search."""
+MAX_TRACED_LAYERS = 120
+"""Layers in all traces of a search. Models whose layers differ are traced with all of them, which
+takes seconds per layer; a limit in seconds would let the result depend on the machine."""
+_MIN_ROWS = 3
+"""Meshes that fit, so that the best one can be compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSearch:
+    """The traced meshes, the configured one among them."""
+
+    meshes: tuple[MeshStep, ...]
+    """Those that fit the device, best first."""
+    too_large: tuple[MeshStep, ...]
+    """Those that do not fit, smallest first."""
+    is_complete: bool
+    """Whether no other mesh is expected to be better; else the search ended at its limit."""
+
+
+def search_meshes(
+    model: MeshModel,
+    configured: MeshStep,
+    trace: Callable[[ParallelDims], MeshStep],
+    world_size: int,
+    memory_bytes: float,
+    *,
+    max_traces: int = MAX_TRACES,
+) -> MeshSearch:
+    """Search for the mesh of `world_size` ranks with the most tokens per second that fits
+    `memory_bytes`. `trace` is called at most `max_traces` times, and not after
+    `MAX_TRACED_LAYERS`."""
+    traced: dict[ParallelDims, MeshStep] = {}
+    following = _following(model, traced, world_size, memory_bytes)
+    while (
+        following is not None
+        and len(traced) < max_traces
+        and sum(map(_num_layers, traced.values())) < MAX_TRACED_LAYERS
+    ):
+        traced[following] = trace(following)
+        model.fit(traced[following])
+        following = _following(model, traced, world_size, memory_bytes)
+    steps = {**traced, configured.degrees: configured}.values()
+    return MeshSearch(
+        meshes=tuple(sorted((one for one in steps if one.fits(memory_bytes)), key=_rank_of)),
+        too_large=tuple(sorted((one for one in steps if not one.fits(memory_bytes)), key=_size_of)),
+        is_complete=following is None,
+    )
+
+
+def _following(
+    model: MeshModel,
+    traced: dict[ParallelDims, MeshStep],
+    world_size: int,
+    memory_bytes: float,
+) -> ParallelDims | None:
+    """Return the mesh to trace next; None: there is none. It is the fastest one that is predicted
+    to fit and, once `_MIN_ROWS` are traced that fit, to be faster than they. If none fits, and none
+    is predicted to fit: the one that is predicted to be smallest, and smaller than all traced."""
+    fitting = [one for one in traced.values() if one.fits(memory_bytes)]
+    predictions = model.predictions(world_size, traced)
+    limit = MEMORY_LIMIT * memory_bytes
+    candidates = [one for one in predictions if one.peak_bytes <= limit]
+    if len(fitting) >= _MIN_ROWS:
+        best = min(map(_speed_rank, ((one.degrees, one.time.tokens_per_s) for one in fitting)))
+        candidates = [one for one in candidates if _predicted_rank(one)[:2] < best]
+    chosen = _first_valid(model, sorted(candidates, key=_predicted_rank))
+    if chosen is None and not fitting:
+        smallest = min((one.fullest.peak_bytes for one in traced.values()), default=float("inf"))
+        smaller = [one for one in predictions if one.peak_bytes < smallest]
+        chosen = _first_valid(model, sorted(smaller, key=lambda one: one.peak_bytes))
+    return chosen
+
+
+def _num_layers(step: MeshStep) -> int:
+    return sum(sum(rank.traced_blocks) for rank in step.ranks)
+
+
+def _first_valid(model: MeshModel, found: Iterable[MeshPrediction]) -> ParallelDims | None:
+    return next((one.degrees for one in found if model.is_valid(one.degrees)), None)
+
+
+def _rank_of(step: MeshStep) -> tuple[float, int, float]:
+    return (*_speed_rank((step.degrees, step.time.tokens_per_s)), _size_of(step))
+
+
+def _predicted_rank(one: MeshPrediction) -> tuple[float, int, float]:
+    return (*_speed_rank((one.degrees, one.tokens_per_s)), one.peak_bytes)
+
+
+def _size_of(step: MeshStep) -> float:
+    return step.fullest.peak_bytes
+
+
+def _speed_rank(mesh: tuple[ParallelDims, float]) -> tuple[float, int]:
+    """Return a key that orders meshes: fast ones first, of equally fast ones the simplest. Speeds
+    that agree in three digits are equal, because estimates are not more exact."""
+    degrees, tokens_per_s = mesh
+    complexity = sum(size > 1 for size in (*degrees.shape, degrees.ep, degrees.etp))
+    return -float(f"{tokens_per_s:.3g}"), complexity

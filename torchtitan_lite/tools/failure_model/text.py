@@ -1,0 +1,67 @@
+"""Predictions as text and as plain values. Layer: simulation."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torchtitan_lite.tools.failure_model.scenario import Scenario, described
+from torchtitan_lite.tools.failure_model.simulation import Prediction
+
+
+def table(predictions: Sequence[Prediction], *, first: str = "ranks") -> list[str]:
+    """Return the goodput by number of ranks and strategy, in lines."""
+    strategies = list(dict.fromkeys(one.strategy for one in predictions))
+    rows = [[first, *(one.name for one in strategies)]]
+    for num_ranks in dict.fromkeys(one.num_ranks for one in predictions):
+        found = {one.strategy: one for one in predictions if one.num_ranks == num_ranks}
+        rows.append([f"{num_ranks:,}", *(f"{found[one].shares.goodput:.2%}" for one in strategies)])
+    return _aligned(rows)
+
+
+def parts(predictions: Sequence[Prediction]) -> list[str]:
+    """Return where the time of each prediction goes, in lines."""
+    rows = [["strategy", *predictions[0].shares.shares()]]
+    for one in predictions:
+        rows.append([one.strategy.name, *(f"{x:.2%}" for x in one.shares.shares().values())])
+    return _aligned(rows)
+
+
+def input_lines(scenario: Scenario) -> list[str]:
+    """Return the inputs with their sources, in lines."""
+    return _aligned(
+        [[name, f"{value:g}", source] for name, value, source in described(scenario)], left=(0, 2)
+    )
+
+
+def as_values(scenario: Scenario, predictions: Iterable[Prediction], **more: Any) -> dict[str, Any]:
+    """Return everything for a JSON file; times without an end are null."""
+    return {
+        **more,
+        "inputs": {
+            name: {"value": value if value != float("inf") else None, "source": source}
+            for name, value, source in described(scenario)
+        },
+        "predictions": [
+            {
+                "strategy": one.strategy.name,
+                "ranks": one.num_ranks,
+                "hours": one.hours,
+                "goodput": one.shares.goodput,
+                "shares": one.shares.shares(),
+                "save_interval_s": one.times.save_interval_s,
+                "snapshot_interval_s": one.times.snapshot_interval_s,
+                "buddy_interval_s": one.times.buddy_interval_s,
+            }
+            for one in predictions
+        ],
+    }
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

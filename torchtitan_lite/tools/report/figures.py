@@ -1,0 +1,595 @@
+"""The figures of a report, as JSON for plotly.js. Pure. Layer: above comparison and timeline.
+
+Text from files is escaped here too, because plotly.js interprets a subset of HTML in names and
+labels.
+"""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from torchtitan_lite.core.phases import TIME_NAMES
+from torchtitan_lite.tools.report.axes import BUTTONS, curve_axes, time_unit
+from torchtitan_lite.tools.report.comparison import COMPARED, NAMES, Comparison
+from torchtitan_lite.tools.report.run_files import Goodput, RunFiles, Step
+from torchtitan_lite.tools.report.timeline import KINDS, ROUTINE, Mark, RunTimeline
+
+COLORS = (
+    *("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#dc2626"),
+    *("#ca8a04", "#db2777", "#4f46e5", "#65a30d"),
+)
+KIND_COLORS = {
+    "compute": "#2563eb",
+    "communication": "#60a5fa",
+    "data": "#a78bfa",
+    "checkpoint": "#0d9488",
+    "quorum": "#facc15",
+    "healing": "#84cc16",
+    "compile": "#c084fc",
+    "start": "#94a3b8",
+    "between": "#cbd5e1",
+    "end": "#64748b",
+    "lost": "#dc2626",
+    "idle": "#fb923c",
+}
+"""By kind of time, in the order of the bar."""
+_MARKERS = {
+    "fault": ("x", "#dc2626", 12),
+    "error": ("x-thin-open", "#7f1d1d", 12),
+    "machine_fault": ("cross", "#7f1d1d", 12),
+    "hang": ("hourglass", "#b91c1c", 12),
+    "aborted": ("triangle-up", "#f97316", 11),
+    "skipped": ("triangle-down", "#d97706", 11),
+    "rolled_back": ("triangle-left", "#b45309", 11),
+    "save_failed": ("square-x-open", "#dc2626", 11),
+    "slow_rank": ("hexagon", "#a16207", 11),
+    "restart": ("triangle-right", "#475569", 11),
+    "resume": ("star", "#2563eb", 12),
+    "healed": ("diamond", "#15803d", 12),
+    "quorum": ("line-ns-open", "#7c3aed", 11),
+    "saved": ("square", "#1d4ed8", 8),
+    "validation": ("circle", "#0891b2", 8),
+    "averaged": ("circle-open", "#64748b", 8),
+    "other": ("pentagon", "#64748b", 9),
+}
+_SPAN_COLORS = {"starting": "#cbd5e1", "training": "#bbf7d0", "down": "#fecaca"}
+_ABOVE, _BELOW = 0.3, -0.3
+"""Offsets of routine marks from the middle of a lane, which is reserved for faults."""
+_OFFSETS = {"saved": _BELOW, "validation": _ABOVE, "quorum": _BELOW, "averaged": _ABOVE}
+_MAX_POINTS = 3000
+"""Maximum points of a curve; beyond it, only the minimum and maximum of each interval are drawn."""
+_MAX_LINES = 10
+_BUTTONS_PX = 32
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+_GRID, _TEXT = "#e5e7eb", "#334155"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure of the page."""
+
+    title: str
+    data: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any]
+    note: str = ""
+    is_wide: bool = False
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line over steps."""
+
+    name: str
+    points: Sequence[tuple[int, float | None]]
+    color: str
+    style: str = "solid"
+    has_markers: bool = False
+    run: RunFiles | None = None
+    """If set, the figure can show the curve over tokens and time, too."""
+
+
+def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
+    """Draw training and validation loss."""
+    curves = []
+    for place, run in enumerate(runs):
+        color = COLORS[place % len(COLORS)]
+        name = run.label if len(runs) > 1 else "training"
+        curves.append(Curve(name, _points(run.merged, "loss"), color, run=run))
+        by_step: dict[int, float | None] = {}
+        for event in run.events("validation"):
+            loss = event.values.get("loss")
+            if event.step is not None and isinstance(loss, int | float):
+                by_step.setdefault(event.step, float(loss))
+        if by_step:
+            name = f"{run.label}, validation" if len(runs) > 1 else "validation"
+            color = color if len(runs) > 1 else COLORS[1]
+            points = sorted(by_step.items())
+            curves.append(Curve(name, points, color, "dot", has_markers=True, run=run))
+    return _curves("Loss", curves, "loss (nats per token)", is_wide=True, height=380, has_axes=True)
+
+
+def curve_figures(runs: Sequence[RunFiles]) -> list[Figure]:
+    """Draw learning rate and gradient norm."""
+    return _known(
+        _merged("Gradient norm (before clipping)", runs, "grad_norm", "L2 norm", has_axes=True),
+        _merged("Learning rate", runs, "lr", "learning rate", from_zero=True, has_axes=True),
+    )
+
+
+def speed_figures(runs: Sequence[RunFiles]) -> list[Figure]:
+    """Draw throughput, MFU, step time, memory and replicas."""
+    has_replicas = any((one["num_replicas"] or 1) > 1 for run in runs for one in run.merged)
+    return _known(
+        _merged("Throughput", runs, "tokens_per_second", "tokens/s", from_zero=True, digits="~s"),
+        _merged(
+            "Model FLOPs utilization", runs, "mfu", "MFU (%)", from_zero=True, factor=100
+        ),
+        _step_time(runs),
+        _memory(runs),
+        _merged("Goodput up to each step", runs, "goodput", "goodput (%)", factor=100,
+                span=[0, 100]),
+        _merged("Participating replicas", runs, "num_replicas", "replicas", from_zero=True,
+                shape="hv") if has_replicas else None,
+    )  # fmt: skip
+
+
+def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
+    """Load of the busiest expert by router, and idle experts. Empty for dense models."""
+    loaded = [run for run in runs if any(one.router_load for one in run.merged)]
+    if not loaded:
+        return []
+    figures = [_merged("Idle experts", runs, "idle_experts", "experts", from_zero=True)]
+    label = "busiest expert (multiple of a fair share)"
+    if len(runs) > 1:
+        curves = [
+            Curve(
+                run.label,
+                [
+                    (one.step, max(one.router_load.values()))
+                    for one in run.merged
+                    if one.router_load
+                ],
+                COLORS[place % len(COLORS)],
+            )
+            for place, run in enumerate(runs)
+        ]
+        return _known(_curves("Router load, the most uneven router", curves, label), *figures)
+    (run,) = loaded
+    names = list(dict.fromkeys(name for one in run.merged for name in one.router_load))
+    if len(names) > _MAX_LINES:
+        return _known(_router_heatmap(run, names, label), *figures)
+    curves = [
+        Curve(
+            name,
+            [(one.step, one.router_load[name]) for one in run.merged if name in one.router_load],
+            COLORS[place % len(COLORS)],
+        )
+        for place, name in enumerate(names)
+    ]
+    return _known(_curves("Router load", curves, label), *figures)
+
+
+def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
+    """Draw wall time by cause, one bar per replica."""
+    rows = [
+        (account_label(run, one, len(runs) > 1), one)
+        for run in runs
+        for one in run.goodput
+        if one.wall_s > 0
+    ]
+    if not rows:
+        return None
+    rows.reverse()
+    unit, per_unit = time_unit(max(one.wall_s for _, one in rows))
+    data = []
+    for place, kind in enumerate(ordered_kinds([one for _, one in rows])):
+        seconds = [one.seconds.get(kind, 0.0) for _, one in rows]
+        shares = [s / one.wall_s for s, (_, one) in zip(seconds, rows, strict=True)]
+        name = kind_name(kind)
+        hover = [f"{name}: {s:,.1f} s, {p:.1%}" for s, p in zip(seconds, shares, strict=True)]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": _text(name),
+                "y": [_text(label) for label, _ in rows],
+                "x": [s / per_unit for s in seconds],
+                "text": [f"{p:.0%}" if p >= 0.04 else "" for p in shares],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "hovertext": [_text(one) for one in hover],
+                "hovertemplate": "%{y}<br>%{hovertext}<extra></extra>",
+                "marker": {"color": KIND_COLORS.get(kind, COLORS[place % len(COLORS)])},
+            }
+        )
+    layout = _layout(f"wall time ({unit})", "", height=130 + 46 * len(rows))
+    layout |= {"barmode": "stack", "hovermode": "closest", "bargap": 0.35}
+    layout["yaxis"] |= {"automargin": True, "type": "category"}
+    layout["legend"] |= {"traceorder": "normal"}
+    return Figure(title="Wall time by cause", data=data, layout=layout, is_wide=True)
+
+
+def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
+    """Draw attempts and events over wall time, with a button to switch to steps; over steps only
+    if there are no times."""
+    if not timeline.marks and not timeline.spans:
+        return None
+    places = {lane: len(timeline.lanes) - 1 - place for place, lane in enumerate(timeline.lanes)}
+    first, unit, per_unit = timeline.first_time, "s", 1.0
+    times = [one.end for one in timeline.spans] + [
+        one.time for one in timeline.marks if one.time is not None
+    ]
+    if first is not None:
+        unit, per_unit = time_unit(max(times) - first)
+
+    def elapsed(time: float | None) -> float | None:
+        return None if time is None or first is None else round((time - first) / per_unit, 6)
+
+    data: list[dict[str, Any]] = []
+    by_time: list[Any] = []
+    by_step: list[Any] = []
+    bases: tuple[list[Any], list[Any]] = ([], [])
+    for kind, color in _SPAN_COLORS.items():
+        spans = [one for one in timeline.spans if one.kind == kind]
+        if not spans:
+            continue
+        by_time.append([(one.end - one.start) / per_unit for one in spans])
+        by_step.append([one.last_step - one.first_step for one in spans])
+        bases[0].append([elapsed(one.start) for one in spans])
+        bases[1].append([one.first_step for one in spans])
+        hover = [
+            f"{one.kind} for {duration(one.end - one.start)}, from {format_utc(one.start)}"
+            + (f", steps {one.first_step} to {one.last_step}" if one.kind == "training" else "")
+            for one in spans
+        ]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": kind,
+                "y": [places[one.lane] for one in spans],
+                "width": 0.36,
+                "marker": {"color": color},
+                "text": [_text(one) for one in hover],
+                "textposition": "none",
+                "hovertemplate": "%{text}<extra></extra>",
+            }
+        )
+    for kind, name in KINDS.items():
+        marks = [one for one in timeline.marks if one.kind == kind]
+        if not marks:
+            continue
+        symbol, color, size = _MARKERS[kind]
+        by_time.append([elapsed(one.time) for one in marks])
+        by_step.append([one.step for one in marks])
+        for base in bases:
+            base.append(None)
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": name,
+                "y": [places[one.lane] + _OFFSETS.get(kind, 0.0) for one in marks],
+                "text": [_text(_mark_hover(one)) for one in marks],
+                "hovertemplate": f"<b>{name}</b><br>%{{text}}<extra></extra>",
+                "marker": {
+                    "symbol": symbol,
+                    "color": color,
+                    "size": size,
+                    "line": {"width": 1 if kind in ROUTINE or kind == "error" else 0.5},
+                },
+            }
+        )
+    shown, base = (by_step, bases[1]) if first is None else (by_time, bases[0])
+    for trace, x, begin in zip(data, shown, base, strict=True):
+        trace["x"] = x
+        if begin is not None:
+            trace["base"] = begin
+    by_time_title, by_step_title = f"time since the first start ({unit})", "step"
+    layout = _layout(by_step_title if first is None else by_time_title, "")
+    lanes_px, below_px = 62 * len(timeline.lanes), 62 + 20 * -(-len(data) // 5)
+    layout |= {
+        "height": 56 + lanes_px + below_px,
+        "margin": {"l": 64, "r": 20, "t": 56, "b": below_px},
+        "hovermode": "closest",
+        "barmode": "overlay",
+    }
+    layout["legend"] |= {"y": -52 / lanes_px, "yanchor": "top"}
+    layout["yaxis"] |= {
+        "tickmode": "array",
+        "tickvals": list(places.values()),
+        "ticktext": [_text(lane) for lane in places],
+        "range": [-0.6, len(places) - 0.4],
+        "automargin": True,
+        "showgrid": False,
+        "fixedrange": True,
+    }
+    if first is not None:
+        layout["updatemenus"] = [_axis_buttons(by_time, by_step, bases, by_time_title)]
+    note = f"{timeline.num_thinned} events of frequent kinds are not drawn." * bool(
+        timeline.num_thinned
+    )
+    return Figure(title=run.label, data=data, layout=layout, note=note, is_wide=True)
+
+
+def difference_figure(comparisons: Sequence[Comparison]) -> Figure | None:
+    """Draw relative differences from the first run over steps, on a logarithmic axis."""
+    curves = []
+    for place, one in enumerate(comparisons):
+        color = COLORS[(place + 1) % len(COLORS)]
+        for name in COMPARED:
+            points = [
+                (
+                    difference.step,
+                    difference.relative if 0 < difference.relative < math.inf else None,
+                )
+                for difference in one.differences[name]
+            ]
+            style = "solid" if name == "loss" else "dot"
+            label = NAMES[name] if len(comparisons) == 1 else f"{one.other}, {NAMES[name]}"
+            curves.append(Curve(label, points, color, style))
+    figure = _curves(
+        "Relative difference from the first run", curves, "relative difference", is_wide=True
+    )
+    if figure is None:
+        return None
+    layout = {**figure.layout, "yaxis": figure.layout["yaxis"] | _LOG_AXIS}
+    return Figure(
+        title=figure.title,
+        data=figure.data,
+        layout=layout,
+        note="|a - b| / max(|a|, |b|). Steps with equal values have no point.",
+        is_wide=True,
+    )
+
+
+_LOG_AXIS = {"type": "log", "exponentformat": "power", "dtick": 1}
+
+
+def ordered_kinds(accounts: Sequence[Goodput]) -> list[str]:
+    """Return the kinds of time with nonzero duration, in the order of the bar; unknown ones
+    last."""
+    used = {kind for one in accounts for kind, seconds in one.seconds.items() if seconds > 0}
+    return [*(kind for kind in KIND_COLORS if kind in used), *sorted(used - KIND_COLORS.keys())]
+
+
+def kind_name(kind: str) -> str:
+    """Return the display name of a kind of time."""
+    return TIME_NAMES.get(kind, kind.replace("_", " "))
+
+
+def account_label(run: RunFiles, one: Goodput, is_named: bool) -> str:
+    """Return the replica, prefixed by its run if there are several."""
+    own = "all ranks" if one.replica is None else f"replica {one.replica}"
+    if not is_named:
+        return own
+    return run.label if one.replica is None else f"{run.label}, {own}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration, such as 41.2 s, 12 min 03 s, 5 h 12 min."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour} h"
+    return f"{hour} h {minute:02} min" if hour else f"{minute} min {second:02} s"
+
+
+def format_utc(time: float) -> str:
+    """Format a time, such as 2026-05-01 12:00:00 UTC."""
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _mark_hover(mark: Mark) -> str:
+    parts = [] if mark.step is None else [f"step {mark.step}"]
+    parts += [] if mark.time is None else [format_utc(mark.time)]
+    return f"{mark.lane}, {', '.join(parts)}\n{mark.text}" if parts else mark.text
+
+
+def _axis_buttons(
+    by_time: list[Any], by_step: list[Any], bases: tuple[list[Any], list[Any]], title: str
+) -> dict[str, Any]:
+    def button(label: str, x: list[Any], base: list[Any], axis: str) -> dict[str, Any]:
+        changes = {"x": x, "base": base}
+        layout = {"xaxis.title.text": axis, "xaxis.autorange": True}
+        return {"label": label, "method": "update", "args": [changes, layout]}
+
+    return {
+        **BUTTONS,
+        "buttons": [
+            button("Wall time", by_time, bases[0], title),
+            button("Steps", by_step, bases[1], "step"),
+        ],
+    }
+
+
+def _step_time(runs: Sequence[RunFiles]) -> Figure | None:
+    if len(runs) > 1:
+        return _merged("Step time", runs, "step_time_s", "s", from_zero=True)
+    parts = {
+        "step_time_s": "whole step",
+        "data_time_s": "waiting for data",
+        "checkpoint_stall_s": "checkpoint stall",
+    }
+    curves = [
+        Curve(label, _points(runs[0].merged, name), COLORS[place])
+        for place, (name, label) in enumerate(parts.items())
+    ]
+    return _curves("Step time", curves, "s", from_zero=True)
+
+
+def _memory(runs: Sequence[RunFiles]) -> Figure | None:
+    """Draw the peak memory of each rank that writes metrics."""
+    streams = [(run, stream) for run in runs for stream in run.streams]
+    curves = []
+    for place, (run, stream) in enumerate(streams):
+        label = stream.label if len(runs) == 1 else run.label
+        if len(runs) > 1 and len(run.streams) > 1:
+            label = f"{run.label}, {stream.label}"
+        points = _with_gaps(_points(stream.committed(), "memory_gib"))
+        curves.append(Curve(label, points, COLORS[place % len(COLORS)]))
+    return _curves("Peak memory per rank", curves, "GiB", from_zero=True)
+
+
+def _router_heatmap(run: RunFiles, names: Sequence[str], label: str) -> Figure | None:
+    steps = run.merged[:: max(1, -(-len(run.merged) // (_MAX_POINTS // 10)))]
+    layout = _layout("step", "", height=140 + 14 * len(names))
+    layout["yaxis"] |= {"automargin": True, "type": "category"}
+    layout |= {"hovermode": "closest"}
+    trace = {
+        "type": "heatmap",
+        "x": [one.step for one in steps],
+        "y": [_text(name) for name in names],
+        "z": [[one.router_load.get(name) for one in steps] for name in names],
+        "colorscale": "YlOrRd",
+        "colorbar": {"title": {"text": "multiple", "side": "right"}},
+        "hovertemplate": "%{y}<br>step %{x}: %{z:.2f}<extra></extra>",
+    }
+    return Figure(title=f"Router load: {label}", data=[trace], layout=layout, is_wide=True)
+
+
+def _merged(
+    title: str,
+    runs: Sequence[RunFiles],
+    name: str,
+    unit: str,
+    *,
+    factor: float = 1.0,
+    from_zero: bool = False,
+    digits: str = "",
+    shape: str = "linear",
+    span: Sequence[float] | None = None,
+    has_axes: bool = False,
+) -> Figure | None:
+    """Draw one curve per run."""
+    curves = [
+        Curve(run.label, _points(run.merged, name, factor), COLORS[place % len(COLORS)], run=run)
+        for place, run in enumerate(runs)
+    ]
+    return _curves(
+        title,
+        curves,
+        unit,
+        from_zero=from_zero,
+        digits=digits,
+        shape=shape,
+        span=span,
+        has_axes=has_axes,
+    )
+
+
+def _with_gaps(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
+    """Insert a point without value into each range of missing steps, to interrupt the line."""
+    result: list[tuple[int, float | None]] = []
+    for step, value in points:
+        if result and step > result[-1][0] + 1:
+            result.append((step - 1, None))
+        result.append((step, value))
+    return result
+
+
+def _points(
+    steps: Sequence[Step], name: str, factor: float = 1.0
+) -> list[tuple[int, float | None]]:
+    return [(one.step, None if (value := one[name]) is None else value * factor) for one in steps]
+
+
+def _curves(
+    title: str,
+    curves: Sequence[Curve],
+    unit: str,
+    *,
+    is_wide: bool = False,
+    height: int = 300,
+    from_zero: bool = False,
+    digits: str = "",
+    shape: str = "linear",
+    span: Sequence[float] | None = None,
+    has_axes: bool = False,
+) -> Figure | None:
+    """Draw the curves; None if they have no value. With `has_axes`, buttons choose steps, tokens or
+    time."""
+    drawn = [one for one in curves if any(value is not None for _, value in one.points)]
+    if not drawn:
+        return None
+    data = []
+    for one in drawn:
+        points = downsample(one.points)
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers" if one.has_markers or len(points) == 1 else "lines",
+                "name": _text(one.name),
+                "x": [step for step, _ in points],
+                "y": [value for _, value in points],
+                "line": {"color": one.color, "width": 1.8, "dash": one.style, "shape": shape},
+                "marker": {"size": 7},
+                "hovertemplate": "%{y:.5~g}" if not digits else "%{y:,.0f}",
+            }
+        )
+    layout = _layout("step", unit, height=height)
+    layout["showlegend"] = len(data) > 1
+    if has_axes:
+        runs = [one.run for one in drawn if one.run is not None]
+        layout |= curve_axes(runs, [trace["x"] for trace in data])
+        # Room for the buttons below plotly's own.
+        layout["margin"]["t"] += _BUTTONS_PX
+        layout["height"] += _BUTTONS_PX
+    if from_zero:
+        layout["yaxis"]["rangemode"] = "tozero"
+    if digits:
+        layout["yaxis"]["tickformat"] = digits
+    if span is not None:
+        layout["yaxis"]["range"] = list(span)
+    return Figure(title=title, data=data, layout=layout, is_wide=is_wide)
+
+
+def downsample(
+    points: Sequence[tuple[int, float | None]], most: int = _MAX_POINTS
+) -> list[tuple[int, float | None]]:
+    """Return at most about `most` points: the minimum and maximum of each interval, so that no
+    spike is hidden, and one point that is not finite."""
+    if len(points) <= most:
+        return list(points)
+    size = -(-len(points) * 2 // most)
+    kept: list[tuple[int, float | None]] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        finite = [(value, place) for place, (_, value) in enumerate(part) if value is not None]
+        chosen = {place for place, (_, value) in enumerate(part) if value is None}
+        chosen = {min(chosen)} if chosen else set()
+        chosen |= {min(finite)[1], max(finite)[1]} if finite else set()
+        kept += [part[place] for place in sorted(chosen)]
+    return kept
+
+
+def _layout(x_title: str, y_title: str, *, height: int = 300) -> dict[str, Any]:
+    axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": "#cbd5e1", "automargin": True}
+    return {
+        "height": height,
+        "margin": {"l": 64, "r": 20, "t": 30, "b": 46},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "font": {"family": _FONT, "size": 12, "color": _TEXT},
+        "hovermode": "x unified",
+        "hoverlabel": {"align": "left"},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "xaxis": {**axis, "title": {"text": x_title, "standoff": 8}},
+        "yaxis": {**axis, "title": {"text": _text(y_title), "standoff": 8}},
+    }
+
+
+def _known(*figures: Figure | None) -> list[Figure]:
+    return [one for one in figures if one is not None]
+
+
+def _text(text: str) -> str:
+    """Escape text for plotly.js, which interprets tags and entities; line breaks are kept."""
+    return html.escape(text, quote=False).replace("\n", "<br>")

@@ -1,0 +1,532 @@
+"""The HTML page of a report, in one file that needs no network. Layer: above figures, extras.
+
+Invariant: text from files is always escaped in the page, as text between tags or inside JSON
+without the character "<". A content security policy allows only the two scripts of the page, by
+their hashes, and no requests.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torchtitan_lite.core.errors import UserError
+from torchtitan_lite.core.optional_dependencies import require
+from torchtitan_lite.tools.report.comparison import COMPARED, NAMES, Comparison, StepDifference
+from torchtitan_lite.tools.report.figures import (
+    Figure,
+    account_label,
+    curve_figures,
+    difference_figure,
+    duration,
+    format_utc,
+    goodput_figure,
+    kind_name,
+    loss_figure,
+    ordered_kinds,
+    router_figures,
+    speed_figures,
+    timeline_figure,
+)
+from torchtitan_lite.tools.report.run_files import Goodput, RunFiles, encodable
+from torchtitan_lite.tools.report.timeline import KINDS, ROUTINE, RunTimeline, timeline
+
+_UNBROKEN = 32
+"""Maximum length of cells that stay on one line."""
+_MAX_ROWS = 200
+"""Maximum rows of the table of events."""
+
+_STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f1f5f9; color: #1e293b; line-height: 1.45;
+  font: 14px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1240px; margin: 0 auto; padding: 24px 20px 60px; }
+h1 { font-size: 25px; margin: 0 0 2px; letter-spacing: -0.01em; }
+h2 { font-size: 19px; margin: 34px 0 12px; padding-bottom: 6px; border-bottom: 2px solid #cbd5e1; }
+h3 { font-size: 14px; margin: 0 0 4px; color: #334155; font-weight: 600; }
+.sub { color: #64748b; margin: 0 0 16px; }
+nav { margin: 0 0 18px; display: flex; flex-wrap: wrap; gap: 6px; }
+nav a { color: #1d4ed8; text-decoration: none; background: #fff; border: 1px solid #dbe3ee;
+  border-radius: 999px; padding: 3px 12px; font-size: 13px; }
+nav a:hover { background: #eff6ff; }
+.card { background: #fff; border: 1px solid #e2e8f0; border-radius: 10px; padding: 14px 16px;
+  box-shadow: 0 1px 2px rgb(15 23 42 / 5%); min-width: 0; margin-bottom: 14px; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px 18px;
+  margin: 10px 0 0; }
+.facts div { min-width: 0; }
+.facts dt { color: #64748b; font-size: 12px; }
+.facts dd { margin: 0; font-size: 18px; font-weight: 600; overflow-wrap: anywhere;
+  font-variant-numeric: tabular-nums; }
+.facts small { display: block; font-size: 12px; font-weight: 400; color: #64748b; }
+.run-name { font-size: 16px; font-weight: 650; overflow-wrap: anywhere; }
+.path { color: #64748b; font-size: 12px; font-family: ui-monospace, "DejaVu Sans Mono", monospace;
+  overflow-wrap: anywhere; }
+.grid { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 14px; }
+.grid .card { margin: 0; }
+.below { margin-top: 14px; }
+.wide { grid-column: 1 / -1; }
+@media (max-width: 900px) { .grid { grid-template-columns: minmax(0, 1fr); } }
+.note { color: #64748b; font-size: 12.5px; margin: 4px 0 0; }
+.warn { background: #fffbeb; border-color: #fcd34d; }
+.bad { color: #b91c1c; font-weight: 600; } .good { color: #15803d; font-weight: 600; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 13px; }
+th { text-align: left; color: #64748b; font-weight: 600; border-bottom: 1px solid #cbd5e1;
+  padding: 5px 12px 5px 0; white-space: nowrap; }
+td { padding: 5px 12px 5px 0; border-bottom: 1px solid #f1f5f9; vertical-align: top;
+  overflow-wrap: break-word; }
+td.k { white-space: nowrap; }
+td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+pre { margin: 8px 0 0; padding: 12px; background: #f8fafc; border: 1px solid #e2e8f0; 
+  border-radius: 8px; font: 12px/1.5 ui-monospace, "DejaVu Sans Mono", monospace;
+  overflow: auto; max-height: 560px; }
+pre.columns { columns: 3 330px; max-height: none; overflow: visible; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
+.fit { width: auto; min-width: 50%; } .fit td, .fit th { padding-right: 40px; }
+details table { margin-top: 6px; }
+summary { cursor: pointer; font-weight: 600; color: #334155; }
+footer { color: #94a3b8; font-size: 12px; margin-top: 30px; }
+"""
+_SCRIPT = """
+const figures = JSON.parse(document.getElementById("figures").textContent);
+for (const [id, figure] of Object.entries(figures)) {
+  Plotly.newPlot(id, figure.data, figure.layout,
+    {responsive: true, displaylogo: false, displayModeBar: "hover",
+      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]});
+}
+"""
+
+
+@dataclass(frozen=True)
+class _Section:
+    title: str
+    anchor: str
+    content: str
+
+
+class _Figures:
+    """Figures of the page: their containers, and the JSON of all of them."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def place(self, figure: Figure | None, *, is_titled: bool = True) -> str:
+        """Return the card of a figure; an empty text for None."""
+        if figure is None:
+            return ""
+        name = f"figure-{len(self._made)}"
+        self._made[name] = {"data": figure.data, "layout": figure.layout}
+        title = f"<h3>{_escaped(figure.title)}</h3>" if is_titled else ""
+        note = f'<p class="note">{_escaped(figure.note)}</p>' if figure.note else ""
+        wide = " wide" if figure.is_wide else ""
+        height = int(figure.layout.get("height", 300))
+        return (
+            f'<div class="card{wide}">{title}<div id="{name}" style="height:{height}px"></div>'
+            f"{note}</div>"
+        )
+
+    def grid(self, figures: Sequence[Figure | None]) -> str:
+        """Lay out two figures per row; a single last one fills its row."""
+        existing = [one for one in figures if one is not None]
+        narrow = [one for one in existing if not one.is_wide]
+        if len(narrow) % 2:
+            existing[existing.index(narrow[-1])] = replace(narrow[-1], is_wide=True)
+        cards = "".join(self.place(one) for one in existing)
+        return f'<div class="grid">{cards}</div>' if cards else ""
+
+    def json(self) -> str:
+        """Return JSON that is safe between script tags: it cannot contain a tag or a comment."""
+        text = json.dumps(self._made, allow_nan=False, separators=(",", ":"))
+        return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def write_page(path: Path, runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> None:
+    """Write the report of `runs` to `path`; `comparisons` compare the first with each other run.
+    Raises UserError if plotly is missing or the file cannot be written."""
+    text = page(runs, comparisons)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"The report cannot be written to {path}: {error}") from error
+
+
+def page(runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> str:
+    """Return the page as text. Raises UserError if plotly is missing."""
+    library = _library()
+    figures, timelines = _Figures(), [timeline(run) for run in runs]
+    sections = [
+        _Section("Comparison", "comparison", _comparison(figures, comparisons)),
+        _Section("Training", "training", _training(figures, runs)),
+        _Section("Throughput and memory", "throughput", figures.grid(speed_figures(runs))),
+        _Section("Goodput", "goodput", _goodput(figures, runs)),
+        _Section("Timeline", "timeline", _timelines(figures, runs, timelines)),
+        _Section("Router load", "router", figures.grid(router_figures(runs))),
+        _Section("Config", "config", _configs(runs)),
+    ]
+    shown = [one for one in sections if one.content]
+    title = " and ".join(run.label for run in runs[:3]) + (" and more" if len(runs) > 3 else "")
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in (library, _SCRIPT))
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
+    )
+    links = "".join(f'<a href="#{one.anchor}">{_escaped(one.title)}</a>' for one in shown)
+    body = "".join(
+        f'<section id="{one.anchor}"><h2>{_escaped(one.title)}</h2>{one.content}</section>'
+        for one in shown
+    )
+    cards = "".join(
+        _header(run, one_timeline) for run, one_timeline in zip(runs, timelines, strict=True)
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_escaped(title)}: training report</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<main>
+<h1>Training report</h1>
+<p class="sub">{_escaped(title)}</p>
+<nav>{links}</nav>
+{cards}
+{_problems(runs)}
+{body}
+<footer>Made by torchtitan-lite report from the files of the run. This page makes no network
+requests.</footer>
+</main>
+<script type="application/json" id="figures">{figures.json()}</script>
+<script>{library}</script>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _library() -> str:
+    """Return the source of plotly.js, to embed. Raises UserError if it is missing."""
+    require("plotly", "torchtitan-lite report")
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _header(run: RunFiles, run_timeline: RunTimeline) -> str:
+    """Return the name of a run and its most important numbers."""
+    facts = "".join(
+        f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}"
+        + (f" <small>{_escaped(detail)}</small>" if detail else "")
+        + "</dd></div>"
+        for name, value, detail in _facts(run, run_timeline)
+    )
+    description = run.setting("job", "description")
+    about = f'<div class="note">{_escaped(str(description))}</div>' if description else ""
+    return (
+        f'<div class="card"><div class="run-name">{_escaped(run.label)}</div>'
+        f'<div class="path">{_escaped(str(run.folder.resolve()))}</div>{about}'
+        f'<dl class="facts">{facts}</dl></div>'
+    )
+
+
+def _facts(run: RunFiles, run_timeline: RunTimeline) -> Iterator[tuple[str, str, str]]:
+    """Yield name, value and detail of each known fact."""
+    model = [run.setting("model", key) for key in ("name", "flavor")]
+    if any(model):
+        yield "Model", " ".join(str(one) for one in model if one), ""
+    starts = run.events("start")
+    if starts:
+        values = starts[-1].values
+        parameters, active = values.get("parameters"), values.get("active_parameters")
+        if _is_number(parameters):
+            is_sparse = _is_number(active) and active != parameters
+            yield "Parameters", _si(parameters), f"{_si(active)} active" if is_sparse else ""
+        ranks = values.get("ranks")
+        num_replicas = sum(stream.replica is not None for stream in run.leaders)
+        if _is_number(ranks):
+            shown = f"{num_replicas} x {ranks}" if num_replicas else str(ranks)
+            device = values.get("device")
+            kind = "replicas x ranks" if num_replicas else "ranks"
+            yield "Processes", shown, f"{kind}, {device}" if isinstance(device, str) else kind
+    if run.merged:
+        newest = run.merged[-1]
+        planned = run.setting("training", "steps")
+        detail = f"of {planned:,}" if isinstance(planned, int) else ""
+        yield "Steps", f"{newest.step:,}", detail
+        if newest["tokens"] is not None:
+            yield "Tokens", _si(newest["tokens"]), ""
+        duration_s, basis = _duration_s(run, run_timeline)
+        if duration_s is not None:
+            yield "Duration", duration(duration_s), basis
+        loss = newest["loss"]
+        yield "Final loss", "not finite" if loss is None else f"{loss:.4f}", ""
+    validations = [
+        loss for event in run.events("validation") if _is_number(loss := event.values.get("loss"))
+    ]
+    if validations:
+        yield "Validation loss", f"{validations[-1]:.4f}", ""
+    if rates := run.known("tokens_per_second"):
+        yield "Throughput", _si(median(rates)), "tokens/s, median"
+    if shares := run.known("mfu"):
+        yield "MFU", f"{median(shares):.1%}", "median"
+    if run.goodput:
+        worst = min(one.goodput for one in run.goodput)
+        best = max(one.goodput for one in run.goodput)
+        shown = f"{best:.1%}" if best - worst < 0.0005 else f"{worst:.1%} to {best:.1%}"
+        yield "Goodput", shown, "by replica" if len(run.goodput) > 1 else ""
+    faults = sum(mark.kind in ("fault", "error", "machine_fault") for mark in run_timeline.marks)
+    aborted = sum(mark.kind == "aborted" for mark in run_timeline.marks)
+    skipped = sum(mark.kind == "skipped" for mark in run_timeline.marks)
+    counts = [(aborted, "aborted"), (skipped, "skipped")]
+    detail = [f"{count} {name} step{'s' * (count > 1)}" for count, name in counts if count]
+    yield "Faults", str(faults), ", ".join(detail)
+
+
+def _duration_s(run: RunFiles, run_timeline: RunTimeline) -> tuple[float | None, str]:
+    """Return the wall time of the run, and what it is derived from."""
+    if run.goodput:
+        return max(one.wall_s for one in run.goodput), "wall time"
+    times = run.known("time")
+    if times and run_timeline.first_time is not None:
+        return max(times) - run_timeline.first_time, "wall time"
+    steps = run.known("step_time_s")
+    return (sum(steps), "sum of steps") if steps else (None, "")
+
+
+def _problems(runs: Sequence[RunFiles]) -> str:
+    problems = [problem for run in runs for problem in run.problems]
+    if not problems:
+        return ""
+    lines = _escaped("\n".join(problems))
+    count = f"{len(problems)} problem{'s' * (len(problems) > 1)} in the files"
+    return (
+        f'<div class="card warn"><details><summary>{count}</summary><pre>{lines}</pre></details>'
+        "</div>"
+    )
+
+
+def _training(figures: _Figures, runs: Sequence[RunFiles]) -> str:
+    return figures.grid([loss_figure(runs), *curve_figures(runs)])
+
+
+def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
+    if not comparisons:
+        return ""
+    rows = []
+    for one in comparisons:
+        for name in COMPARED:
+            first, largest = one.first_difference(name), one.largest(name)
+            if largest is None:
+                rows.append([one.other, NAMES[name], "no common steps", "", "", ""])
+            elif first is None:
+                common = f"equal at all {len(one.steps):,} common steps"
+                rows.append([one.other, NAMES[name], common, "", "", ""])
+            else:
+                rows.append(
+                    [
+                        *(one.other, NAMES[name], f"step {first.step:,}", _difference(first)),
+                        *(f"step {largest.step:,}", _difference(largest)),
+                    ]
+                )
+    heads = ["run", "value", "first difference", "", "largest relative difference", ""]
+    table = _table(heads, rows)
+    intro = _escaped(
+        f"Against {comparisons[0].first}, the first run, over the committed steps that both have."
+    )
+    ends = "; ".join(filter(None, (one.different_ends() for one in comparisons)))
+    warning = f'<p class="bad">{_escaped(ends)}</p>' if ends else ""
+    shown = f'<div class="card"><p class="note">{intro}</p>{warning}{table}</div>'
+    shown += _budgets(comparisons)
+    shown += figures.grid([difference_figure(comparisons)])
+    for one in comparisons:
+        config = _table(["key", one.first, one.other], [list(row) for row in one.config])
+        title = _escaped(f"Config: {one.first} and {one.other}")
+        content = config if one.config else '<p class="note">The configs are equal.</p>'
+        shown += f'<div class="card below"><h3>{title}</h3>{content}</div>'
+    return shown
+
+
+def _budgets(comparisons: Sequence[Comparison]) -> str:
+    """Return the losses at equal tokens and in equal time: runs whose batches or speeds differ do
+    not compare by steps."""
+    rows = [
+        [
+            one.other,
+            f"{_si(budget.amount)} tokens" if budget.axis == "tokens" else duration(budget.amount),
+            _value(budget.first),
+            _value(budget.other),
+        ]
+        for one in comparisons
+        for budget in one.budgets
+    ]
+    if not rows:
+        return ""
+    first = comparisons[0].first
+    heads = ["run", "after", f"loss of {first}", "loss of the run"]
+    note = (
+        "At equal tokens and in equal time since the first step: what the shorter run has used. "
+        "Means of up to 10 steps."
+    )
+    return f'<div class="card below"><p class="note">{note}</p>{_table(heads, rows)}</div>'
+
+
+def _difference(one: StepDifference) -> str:
+    values = (f"{_value(one.first)} and {_value(one.other)}",)
+    return f"{values[0]}, relative {one.relative:.3g}" if one.relative < math.inf else values[0]
+
+
+def _value(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.8g}"
+
+
+def _goodput(figures: _Figures, runs: Sequence[RunFiles]) -> str:
+    figure = goodput_figure(runs)
+    if figure is None:
+        return ""
+    accounts = [(run, one) for run in runs for one in run.goodput]
+    heads = ["kind of time", *(account_label(run, one, len(runs) > 1) for run, one in accounts)]
+    rows = [
+        ["goodput", *(f"{one.goodput:.1%}" for _, one in accounts)],
+        ["wall time", *(duration(one.wall_s) for _, one in accounts)],
+    ]
+    for kind in ordered_kinds([one for _, one in accounts]):
+        rows.append([kind_name(kind), *(_seconds(one, kind) for _, one in accounts)])
+    note = (
+        "Goodput is the share of wall time that went into the computation and communication of "
+        "steps that were committed and kept."
+    )
+    return (
+        figures.grid([figure])
+        + f'<div class="card below">{_table(heads, rows, numbers_from=1)}'
+        + f'<p class="note">{note}</p></div>'
+    )
+
+
+def _seconds(one: Goodput, kind: str) -> str:
+    seconds = one.seconds.get(kind, 0.0)
+    return f"{seconds:,.1f} s ({seconds / one.wall_s:.1%})" if one.wall_s > 0 and seconds else "0 s"
+
+
+def _timelines(
+    figures: _Figures, runs: Sequence[RunFiles], timelines: Sequence[RunTimeline]
+) -> str:
+    shown = ""
+    for run, one in zip(runs, timelines, strict=True):
+        figure = timeline_figure(run, one)
+        if figure is None:
+            continue
+        shown += f'<div style="margin-bottom:14px">{figures.place(figure, is_titled=len(runs) > 1)}'
+        shown += _recoveries(one) + _events(one) + "</div>"
+    return shown
+
+
+def _recoveries(run_timeline: RunTimeline) -> str:
+    if not run_timeline.recoveries:
+        return ""
+    first = run_timeline.first_time or 0.0
+    rows = [
+        [
+            f"replica {one.replica}",
+            duration(one.time - first),
+            one.reason,
+            "before its first step" if one.failed_after is None else f"step {one.failed_after:,}",
+            "did not return" if one.seconds is None else duration(one.seconds),
+            "" if one.resumed_at is None else f"step {one.resumed_at:,}",
+        ]
+        for one in run_timeline.recoveries[:_MAX_ROWS]
+    ]
+    heads = ["", "at", "failure", "last step before it", "recovered after", "next step"]
+    return f'<div class="card"><h3>Recoveries</h3>{_table(heads, rows)}</div>'
+
+
+def _events(run_timeline: RunTimeline) -> str:
+    """Return a table of the events that do not occur in every run."""
+    notable = [one for one in run_timeline.marks if one.kind not in ROUTINE]
+    if not notable:
+        return ""
+    first = run_timeline.first_time
+    rows = [
+        [
+            "" if one.time is None or first is None else duration(one.time - first),
+            one.lane,
+            "" if one.step is None else f"{one.step:,}",
+            KINDS[one.kind],
+            one.text,
+        ]
+        for one in notable[:_MAX_ROWS]
+    ]
+    more = len(notable) - _MAX_ROWS
+    note = f'<p class="note">{more} more are not listed.</p>' if more > 0 else ""
+    is_open = " open" if len(rows) <= 12 else ""
+    started = "" if first is None else f", first start {format_utc(first)}"
+    return (
+        f'<div class="card"><details{is_open}><summary>Events ({len(notable)}{started})</summary>'
+        f"{_table(['at', 'where', 'step', 'event', 'details'], rows)}{note}</details></div>"
+    )
+
+
+def _configs(runs: Sequence[RunFiles]) -> str:
+    shown = ""
+    for run in runs:
+        if run.config_text:
+            title = f"config.toml of {run.label}" if len(runs) > 1 else "config.toml, resolved"
+            shown += (
+                f'<div class="card"><details><summary>{_escaped(title)}</summary>'
+                f'<pre class="columns">{_escaped(run.config_text)}</pre></details></div>'
+            )
+    return shown
+
+
+def _table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers_from: int | None = None
+) -> str:
+    """Return a table of text; columns from `numbers_from` on are numbers."""
+    start = len(heads) if numbers_from is None else numbers_from
+
+    def cell(tag: str, place: int, text: str) -> str:
+        kind = ' class="n"' if place >= start else ""
+        if not kind and len(text) <= _UNBROKEN:
+            kind = ' class="k"'
+        return f"<{tag}{kind}>{_escaped(text).replace(chr(10), '<br>')}</{tag}>"
+
+    head = "".join(cell("th", place, text) for place, text in enumerate(heads))
+    body = "".join(
+        "<tr>" + "".join(cell("td", place, text) for place, text in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    fit = ' class="fit"' if numbers_from is not None and len(heads) < 5 else ""
+    table = f"<table{fit}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
+
+
+def _escaped(text: str) -> str:
+    return html.escape(encodable(text))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _si(value: Any) -> str:
+    """Format a number with an SI prefix, such as 1.31 M."""
+    number = float(value)
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g} {unit}"
+    return f"{number:.3g}"

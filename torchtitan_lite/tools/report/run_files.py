@@ -1,0 +1,500 @@
+"""The files of a run: metrics of each replica and rank, goodput, launcher events, config. Layer:
+above errors and outputs.
+
+Invariant: whatever the files contain, each returned value has the declared type of its field. A
+line that is not a valid record is skipped and listed in `problems`, with its file and number.
+"""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchtitan_lite.core.errors import UserError
+from torchtitan_lite.core.outputs import (
+    GOODPUT_FILE,
+    LAUNCH_EVENTS,
+    LAUNCH_LOGS,
+    LAUNCHER_STARTED,
+    METRICS,
+)
+
+NUMBERS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_gib",
+    "step_time_s",
+    "data_time_s",
+    "checkpoint_stall_s",
+    "num_replicas",
+    "goodput",
+    "idle_experts",
+    "time",
+)
+"""Fields of a step that the report reads. A missing one is None, so that files of earlier
+versions remain readable."""
+_CONFIG = "config.toml"
+_REPLICA = re.compile(r"replica_(\d{1,9})")
+_RANK_METRICS = re.compile(r"metrics_rank_(\d{1,9})\.jsonl")
+_LAUNCHED_REPLICA = re.compile(r"replica (\d{1,9}): (.*)", re.DOTALL)
+_LARGEST_STEP = 2**53
+_LATEST_TIME = 253_402_300_800
+"""The year 10000, which `datetime` cannot represent."""
+_LARGEST_NUMBER = 1e100
+"""Limit below which sums and multiples are finite. float32 values are at most 3.4e38."""
+_MAX_DEPTH = 32
+"""Maximum nesting of JSON and TOML values."""
+_MAX_PROBLEMS = 200
+
+
+@dataclass(frozen=True)
+class Step:
+    """One record of a step. None: missing, or not finite."""
+
+    step: int
+    skipped: bool
+    values: Mapping[str, float | None]
+    """By name, all of NUMBERS."""
+    router_load: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> float | None:
+        return self.values[name]
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """One event of the metrics stream or of the launcher."""
+
+    name: str
+    step: int | None
+    """Last completed step; None for events of the launcher."""
+    time: float | None
+    """Unix time, in seconds."""
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The records of one metrics file."""
+
+    replica: int | None
+    """None for a run without replicas."""
+    rank: int | None
+    """None for the leader."""
+    steps: Sequence[Step]
+    events: Sequence[RunEvent]
+
+    @property
+    def label(self) -> str:
+        """Return a label such as "replica 1, rank 3"; "leader" for the only stream of a run
+        without replicas."""
+        parts = [] if self.replica is None else [f"replica {self.replica}"]
+        parts += [] if self.rank is None else [f"rank {self.rank}"]
+        return ", ".join(parts) or "leader"
+
+    @cached_property
+    def timed(self) -> list[tuple[float, float, int]]:
+        """End and start (Unix times, in seconds) and number of each step whose time is known,
+        ascending."""
+        times = []
+        for one in self.steps:
+            end = one["time"]
+            if end is not None:
+                times.append((end, max(0.0, end - (one["step_time_s"] or 0.0)), one.step))
+        return sorted(times)
+
+    def committed(self) -> list[Step]:
+        """Return the committed steps that were not rolled back, ascending; of a step that was
+        run twice, the last record."""
+        newest = {one.step: one for one in self.steps if not one.skipped}
+        return [newest[number] for number in sorted(newest)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Time accounting of one replica."""
+
+    replica: int | None
+    goodput: float
+    """Fraction of useful time, 0 to 1."""
+    wall_s: float
+    seconds: Mapping[str, float]
+    """By kind of time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """All records and settings of one run."""
+
+    folder: Path
+    label: str
+    streams: Sequence[Stream]
+    """Leaders first, by replica; then other ranks."""
+    goodput: Sequence[Goodput]
+    launcher_events: Sequence[RunEvent]
+    """Their `values` are `replica` (None: the launcher or the lighthouse) and `text`."""
+    config: Mapping[str, Any]
+    config_text: str
+    problems: Sequence[str]
+    merged: Sequence[Step] = field(init=False)
+    """The committed steps of all replicas: for each step, the record of the first replica that
+    has it."""
+
+    def __post_init__(self) -> None:
+        by_step: dict[int, Step] = {}
+        for stream in self.leaders:
+            for one in stream.committed():
+                by_step.setdefault(one.step, one)
+        object.__setattr__(self, "merged", [by_step[number] for number in sorted(by_step)])
+
+    @property
+    def leaders(self) -> list[Stream]:
+        """Return one stream per replica."""
+        return [one for one in self.streams if one.rank is None]
+
+    @cached_property
+    def tokens(self) -> dict[int, float]:
+        """Return the tokens since the start of training at the end of each committed step."""
+        return {one.step: tokens for one in self.merged if (tokens := one["tokens"]) is not None}
+
+    @cached_property
+    def elapsed_s(self) -> dict[int, float]:
+        """Return the seconds from the begin of the first step to the end of each committed step,
+        pauses between attempts included."""
+        ends = [(one, end) for one in self.merged if (end := one["time"]) is not None]
+        start = min((end - (one["step_time_s"] or 0.0) for one, end in ends), default=0.0)
+        return {one.step: end - start for one, end in ends}
+
+    def known(self, name: str) -> list[float]:
+        """Return the values of a field in all committed steps that have one."""
+        return [value for one in self.merged if (value := one[name]) is not None]
+
+    def events(self, name: str) -> list[RunEvent]:
+        """Return all events of that name, by leader."""
+        return [one for stream in self.leaders for one in stream.events if one.name == name]
+
+    def setting(self, table: str, key: str) -> Any:
+        """Return a value of the resolved config; None if it is missing."""
+        section = self.config.get(table)
+        return section.get(key) if isinstance(section, dict) else None
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read the dump folder of a run. Raises UserError if it has no metrics or is not readable."""
+    try:
+        return _run_files(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error}") from error
+
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot encode, by question marks."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _run_files(folder: Path) -> RunFiles:
+    if not folder.is_dir():
+        kind = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {kind}. RUN must be the dump folder of a run (job.dump_folder).")
+    problems = _Problems()
+    replicas = sorted((number, path) for number, path in _replica_folders(folder))
+    places = [(None, folder), *replicas]
+    streams = [stream for replica, path in places for stream in _streams(path, replica, problems)]
+    if not any(one.steps or one.events for one in streams):
+        problem = "have no valid record" if streams else "do not exist"
+        raise UserError(
+            f"{folder} is not the dump folder of a run with steps: {METRICS} and "
+            f"replica_NNN/{METRICS} {problem}.{problems.first()}"
+        )
+    config_text, config = _config([path for _, path in places], problems)
+    return RunFiles(
+        folder=folder,
+        label=encodable(folder.resolve().name or str(folder)),
+        streams=sorted(streams, key=lambda one: (one.rank is not None, one.replica or 0)),
+        goodput=[
+            one for replica, path in places for one in _goodput(path, replica, streams, problems)
+        ],
+        launcher_events=_launcher_events(folder / LAUNCH_LOGS / LAUNCH_EVENTS, streams, problems),
+        config=config,
+        config_text=config_text,
+        problems=problems.listed(),
+    )
+
+
+def unique_labels(runs: Sequence[RunFiles]) -> list[RunFiles]:
+    """Return the runs with unique labels: those with equal folder names get more of their path,
+    and a number if that is not enough."""
+    counts: dict[str, int] = {}
+    labeled = []
+    names = [one.label for one in runs]
+    for one in runs:
+        label = one.label
+        if names.count(label) > 1:
+            label = encodable("/".join(one.folder.resolve().parts[-2:]).lstrip("/"))
+        counts[label] = counts.get(label, 0) + 1
+        label = f"{label} ({counts[label]})" if counts[label] > 1 else label
+        labeled.append(replace(one, label=label))
+    return labeled
+
+
+class _Problems:
+    """Problems in the files."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._more = 0
+
+    def add(self, text: str) -> None:
+        if len(self._found) < _MAX_PROBLEMS:
+            self._found.append(encodable(text))
+        else:
+            self._more += 1
+
+    def first(self) -> str:
+        return f" First problem: {self._found[0]}" if self._found else ""
+
+    def listed(self) -> list[str]:
+        more = [f"and {self._more} more problems"] if self._more else []
+        return [*self._found, *more]
+
+
+def _replica_folders(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.iterdir():
+        match = _REPLICA.fullmatch(path.name)
+        if match and path.is_dir():
+            yield int(match[1]), path
+
+
+def _streams(folder: Path, replica: int | None, problems: _Problems) -> Iterator[Stream]:
+    """Yield the streams of the current run; rotated files (metrics.1.jsonl) belong to earlier
+    runs."""
+    ranks = sorted(
+        (int(match[1]), path)
+        for path in folder.iterdir()
+        if (match := _RANK_METRICS.fullmatch(path.name))
+    )
+    for rank, path in [(None, folder / METRICS), *ranks]:
+        if not path.is_file():
+            continue
+        steps: list[Step] = []
+        events: list[RunEvent] = []
+        for where, line in _json_lines(path, problems):
+            try:
+                if "event" in line:
+                    events.append(_event(line))
+                else:
+                    steps.append(_step(line))
+            except ValueError as error:
+                problems.add(f"{where}: {error}; the line is skipped")
+        yield Stream(replica=replica, rank=rank, steps=steps, events=events)
+
+
+def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a JSON Lines file, as `_cleaned` returns them, each with FILE:LINE."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                where = f"{path}:{number}"
+                if not line.strip():
+                    continue
+                try:
+                    values = json.loads(line.decode("utf-8"), parse_constant=_reject_constant)
+                    if not isinstance(values, dict):
+                        raise ValueError(f"a JSON {type(values).__name__}, not an object")
+                except (ValueError, RecursionError) as error:
+                    what = "" if line.endswith(b"\n") else " (the last line is incomplete)"
+                    problems.add(f"{where}: not a JSON object{what}: {error}; the line is skipped")
+                    continue
+                try:
+                    cleaned = _cleaned("the object", values)
+                except ValueError as error:
+                    problems.add(f"{where}: {error}; the line is skipped")
+                    continue
+                yield where, cleaned
+    except OSError as error:
+        problems.add(f"{path} cannot be read: {error}")
+
+
+def _reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _cleaned(name: str, value: Any, *, is_json: bool = True, depth: int = 0) -> Any:
+    """Return a value of JSON or TOML without lone surrogates. Raises ValueError for numbers that
+    are too large and for deep nesting. Floats of TOML are not limited: `inf` is valid there."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"more than {_MAX_DEPTH} levels of nesting")
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        prefix = f"{name}." if depth else ""
+        return {
+            encodable(key): _cleaned(f"{prefix}{key}", one, is_json=is_json, depth=depth + 1)
+            for key, one in value.items()
+        }
+    if isinstance(value, list):
+        return [_cleaned(name, one, is_json=is_json, depth=depth + 1) for one in value]
+    is_limited = isinstance(value, int) or (is_json and isinstance(value, float))
+    if is_limited and not abs(value) < _LARGEST_NUMBER:
+        raise ValueError(f"{name} is too large: {_short(value)}")
+    return value
+
+
+def _step(line: Mapping[str, Any]) -> Step:
+    """Parse a step. Raises ValueError with the problem."""
+    skipped = line.get("skipped", False)
+    if not isinstance(skipped, bool):
+        raise ValueError(f"skipped must be true or false, got {_short(skipped)}")
+    load = line.get("router_load") or {}
+    if not isinstance(load, dict):
+        raise ValueError(f"router_load must be an object, got {_short(load)}")
+    values = {name: _number(name, line.get(name)) for name in NUMBERS}
+    values["time"] = _time(line)
+    return Step(
+        step=_step_number(line),
+        skipped=skipped,
+        values=values,
+        router_load={
+            name: number
+            for name, value in load.items()
+            if (number := _number(f"router_load.{name}", value)) is not None
+        },
+    )
+
+
+def _event(line: Mapping[str, Any]) -> RunEvent:
+    """Parse an event. Raises ValueError with the problem."""
+    name = line["event"]
+    if not isinstance(name, str):
+        raise ValueError(f"event must be a string, got {_short(name)}")
+    values = {k: v for k, v in line.items() if k not in ("event", "step", "time")}
+    return RunEvent(name, _step_number(line), _time(line), values)
+
+
+def _step_number(line: Mapping[str, Any]) -> int:
+    step = line.get("step")
+    if type(step) is not int or not 0 <= step < _LARGEST_STEP:
+        raise ValueError(f"step must be an integer of at least 0, got {_short(step)}")
+    return step
+
+
+def _time(line: Mapping[str, Any]) -> float | None:
+    time = _number("time", line.get("time"))
+    if time is not None and not 0 <= time < _LATEST_TIME:
+        raise ValueError(f"time must be Unix time in seconds, got {_short(time)}")
+    return time
+
+
+def _number(name: str, value: Any) -> float | None:
+    """Return a value that `_cleaned` has returned as a float. Raises ValueError if it is not a
+    number."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number or null, got {_short(value)}")
+    return float(value)
+
+
+def _short(value: Any) -> str:
+    """Format a value for an error message."""
+    if isinstance(value, int) and abs(value) >= _LARGEST_NUMBER:
+        return f"an integer of {value.bit_length()} bits"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _goodput(
+    folder: Path, replica: int | None, streams: Sequence[Stream], problems: _Problems
+) -> Iterator[Goodput]:
+    """Read the goodput file, or else the newest event with the same values."""
+    path = folder / GOODPUT_FILE
+    if path.is_file():
+        try:
+            content = json.loads(path.read_bytes(), parse_constant=_reject_constant)
+            yield _accounts(_cleaned("the object", content), replica)
+            return
+        except (OSError, ValueError, RecursionError) as error:
+            problems.add(f"{path}: not a goodput file: {error}; it is skipped")
+    for stream in streams:
+        if stream.replica == replica and stream.rank is None:
+            for event in reversed(stream.events):
+                if "wall_s" in event.values and "goodput" in event.values:
+                    try:
+                        yield _accounts(event.values, replica)
+                    except ValueError as error:
+                        problems.add(f"{folder / METRICS}: event {event.name}: {error}")
+                    return
+
+
+def _accounts(values: Any, replica: int | None) -> Goodput:
+    """Parse time accounting. Raises ValueError with the problem."""
+    if not isinstance(values, dict):
+        raise ValueError("it is not a JSON object")
+    numbers = {
+        name: number
+        for name, value in values.items()
+        if (name == "goodput" or name.endswith("_s"))
+        and (number := _number(name, value)) is not None
+    }
+    if missing := {"goodput", "wall_s"} - numbers.keys():
+        raise ValueError(f"{min(missing)} is missing")
+    if negative := [name for name, number in numbers.items() if number < 0]:
+        raise ValueError(f"{negative[0]} is negative: {numbers[negative[0]]:g}")
+    goodput, wall_s = numbers.pop("goodput"), numbers.pop("wall_s")
+    seconds = {name.removesuffix("_s"): number for name, number in numbers.items()}
+    return Goodput(replica=replica, goodput=goodput, wall_s=wall_s, seconds=seconds)
+
+
+def _launcher_events(path: Path, streams: Sequence[Stream], problems: _Problems) -> list[RunEvent]:
+    if not path.is_file():
+        return []
+    events = []
+    for where, line in _json_lines(path, problems):
+        try:
+            text, time = line.get("text"), _time(line)
+            if not isinstance(text, str) or time is None:
+                raise ValueError("text must be a string, and time a number")
+        except ValueError as error:
+            problems.add(f"{where}: {error}; the line is skipped")
+            continue
+        named = _LAUNCHED_REPLICA.fullmatch(text)
+        values = {"replica": int(named[1]) if named else None, "text": named[2] if named else text}
+        events.append(RunEvent("launcher", None, time, values))
+    return _of_this_run(sorted(events, key=lambda one: one.time or 0.0), streams)
+
+
+def _of_this_run(events: list[RunEvent], streams: Sequence[Stream]) -> list[RunEvent]:
+    """Return the events without those of launchers that ended before the first record: they
+    launched an earlier run, whose metrics are in rotated files."""
+    first = min((stream.timed[0][0] for stream in streams if stream.timed), default=math.inf)
+    starts = [
+        place
+        for place, one in enumerate(events)
+        if one.values["text"] == LAUNCHER_STARTED and (one.time or 0.0) <= first
+    ]
+    return events[starts[-1] :] if starts else events
+
+
+def _config(folders: Sequence[Path], problems: _Problems) -> tuple[str, dict[str, Any]]:
+    """Return the first resolved config: its text, and its tables."""
+    for folder in folders:
+        path = folder / _CONFIG
+        if not path.is_file():
+            continue
+        text = ""
+        try:
+            text = path.read_text(encoding="utf-8")
+            return text, _cleaned("the config", tomllib.loads(text), is_json=False)
+        except (OSError, ValueError, RecursionError) as error:
+            problems.add(f"{path}: not a TOML file: {error}")
+            return text, {}
+    return "", {}

@@ -1,0 +1,424 @@
+"""Proof from files alone that a run used every sample exactly once: the check of sample ledgers.
+
+The history of a replica is replayed from its ledgers, session by session. A session, or a state
+that was received, begins at a step; the later ones of the replica's own history are abandoned. An
+attempt without an outcome, of a process that died, is committed if another rank or replica
+committed it, or if a later session begins at its step or after it. Steps of a state that another
+replica received stay, even where their sender restarted from an older one. What remains is one
+attempt for each step, whose shares must be exactly the samples from its position on, and whose
+position must be the end of the step before it. Layer: above errors and outputs.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.core.errors import UserError
+from torchtitan_lite.core.outputs import (
+    LEDGER_COMMITTED,
+    LEDGER_OUTCOME,
+    LEDGER_PLACED,
+    LEDGER_SAMPLES,
+    LEDGER_SESSION,
+)
+
+_LEDGER = re.compile(r"samples_rank_(\d{1,9})\.jsonl")
+_REPLICA = re.compile(r"replica_\d{1,9}")
+_MAX_SHOWN = 5
+
+Key = tuple[str, int, int]
+"""An attempt: token, step and position. Equal on all ranks and replicas that take part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCheck:
+    """Result of a check."""
+
+    samples: Mapping[int, Sequence[int]]
+    """Samples of each committed step, ascending."""
+    num_abandoned: int
+    """Attempts that are not part of the history: aborted, or of a state that was lost."""
+    num_recovered: int
+    """Attempts of processes that died before they recorded the outcome, but had committed."""
+    num_skipped: int
+    """Samples of skipped steps and of steps that were rolled back on purpose."""
+    problems: Sequence[str]
+
+    def summary(self) -> str:
+        """Return the result, one line per problem."""
+        if self.problems:
+            shown = [f"FAILED: {one}" for one in self.problems[:_MAX_SHOWN]]
+            more = len(self.problems) - _MAX_SHOWN
+            return "\n".join([*shown, *([f"and {more} more problems"] if more > 0 else [])])
+        used = sum(map(len, self.samples.values()))
+        return (
+            f"OK: {len(self.samples)} steps used {used} samples, each exactly once; "
+            f"{self.num_skipped} samples skipped, {self.num_abandoned} attempts abandoned, "
+            f"{self.num_recovered} decided by the state that a later process restored"
+        )
+
+
+@dataclass
+class _Attempt:
+    """An attempt at a step by one replica: the lines of its ranks."""
+
+    key: Key
+    size: int
+    share: int
+    shares: int
+    time: float
+    by_batch_rank: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    outcome: str | None = None
+    after: tuple[int, int] | None = None
+    """Step and position after it."""
+
+
+@dataclass
+class _Session:
+    """A start of a replica: what happened in it, in order. A pair is a received state."""
+
+    step: int
+    cursor: int
+    time: float
+    happened: list[_Attempt | tuple[int, int]] = field(default_factory=list[Any])
+
+
+@dataclass
+class _History:
+    """What a replica committed last at each step."""
+
+    attempts: dict[int, _Attempt] = field(default_factory=dict[int, _Attempt])
+    is_placed_after: dict[int, bool] = field(default_factory=dict[int, bool])
+    """Whether the replica received another state after the step."""
+    received: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Steps and positions of received states that the replica has not gone back behind."""
+    voided: dict[Key, _Attempt] = field(default_factory=dict[Key, _Attempt])
+    rolled_back: list[_Attempt] = field(default_factory=list[_Attempt])
+
+
+def check_samples(folder: Path) -> SampleCheck:
+    """Check the sample ledgers in the dump folder of a run. Raises UserError if there are none."""
+    problems: list[str] = []
+    replicas = [_sessions(path, problems) for path in _folders(folder)]
+    replicas = [one for one in replicas if one]
+    if not replicas:
+        raise UserError(
+            f"{folder} has no sample ledger. Set debug.sample_ledger = true before the run."
+        )
+    num_recovered = _decide(replicas)
+    histories = [_history(sessions) for sessions in replicas]
+    merged = _merged(histories, problems)
+    of_replica = [
+        [one for session in sessions for one in session.happened if isinstance(one, _Attempt)]
+        for sessions in replicas
+    ]
+    by_key: dict[Key, list[list[_Attempt]]] = {}
+    for own in of_replica:
+        own_by_key: dict[Key, list[_Attempt]] = {}
+        for one in own:
+            own_by_key.setdefault(one.key, []).append(one)
+        for key, some in own_by_key.items():
+            by_key.setdefault(key, []).append(some)
+    attempts = [one for own in of_replica for one in own]
+    first = min(session.step for sessions in replicas for session in sessions)
+    starts = {(one.step, one.cursor) for sessions in replicas for one in sessions}
+    dropped = _dropped(attempts, histories)
+    samples: dict[int, list[int]] = {}
+    end = min(cursor for step, cursor in starts if step == first)
+    last = max(merged, default=first)
+    num_skipped = 0
+    for step in range(first + 1, last + 1):
+        key = merged.get(step)
+        if key is None:
+            problems.append(
+                f"step {step} is not in the ledgers: its samples from {end} on are lost"
+            )
+            continue
+        used = _used(key, by_key[key], problems)
+        samples[step] = used
+        if key[2] < end:
+            problems.append(f"step {step} began at sample {key[2]}, but {end} was next: used twice")
+        elif lost := [sample for sample in range(end, key[2]) if sample not in dropped]:
+            problems.append(
+                f"step {step} began at sample {key[2]}, but {end} was next: {len(lost)} samples "
+                "are lost"
+            )
+        num_skipped += max(0, key[2] - end)
+        end = key[2] + max(one.size for own in by_key[key] for one in own)
+    kept = set(merged.values())
+    return SampleCheck(
+        samples=samples,
+        num_abandoned=len({(one.key, one.outcome) for one in attempts if one.key not in kept}),
+        num_recovered=num_recovered,
+        num_skipped=num_skipped,
+        problems=problems,
+    )
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    yield folder
+    if folder.is_dir():
+        yield from sorted(one for one in folder.iterdir() if _REPLICA.fullmatch(one.name))
+
+
+def _sessions(folder: Path, problems: list[str]) -> list[_Session]:
+    """Read the ledgers of a replica: its sessions, as the leader recorded them. Lines of another
+    session of another rank belong to an earlier run with more ranks."""
+    by_rank = {
+        int(match[1]): path
+        for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
+        if (match := _LEDGER.fullmatch(path.name))
+    }
+    sessions: dict[str, _Session] = {}
+    attempts: dict[tuple[str, Key, int], _Attempt] = {}
+    for rank in sorted(by_rank):
+        reader = _RankReader(by_rank[rank], rank == min(by_rank), sessions, attempts, problems)
+        for number, line in _lines(by_rank[rank], problems):
+            reader.read(number, line)
+    return list(sessions.values())
+
+
+def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            values = json.loads(line)
+            if not isinstance(values, dict):
+                raise ValueError
+            yield number, values
+        except (ValueError, RecursionError):
+            if line.endswith(b"\n"):
+                problems.append(f"{path}: line {number} is not a record")
+
+
+class _RankReader:
+    """Reader of the ledger of one rank, which checks that the rank was where it says."""
+
+    def __init__(
+        self,
+        path: Path,
+        is_leader: bool,
+        sessions: dict[str, _Session],
+        attempts: dict[tuple[str, Key, int], _Attempt],
+        problems: list[str],
+    ) -> None:
+        self._path, self._is_leader = path, is_leader
+        self._sessions, self._attempts, self._problems = sessions, attempts, problems
+        self._session: _Session | None = None
+        self._session_id = ""
+        self._batch_rank = 0
+        self._position = (0, 0)
+        self._open: _Attempt | None = None
+        self._misplaced: str | None = None
+        """Problem with the position of the open attempt, if it is committed."""
+        self._tries: Counter[Key] = Counter()
+
+    def read(self, number: int, line: Mapping[str, Any]) -> None:
+        """Read a line. A line with wrong types is a problem."""
+        try:
+            self._read(line)
+        except (KeyError, TypeError, ValueError) as error:
+            self._problems.append(f"{self._path}: line {number}: {error!r}")
+
+    def _read(self, line: Mapping[str, Any]) -> None:
+        event, step, cursor = line["event"], int(line["step"]), int(line["cursor"])
+        if event == LEDGER_SESSION:
+            self._begin_session(line, step, cursor)
+        elif self._session is None:
+            # Of a session that the leader has not recorded.
+            return
+        elif event == LEDGER_SAMPLES:
+            self._begin_attempt(line, step, cursor)
+        elif event == LEDGER_OUTCOME:
+            self._end_attempt(str(line["outcome"]), step, cursor)
+        elif event == LEDGER_PLACED:
+            self._position = step, cursor
+            if self._is_leader:
+                self._session.happened.append((step, cursor))
+
+    def _begin_session(self, line: Mapping[str, Any], step: int, cursor: int) -> None:
+        self._session_id, self._open = str(line["session"]), None
+        self._batch_rank = int(line["batch_rank"])
+        self._position = step, cursor
+        self._tries.clear()
+        if self._is_leader:
+            self._sessions[self._session_id] = _Session(step, cursor, float(line["time"]))
+        self._session = self._sessions.get(self._session_id)
+
+    def _begin_attempt(self, line: Mapping[str, Any], step: int, cursor: int) -> None:
+        assert self._session is not None
+        if self._open is not None:
+            self._problem(f"step {self._open.key[1]} has no outcome, but the rank continued")
+        self._misplaced = None
+        if (step - 1, cursor) != self._position:
+            at, place = self._position
+            self._misplaced = (
+                f"step {step} began at sample {cursor}, but the rank was at sample {place} after "
+                f"step {at}"
+            )
+        key = (str(line["attempt"]), step, cursor)
+        self._tries[key] += 1
+        name = (self._session_id, key, self._tries[key])
+        if name not in self._attempts:
+            share, shares = int(line["share"]), int(line["shares"])
+            made = _Attempt(key, int(line["size"]), share, shares, float(line["time"]))
+            self._attempts[name] = made
+            self._session.happened.append(made)
+        self._open = self._attempts[name]
+        used = [int(sample) for sample in line["samples"]]
+        others = self._open.by_batch_rank.setdefault(self._batch_rank, used)
+        if others != used:
+            self._problem(f"step {step}: ranks that read the same samples have {used} and {others}")
+
+    def _end_attempt(self, outcome: str, step: int, cursor: int) -> None:
+        if self._open is None:
+            self._problem(f"an outcome after step {step}, but no attempt: its line is lost")
+            self._position = step, cursor
+            return
+        attempt, self._open = self._open, None
+        if self._misplaced is not None and outcome == LEDGER_COMMITTED:
+            # Steps of a rank at a wrong position are aborted.
+            self._problem(self._misplaced)
+        if attempt.outcome not in (None, outcome):
+            self._problem(f"step {attempt.key[1]}: {outcome} and {attempt.outcome}")
+        _, number, start = attempt.key
+        if outcome == LEDGER_COMMITTED and (step, cursor) != (number, start + attempt.size):
+            self._problem(f"step {number} was committed, but the rank is at sample {cursor}")
+        attempt.outcome, attempt.after = outcome, (step, cursor)
+        self._position = step, cursor
+
+    def _problem(self, text: str) -> None:
+        self._problems.append(f"{self._path}: {text}")
+
+
+def _decide(replicas: Sequence[Sequence[_Session]]) -> int:
+    """Decide the attempts without an outcome, and return how many steps are committed by the
+    position of a later session alone."""
+    attempts = [
+        (place, sessions, one)
+        for sessions in replicas
+        for place, session in enumerate(sessions)
+        for one in session.happened
+        if isinstance(one, _Attempt)
+    ]
+    committed = {one.key for *_, one in attempts if one.outcome == LEDGER_COMMITTED}
+    known = _merged([_history(sessions) for sessions in replicas], [])
+    recovered: set[Key] = set()
+    for place, sessions, one in attempts:
+        if one.outcome is None and one.key not in committed and one.key[1] not in known:
+            later = sessions[place + 1 : place + 2]
+            if any(session.step >= one.key[1] for session in later):
+                recovered.add(one.key)
+    for *_, one in attempts:
+        if one.outcome is None and one.key in committed | recovered:
+            one.outcome, one.after = LEDGER_COMMITTED, (one.key[1], one.key[2] + one.size)
+    return len(recovered)
+
+
+def _history(sessions: Sequence[_Session]) -> _History:
+    """Replay what a replica did."""
+    history = _History()
+    for session in sessions:
+        _go_back(history, session.step)
+        for one in session.happened:
+            if isinstance(one, tuple):
+                _go_back(history, one[0])
+                history.received.append(one)
+            elif one.outcome == LEDGER_COMMITTED:
+                history.attempts[one.key[1]] = one
+                history.is_placed_after[one.key[1]] = False
+            elif one.after is not None and one.after[0] < one.key[1] - 1:
+                history.rolled_back += [
+                    kept for step, kept in history.attempts.items() if step > one.after[0]
+                ]
+                _go_back(history, one.after[0])
+    return history
+
+
+def _go_back(history: _History, step: int) -> None:
+    """Continue from a state after `step`."""
+    for number in [one for one in history.attempts if one > step]:
+        attempt = history.attempts.pop(number)
+        history.voided[attempt.key] = attempt
+    history.received = [one for one in history.received if one[0] <= step]
+    history.is_placed_after = dict.fromkeys(history.attempts, True)
+
+
+def _merged(histories: Sequence[_History], problems: list[str]) -> dict[int, Key]:
+    """Return the attempt of each step that is part of the final state."""
+    merged: dict[int, Key] = {}
+    for step in sorted({step for one in histories for step in one.attempts}):
+        found = [(one, one.attempts[step]) for one in histories if step in one.attempts]
+        keys = {attempt.key for _, attempt in found}
+        if len(keys) > 1:
+            # A replica that went on from another state, or died, has left its own history.
+            valid = {
+                attempt.key
+                for history, attempt in found
+                if not history.is_placed_after[step] and step != max(history.attempts)
+            }
+            keys = valid or keys
+        if len(keys) > 1:
+            keys = {key for key in keys if all(key not in one.voided for one in histories)} or keys
+        if len(keys) > 1:
+            newest = max(found, key=lambda one: one[1].time)
+            if step != max(step for one in histories for step in one.attempts):
+                problems.append(f"step {step} was committed in {len(keys)} histories")
+            keys = {newest[1].key}
+        (merged[step],) = keys
+    _add_inherited(histories, merged)
+    return merged
+
+
+def _add_inherited(histories: Sequence[_History], merged: dict[int, Key]) -> None:
+    """Add the steps that only their sender committed, before it died and restarted from an older
+    state: they are part of the state that another replica had received."""
+    ends: dict[tuple[int, int], _Attempt] = {}
+    for one in sorted(
+        (one for history in histories for one in history.voided.values()), key=lambda one: one.time
+    ):
+        ends[one.key[1], one.key[2] + one.size] = one
+    for history in histories:
+        for step, cursor in history.received:
+            while step not in merged and (step, cursor) in ends:
+                merged[step] = key = ends[step, cursor].key
+                step, cursor = step - 1, key[2]
+
+
+def _dropped(attempts: Sequence[_Attempt], histories: Sequence[_History]) -> set[int]:
+    """Return the samples of skipped steps, and of those that were rolled back on purpose."""
+    skipped = [one for one in attempts if one.after is not None and one.after[1] > one.key[2]
+               and one.outcome != LEDGER_COMMITTED]  # fmt: skip
+    rolled_back = [one for history in histories for one in history.rolled_back]
+    return {
+        sample
+        for one in (*skipped, *rolled_back)
+        for sample in range(one.key[2], one.key[2] + one.size)
+    }
+
+
+def _used(key: Key, attempts: Sequence[Sequence[_Attempt]], problems: list[str]) -> list[int]:
+    """Return the samples of a committed attempt, which must be those from its position on.
+    `attempts` are those of each replica."""
+    used: list[int] = []
+    for own in attempts:
+        # A replica may record its share again, after a restart.
+        by_place: dict[tuple[int, int], list[int]] = {}
+        for one in own:
+            for batch_rank, samples in one.by_batch_rank.items():
+                if one.share >= 0:
+                    by_place[one.share, batch_rank] = samples
+        used += [sample for samples in by_place.values() for sample in samples]
+    used.sort()
+    start, size = key[2], max(one.size for own in attempts for one in own)
+    if used != list(range(start, start + size)):
+        twice = sorted(sample for sample, times in Counter(used).items() if times > 1)
+        missing = sorted(set(range(start, start + size)) - set(used))
+        foreign = sorted(set(used) - set(range(start, start + size)))
+        for name, some in (("used twice", twice), ("lost", missing), ("of other steps", foreign)):
+            if some:
+                problems.append(f"step {key[1]}: samples {some[:_MAX_SHOWN]} are {name}")
+    return used

@@ -1,0 +1,1 @@
+"""The trainer, what it is built from, and what watches it."""

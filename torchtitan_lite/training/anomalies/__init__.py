@@ -1,0 +1,14 @@
+"""Anomaly detection: anomalous steps, and slow ranks.
+
+Pure functions of numbers that all ranks see, so that all decide alike. Layer: above schema.
+"""
+
+from torchtitan_lite.training.anomalies.detector import (
+    ABORT,
+    Action,
+    AnomalyDetector,
+    Decision,
+    History,
+)
+
+__all__ = ["ABORT", "Action", "AnomalyDetector", "Decision", "History"]

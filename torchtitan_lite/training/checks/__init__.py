@@ -1,0 +1,1 @@
+"""Checks of a configuration against the model and the mesh."""
