@@ -68,6 +68,7 @@ check: setup ## Lint, format, types, layers, generated docs.
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.config_reference --check
+	$(BIN)/python -m scripts.architecture_page --check
 	$(BIN)/python -m scripts.benchmark_page --check
 	$(BIN)/python -m scripts.failure_page --check
 
@@ -92,6 +93,7 @@ bench: setup ## Run every benchmark and write benchmarks/results/.
 
 docs: setup ## Write the generated pages of docs/ and the figures of all pages again.
 	$(BIN)/python -m scripts.config_reference
+	$(BIN)/python -m scripts.architecture_page
 	$(BIN)/python -m scripts.benchmark_page
 	$(BIN)/python -m scripts.failure_page
 

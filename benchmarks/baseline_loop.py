@@ -20,7 +20,7 @@ import torch
 from benchmarks import baseline
 from benchmarks.baseline import Batch, Recipe
 from benchmarks.baseline_parallel import PipelineStep, apply_tensor_parallel, tensor_parallel_step
-from torchtitan_lite.config import Config, parse_command_line
+from torchtitan_lite.config import Config
 from torchtitan_lite.core.log import configure_logging
 from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.data import DataLoader, microbatch_indices
@@ -32,6 +32,7 @@ from torchtitan_lite.nn.spec import blocks_of
 from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
 from torchtitan_lite.training.builders import Built, build
 from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.run_config import parse_command_line
 
 
 class BaselineLoop:

@@ -31,7 +31,13 @@ from benchmarks.checkpoint_state import sharded, sharding_mesh
 from benchmarks.processes import THREADS
 from benchmarks.worker import alternate, io_bytes, status_bytes, timed, wall_s
 from torchtitan_lite import checkpoint
-from torchtitan_lite.checkpoint import Snapshot, StoredSnapshot, read_tensor, tensor_bytes
+from torchtitan_lite.checkpoint import (
+    Snapshot,
+    StoredSnapshot,
+    read_tensor,
+    recorded_config,
+    tensor_bytes,
+)
 from torchtitan_lite.checkpoint.conversion import expected_shapes
 from torchtitan_lite.checkpoint.convert.hugging_face import (
     BLOCK_BYTES,
@@ -43,7 +49,7 @@ from torchtitan_lite.checkpoint.convert.hugging_face import (
 )
 from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import expand_key, match_key
 from torchtitan_lite.checkpoint.storage import open_parent_storage, open_storage
-from torchtitan_lite.config import Config, recorded_config
+from torchtitan_lite.config import Config
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 from torchtitan_lite.models.llama3 import Llama3Dims, spec_of
 from torchtitan_lite.nn.spec import ModelSpec

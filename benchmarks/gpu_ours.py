@@ -15,7 +15,7 @@ from benchmarks.gpu_case import (
     use_all_cores,
 )
 from benchmarks.processes import CHECKOUT
-from torchtitan_lite.config import Config, config_from
+from torchtitan_lite.config import Config
 from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import start_mesh
@@ -24,6 +24,7 @@ from torchtitan_lite.models import llama3
 from torchtitan_lite.nn.rope import RopeScaling
 from torchtitan_lite.training.builders import build
 from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.run_config import config_from
 from torchtitan_lite.training.train_state import TrainState
 from torchtitan_lite.training.trainer import StepReport, train
 

@@ -2,7 +2,6 @@
 
 The names below and those of the subpackages are for the rest of the product; their modules are
 internal. Names are imported when first used: the writer process imports this package and no torch.
-Layer: above redistribute, mesh and spec.
 """
 
 from importlib import import_module
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     )
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.manifest import Manifest, layouts_of, read_manifest_alone
+    from torchtitan_lite.checkpoint.recorded_config import recorded_config, to_record
     from torchtitan_lite.checkpoint.save_context import (
         NUM_SAVE_SIGNALS,
         Checkpointable,
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         DTYPES,
         copy_back,
         local_tensors,
+        model_tensors,
         tensor_bytes,
         tensor_from_bytes,
     )
@@ -101,6 +102,7 @@ __all__ = [
     "load_base",
     "load_some",
     "local_tensors",
+    "model_tensors",
     "newest_step",
     "open_merged",
     "open_snapshot",
@@ -108,6 +110,7 @@ __all__ = [
     "read_manifest_alone",
     "read_tensor",
     "recorded_base",
+    "recorded_config",
     "reject_external",
     "replica_name",
     "replica_run_id",
@@ -117,6 +120,7 @@ __all__ = [
     "superseded_message",
     "tensor_bytes",
     "tensor_from_bytes",
+    "to_record",
     "verify",
 ]
 
@@ -144,12 +148,14 @@ _MODULES = {
         "replica_run_id",
         "shared_run_id",
     ),
+    "recorded_config": ("recorded_config", "to_record"),
     "snapshots": ("SavedValues", "Snapshot", "StoredSnapshot", "read_tensor"),
     "tensors": (
         "DTYPES",
         "DTYPE_NAMES",
         "copy_back",
         "local_tensors",
+        "model_tensors",
         "tensor_bytes",
         "tensor_from_bytes",
     ),

@@ -1,7 +1,7 @@
 """Checkpoints of adapters (LoRA): what they record of the frozen weights, and both merged.
 
 The frozen weights are no part of such a checkpoint. It records where they are and their
-fingerprint, so that its adapters are never used with others. Layer: above snapshots.
+fingerprint, so that its adapters are never used with others.
 """
 
 import hashlib

@@ -6,7 +6,6 @@ own. That reduction also proves that all ranks have completed the previous snaps
 enters it earlier.
 
 Invariant: the newest snapshot that all ranks have stays in its slot until a newer one exists.
-Layer: above save_context, copier and background.
 """
 
 import logging

@@ -1,7 +1,4 @@
-"""Setup of asynchronous checkpointing: allocate shared memory and start the writer process.
-
-Layer: above async_saver.
-"""
+"""Setup of asynchronous checkpointing: allocate shared memory and start the writer process."""
 
 import json
 import os

@@ -6,7 +6,7 @@ step's reduction tells. Until then the copies of the previous one stay, and so d
 which they are copies, because a machine that is not lost contributes its own.
 
 Invariant: copying never blocks training: orders are sent to a process, whose failures only cost a
-copy. Layer: above save_context and background.
+copy.
 """
 
 import json

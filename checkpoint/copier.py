@@ -1,4 +1,4 @@
-"""Copies of live state into a slot of shared memory. Layer: above save_plan.
+"""Copies of live state into a slot of shared memory.
 
 With a free core, or state on a GPU, the copy overlaps with the next forward and backward. Otherwise
 it runs immediately, because competing with busy cores costs more than the copy itself (measured: a

@@ -1,4 +1,4 @@
-"""Loading the frozen weights under adapters (LoRA). Layer: above loading and adapters."""
+"""Loading the frozen weights under adapters (LoRA)."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Fencing tokens of a run: the quorums that have continued it, in order. Layer: above storage.
+"""Fencing tokens of a run: the quorums that have continued it, in order.
 
 Replicas that lose each other, their lighthouse or all their processes must not continue the run
 twice. Each quorum therefore claims the next token before its first step: a file with that number,

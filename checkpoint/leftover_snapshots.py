@@ -2,7 +2,7 @@
 the search for the newest common step.
 
 Two gathers suffice even for thousands of ranks: first, once per machine, the steps of its regions;
-then, once per tensor, its layout. Layer: above snapshots and snapshot_index.
+then, once per tensor, its layout.
 """
 
 import json

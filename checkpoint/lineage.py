@@ -6,7 +6,6 @@ a *segment* with a number, which each snapshot records, and a file in the run's 
 segments of the history with their last steps. A later segment has a higher number.
 
 Invariant: the file is written before the first snapshot of a segment, unless its disk fails.
-Layer: above storage.
 """
 
 import json

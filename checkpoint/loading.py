@@ -1,5 +1,4 @@
-"""Opening a saved state, and loading it into live tensors on any mesh. Layer: above snapshots and
-hugging_face.
+"""Opening a saved state, and loading it into live tensors on any mesh.
 
 Each saved byte is read and verified once, by one rank: directly into its own live memory if no
 other rank needs it, or else sent to the ranks that do by a planned exchange. Tensors are processed

@@ -1,5 +1,5 @@
 """The ways to name checkpoints: the folder of a step, the folder of a run's steps, or the run's
-output folder. Layer: above storage.
+output folder.
 
 Every command that reads checkpoints takes all of them.
 """

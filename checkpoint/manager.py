@@ -1,6 +1,6 @@
 """The checkpoint manager: decides when to save, and with which saver.
 
-Invariant: the newest complete checkpoint is never deleted. Layer: above the rest of checkpoint/.
+Invariant: the newest complete checkpoint is never deleted.
 """
 
 import time

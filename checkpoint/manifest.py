@@ -3,7 +3,7 @@
 A checkpoint is a folder `step-N` with one safetensors file per rank (in an object store below its
 attempt's token) and `manifest.json`, which is written last: without it the checkpoint does not
 exist. No entry can name a path outside of the folder, and validation takes time and memory linear
-in its length. Layer: above storage and redistribute.
+in its length.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Restoring a run from its newest intact state, in shared memory or in storage.
 
-Invariant: a damaged checkpoint is never loaded, and all ranks load the same one. Layer: above
-loading, leftover_snapshots and save_context.
+Invariant: a damaged checkpoint is never loaded, and all ranks load the same one.
 """
 
 import json

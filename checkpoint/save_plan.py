@@ -1,8 +1,7 @@
 """The save plan of a rank: the tensors that it holds, their offsets in a slot, and the boxes that
 it writes.
 
-Replicated bytes are written by exactly one of the ranks that hold them. Layer: above redistribute,
-mesh and tensors.
+Replicated bytes are written by exactly one of the ranks that hold them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
 """The choice of the snapshot that a run resumes from, given those that its machines hold: of their
 own ranks, and copies of those of ranks on other machines.
 
-Invariant: all ranks choose the same one, whose parts are all of one session and step. Layer: pure
-functions of plain values.
+Invariant: all ranks choose the same one, whose parts are all of one session and step.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

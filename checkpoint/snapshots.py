@@ -1,7 +1,6 @@
 """A saved state, in storage or shared memory: its tensors, values, and the parts of its holders.
 
-Checkpoints in files and snapshots in memory have the same interface. Layer: above manifest and
-memory.
+Checkpoints in files and snapshots in memory have the same interface.
 
 Invariant: a part is returned only if its checksum matches, if it has one; nothing is unpickled.
 """

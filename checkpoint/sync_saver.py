@@ -1,5 +1,5 @@
 """Synchronous checkpointing: used if asynchronous saving is off or out of memory, and for
-model-only saves. Layer: above save_context and background."""
+model-only saves."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping

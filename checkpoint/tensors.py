@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
+from torch import nn
 
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.distributed.torch_compat import local_tensor
@@ -92,3 +93,11 @@ def cast(
             f"{name} has values that overflow float16. Pass --dtype bf16, or omit it."
         )
     return found
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of a model as `model.NAME`, a tied one once."""
+    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return parameters | {f"model.{name}": buffer for name, buffer in buffers.items()}

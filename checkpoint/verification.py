@@ -1,4 +1,4 @@
-"""Verification of a checkpoint: reads all of it and compares checksums. Layer: above manifest.
+"""Verification of a checkpoint: reads all of it and compares checksums.
 
 Invariant: one pass reports all damage, not only the first.
 """

@@ -1,8 +1,5 @@
 """DeepSeek-V3 (arXiv:2412.19437), DeepSeek-V2 (arXiv:2405.04434) and Kimi K2 (arXiv:2507.20534):
-dimensions, flavors, module and initial weights.
-
-Layer: above nn and spec.
-"""
+dimensions, flavors, module and initial weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""gpt-oss (arXiv:2508.10925): dimensions, flavors, module and initial weights.
-
-Layer: above nn and spec.
-"""
+"""gpt-oss (arXiv:2508.10925): dimensions, flavors, module and initial weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

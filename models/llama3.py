@@ -1,7 +1,4 @@
-"""Llama 3 (arXiv:2407.21783): dimensions, flavors, module and initial weights.
-
-Layer: above nn and spec.
-"""
+"""Llama 3 (arXiv:2407.21783): dimensions, flavors, module and initial weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

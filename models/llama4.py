@@ -1,7 +1,4 @@
-"""Llama 4, the text model: dimensions, flavors, module and initial weights.
-
-Layer: above nn and spec.
-"""
+"""Llama 4, the text model: dimensions, flavors, module and initial weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""Mixtral (arXiv:2401.04088): dimensions, flavors, module and initial weights.
-
-Layer: above nn and spec.
-"""
+"""Mixtral (arXiv:2401.04088): dimensions, flavors, module and initial weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

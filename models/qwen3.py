@@ -1,8 +1,5 @@
 """Qwen3 (arXiv:2505.09388), dense and mixture of experts: dimensions, flavors, module and initial
-weights.
-
-Layer: above nn and spec.
-"""
+weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

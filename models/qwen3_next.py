@@ -1,8 +1,5 @@
 """Qwen3-Next: dimensions, flavors, module and initial weights. Most layers are Gated DeltaNet
-(arXiv:2412.06464), and the others gated attention (arXiv:2505.06708); all have experts.
-
-Layer: above nn and spec.
-"""
+(arXiv:2412.06464), and the others gated attention (arXiv:2505.06708); all have experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

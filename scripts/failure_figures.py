@@ -1,7 +1,7 @@
 """Measured figures of the failure model, taken from benchmarks/results/.
 
-`make docs` writes them to torchtitan_lite/tools/failure_model/measurements.py, so that an installation
-has them.
+`make docs` writes them to torchtitan_lite/tools/failure_model/measurements.py, so that an
+installation has them.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ def module_text(figures: Mapping[str, tuple[float, str]]) -> str:
     lines = [
         '"""Figures measured in this repository, by name, with their origins.',
         "",
-        "Written by `make docs` from benchmarks/results/. Layer: imports nothing.",
+        "Written by `make docs` from benchmarks/results/.",
         '"""',
         "",
         "MEASUREMENTS: dict[str, tuple[float, str]] = {",

@@ -16,7 +16,7 @@ from pathlib import Path
 from scripts.pipeline_chart import Chart
 from scripts.pipeline_svg import as_svg
 from scripts.pipeline_text import as_text
-from torchtitan_lite.config import Config, parse_command_line
+from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.core.errors import MeshError, UserError
 from torchtitan_lite.core.log import configure_logging, logger
@@ -26,6 +26,7 @@ from torchtitan_lite.parallel.pipeline_order import Costs, simulate
 from torchtitan_lite.parallel.pipeline_stages import plan_stages, stage_weights, step_order
 from torchtitan_lite.training.checks.constraints import check_pipeline
 from torchtitan_lite.training.checks.mesh_constraints import pipeline_microbatches
+from torchtitan_lite.training.run_config import parse_command_line
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,7 @@
 """The Python API: what a script or a notebook needs to train, to extend a run, and to use what it
-has trained. Documented in docs/python_api.md. Layer: the top."""
+has trained. Documented in docs/python_api.md."""
 
-from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.core.preemption import StopRequest, stop_on_signals
 from torchtitan_lite.core.registry import (
@@ -28,6 +28,7 @@ from torchtitan_lite.training.builders import Built, build
 from torchtitan_lite.training.checks.constraints import check_against
 from torchtitan_lite.training.hooks import HookContext
 from torchtitan_lite.training.metrics import Event, SinkContext, StepRecord
+from torchtitan_lite.training.run_config import load_config
 from torchtitan_lite.training.train_state import TrainState
 from torchtitan_lite.training.trainer import StepReport, train
 

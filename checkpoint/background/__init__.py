@@ -1,6 +1,6 @@
 """The checkpoint writer: a process beside the trainer that writes snapshots to storage.
 
-Layer: above memory and storage. Standard library and xxhash only.
+Standard library and xxhash only.
 """
 
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup

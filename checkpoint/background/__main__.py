@@ -2,7 +2,7 @@
 
 The first line of standard input holds the settings. One order per line follows, as JSON: {"save":
 {"slot": k, "step": n}}, {"abandon": n}, {"stop": true, "free": false}. End of input without "stop"
-means that the trainer died. Layer: above the rest of background/.
+means that the trainer died.
 """
 
 import sys

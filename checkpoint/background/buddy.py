@@ -12,7 +12,7 @@ The first line of standard input holds the settings. One order per line follows,
 
 Invariants: a copy is complete only if all its checksums match those that the source computed; one
 thread alone writes to the copies of a rank, and never to the slot of the copy to `keep`; an order
-never waits for a transfer. Layer: above channel, shared_memory and rpc.
+never waits for a transfer.
 """
 
 import itertools

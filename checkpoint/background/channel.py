@@ -1,7 +1,7 @@
 """The writer's side of its pipes, and the settings that it receives: orders in, responses out, one
 JSON line each.
 
-Invariant: a dead trainer ends the orders, and never the writer. Layer: no project imports.
+Invariant: a dead trainer ends the orders, and never the writer.
 """
 
 import json

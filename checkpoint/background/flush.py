@@ -31,7 +31,7 @@ orphaned writer writes both, newest first, under the token of a trainer's first 
 that were ordered count, too. The leader commits what becomes complete, until the newest is
 committed or the grace period ends.
 
-Invariant: a step is committed only from parts of one session. Layer: above save.
+Invariant: a step is committed only from parts of one session.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The trainer's handles of its background processes. Layer: above channel.
+"""The trainer's handles of its background processes.
 
 Invariant: only `close` waits for a process. A dead process is a state, not an error: `alive` is
 False, and `start` starts a new one.

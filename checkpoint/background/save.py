@@ -1,5 +1,4 @@
-"""A rank's share of a save: writing its part, and the leader's commit. Layer: above memory and
-storage."""
+"""A rank's share of a save: writing its part, and the leader's commit."""
 
 import math
 import sys

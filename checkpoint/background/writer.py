@@ -2,7 +2,6 @@
 present.
 
 Invariant: a failed save is reported and removed, and ends neither the writer nor the training.
-Layer: above flush.
 """
 
 import ctypes

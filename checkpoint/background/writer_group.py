@@ -1,5 +1,5 @@
 """The replicas that write one checkpoint together: all hold the same state, and each writes some of
-the tensors. Layer: above memory.
+the tensors.
 
 In storage, each rank of each replica is one writer, numbered replica by replica.
 """

@@ -1,6 +1,6 @@
 """Snapshots in shared memory, which outlive the process that took them.
 
-Layer: above errors. Standard library and xxhash only.
+Standard library and xxhash only.
 """
 
 from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription

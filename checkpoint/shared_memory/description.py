@@ -1,6 +1,6 @@
 """The description of a region by its trainer: enough to write the rank's part without torch.
 
-Invariant: all offsets in a description lie within the slot. Layer: above errors.
+Invariant: all offsets in a description lie within the slot.
 """
 
 import math

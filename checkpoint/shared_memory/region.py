@@ -8,7 +8,7 @@ belongs to both sessions until all ranks have taken theirs over.
 Invariant: if the process is killed at any point, each slot is either complete as its header says or
 counts as empty, and no slot hides another. Memory is allocated before it is touched, so a full
 tmpfs is an error instead of SIGBUS. Stores must become visible in program order, as on x86-64;
-elsewhere a pipe must order writing before reading. Layer: above region_file.
+elsewhere a pipe must order writing before reading.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Storages for checkpoints: local folders and object stores, files, and what makes a step complete.
 
-`base` has the `Storage` protocol and `open_storage`, which chooses one by URL. Layer: above errors.
-Standard library and xxhash only; fsspec is imported for URLs.
+`base` has the `Storage` protocol and `open_storage`, which chooses one by URL. Standard library and
+xxhash only; fsspec is imported for URLs.
 """
 
 from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, parse_step_name, step_name

@@ -1,8 +1,7 @@
 """The storage protocol, opening of storages, and permanent and transient storage errors.
 
 A step is saved by many writers: each writes its part, then one commits. A token identifies an
-attempt, so parts of an earlier attempt at the same step never enter a later one. Layer: above posix
-and object_store.
+attempt, so parts of an earlier attempt at the same step never enter a later one.
 """
 
 import errno

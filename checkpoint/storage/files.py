@@ -1,7 +1,7 @@
 """File operations of checkpoints.
 
 Tests replace `Files` by classes that record, kill, or lose unsynced data, so nothing in storage/ or
-background/ modifies stored files in another way. Layer: no project imports.
+background/ modifies stored files in another way.
 """
 
 import errno

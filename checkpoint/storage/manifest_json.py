@@ -1,7 +1,7 @@
 """The manifest of a checkpoint as plain JSON, merged from the parts of the ranks.
 
 Each rank's part lists what it wrote; the leader's also holds the values. Invariant: every element
-of every tensor is in exactly one box, or no manifest is built. Layer: above safetensors_file.
+of every tensor is in exactly one box, or no manifest is built.
 """
 
 import json

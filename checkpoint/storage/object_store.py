@@ -6,7 +6,7 @@ replace one object atomically, so a step never disappears.
 
 Failed operations are retried with backoff; permanent errors (missing, forbidden, misused) fail
 immediately. Invariant: a manifest is put only after all its files and removed before any of them,
-and no other attempt modifies them. Layer: above safetensors_file.
+and no other attempt modifies them.
 """
 
 import errno

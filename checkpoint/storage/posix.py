@@ -7,7 +7,6 @@ renamed to `.replaced-step-N`; `recover` repairs a crash between the two renames
 deleted is first renamed to `.deleting-step-N`.
 
 Invariant: a folder `step-N` is complete and holds nothing else, even if all unsynced data is lost.
-Layer: above safetensors_file.
 """
 
 import errno

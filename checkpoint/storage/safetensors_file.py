@@ -5,7 +5,6 @@ region) are written by direct I/O: long runs directly from the pool where pool a
 offsets within a page, everything else through an aligned buffer.
 
 Invariant: when `write_part` returns, the content of the file is durable; its name is not yet.
-Layer: above files.
 """
 
 import json

@@ -22,13 +22,13 @@ from examples.online_rl.task import (
     encode,
     reward,
 )
+from torchtitan_lite.checkpoint import model_tensors
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.log import configure_logging, logger
 from torchtitan_lite.core.rng import generator
 from torchtitan_lite.nn.initialize import allocate_memory, on_meta
 from torchtitan_lite.nn.spec import IGNORE_INDEX, VocabularyShard
 from torchtitan_lite.serving.publish import Subscriber, Target
-from torchtitan_lite.training.train_state import model_tensors
 
 _SEED = 1
 _POLL_S = 1.0

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.harness.ranks import REPOSITORY
-from torchtitan_lite.config import load_config, to_toml
+from torchtitan_lite.config import to_toml
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.run_config import load_config
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
 

@@ -12,9 +12,9 @@ from tests.end_to_end.docs_commands import ROOT, Page, blocks, copy_tree
 from tests.harness.hugging_face import add_tokenizer, make_folder, tensors_of
 from tests.harness.launch import SMALL, run
 from tests.harness.ranks import WorkerPool
-from torchtitan_lite.config import load_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.training.final_export import export_last_save
+from torchtitan_lite.training.run_config import load_config
 
 GUIDE = "docs/pretrained_weights.md"
 

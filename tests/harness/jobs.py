@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.config import Config, config_from
+from torchtitan_lite.config import Config
 from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, ParallelDims, resolve_degrees
@@ -25,6 +25,7 @@ from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import YarnScaling
 from torchtitan_lite.training.builders import build
 from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.run_config import config_from
 from torchtitan_lite.training.train_state import TrainState
 from torchtitan_lite.training.trainer import StepReport, train
 

@@ -18,10 +18,10 @@ from tests.harness import tolerances
 from tests.harness.jobs import FIXTURE, Outcome, run_config
 from tests.harness.launch import run, steps_of
 from tests.harness.ranks import WorkerPool, run_command
-from torchtitan_lite.config import parse_command_line
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.data.tokenizer import train_tokenizer
 from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.run_config import parse_command_line
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]
 Pools = Callable[[int], WorkerPool]

@@ -1,7 +1,7 @@
 """The command `torchtitan-lite`: one function per command, and one parser for all.
 
 `parsers.py` defines the options; the module of a command is imported after its options have been
-parsed successfully. Layer: the top.
+parsed successfully.
 """
 
 import importlib

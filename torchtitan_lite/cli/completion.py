@@ -1,4 +1,4 @@
-"""`torchtitan-lite completion`. Layer: below cli."""
+"""`torchtitan-lite completion`."""
 
 import argparse
 from collections.abc import Sequence

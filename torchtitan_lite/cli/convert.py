@@ -1,4 +1,4 @@
-"""`torchtitan-lite convert`: from and to Hugging Face folders and torch DCP. Layer: below cli."""
+"""`torchtitan-lite convert`: from and to Hugging Face folders and torch DCP."""
 
 import argparse
 import signal
@@ -27,6 +27,7 @@ from torchtitan_lite.checkpoint import (
     newest_step,
     open_merged,
     reject_external,
+    to_record,
 )
 from torchtitan_lite.checkpoint.convert.dcp import DcpFolder, convert_from_dcp, convert_to_dcp
 from torchtitan_lite.checkpoint.convert.hugging_face import (
@@ -47,7 +48,7 @@ from torchtitan_lite.checkpoint.storage import (
     open_storage,
 )
 from torchtitan_lite.cli.parsers import local_path
-from torchtitan_lite.config import Config, parse_command_line, to_record
+from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import INTERRUPTED, CheckpointError, DataError, UserError
 from torchtitan_lite.core.log import configure_logging, logger
 from torchtitan_lite.data.tokenizer import special_ids
@@ -55,6 +56,7 @@ from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.models import hugging_face_model, model_spec
 from torchtitan_lite.optim import WarmupStableDecay, build_lr_scheduler, build_optimizer
 from torchtitan_lite.serving.inference.weights import Weights, find_tokenizer, run_config
+from torchtitan_lite.training.run_config import parse_command_line
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -1,4 +1,4 @@
-"""`torchtitan-lite estimate`, and `memory_estimation.enable` in `train`. Layer: below cli."""
+"""`torchtitan-lite estimate`, and `memory_estimation.enable` in `train`."""
 
 import argparse
 import json
@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_lite.config import Config, parse_command_line
+from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.core.log import configure_logging, log_once
+from torchtitan_lite.training.run_config import parse_command_line
 
 _DEFAULT_DEVICE = "h200"
 

@@ -1,4 +1,4 @@
-"""`torchtitan-lite evaluate`. Layer: below cli."""
+"""`torchtitan-lite evaluate`."""
 
 import argparse
 import json
@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint import load, run_on_all_ranks
-from torchtitan_lite.config import Config, config_from
+from torchtitan_lite.checkpoint import load, model_tensors, run_on_all_ranks
+from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.data import DataConfig
 from torchtitan_lite.core.errors import ConfigError, UserError
 from torchtitan_lite.core.log import configure_logging, log_once
@@ -23,7 +23,7 @@ from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.serving.inference import Weights, open_weights, tokenizer_of
 from torchtitan_lite.training.builders import build_model, spec_on_device
 from torchtitan_lite.training.checks.constraints import check_against
-from torchtitan_lite.training.train_state import model_tensors
+from torchtitan_lite.training.run_config import config_from
 from torchtitan_lite.training.validation import HeldOutLoss, validate
 
 _KEYS = {

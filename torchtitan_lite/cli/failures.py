@@ -1,4 +1,4 @@
-"""`torchtitan-lite estimate --failures`: goodput under failures. Layer: below cli; torch-free."""
+"""`torchtitan-lite estimate --failures`: goodput under failures."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`torchtitan-lite generate`. Layer: below cli."""
+"""`torchtitan-lite generate`."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 import torch
 
+from torchtitan_lite.checkpoint import model_tensors
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.core.log import configure_logging, log_once, logger
 from torchtitan_lite.distributed.device import detect_device
@@ -26,7 +27,6 @@ from torchtitan_lite.serving.inference import (
 )
 from torchtitan_lite.serving.inference import generate as generate_texts
 from torchtitan_lite.serving.publish import Subscriber, Target
-from torchtitan_lite.training.train_state import model_tensors
 
 _MAX_WAIT_S = 60
 """Limit of the wait for the next version."""

@@ -1,4 +1,4 @@
-"""`torchtitan-lite inspect`: checkpoints, and snapshots in shared memory. Layer: below cli."""
+"""`torchtitan-lite inspect`: checkpoints, and snapshots in shared memory."""
 
 import argparse
 import json

@@ -1,5 +1,5 @@
 """`torchtitan-lite launch`. Imports no torch, because the launcher stays resident for the whole
-run. Layer: below cli."""
+run."""
 
 import argparse
 import shlex

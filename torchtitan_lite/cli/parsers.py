@@ -1,4 +1,4 @@
-"""The options of every command. Layer: imports argparse and nothing heavier.
+"""The options of every command.
 
 The commands themselves import torch, which takes seconds; parsing, `--help` and completion must not
 depend on it.

@@ -1,6 +1,4 @@
-"""`torchtitan-lite rendezvous`: the process through which the machines of a run find each other.
-Layer: below cli.
-"""
+"""`torchtitan-lite rendezvous`: the process through which the machines of a run find each other."""
 
 import os
 import signal

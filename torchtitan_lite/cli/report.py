@@ -1,5 +1,4 @@
-"""`torchtitan-lite report`: one HTML page about one run, or a comparison of several. Layer:
-above report; torch-free, so that it starts fast."""
+"""`torchtitan-lite report`: one HTML page about one run, or a comparison of several."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`torchtitan-lite resize`. Layer: below cli."""
+"""`torchtitan-lite resize`."""
 
 import argparse
 import sys

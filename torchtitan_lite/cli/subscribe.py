@@ -1,4 +1,4 @@
-"""`torchtitan-lite subscribe`. Layer: below cli."""
+"""`torchtitan-lite subscribe`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`torchtitan-lite train`, and the entry point of every rank. Layer: below cli.
+"""`torchtitan-lite train`, and the entry point of every rank.
 
 With --nproc the configuration is checked once, before any process starts; the ranks receive Ctrl-C
 as SIGINT, so that they save and exit. With --spares an agent starts them (`rank_recovery`), which
@@ -20,12 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_lite.cli.parsers import similar_option, train_parser
-from torchtitan_lite.config import (
-    Config,
-    check_live_resize,
-    check_resize_arguments,
-    parse_command_line,
-)
+from torchtitan_lite.config import Config, check_live_resize, check_resize_arguments
 from torchtitan_lite.config.problems import tables_with
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after
@@ -39,6 +34,7 @@ from torchtitan_lite.core.standard_streams import make_streams_patient
 from torchtitan_lite.distributed.network import address_for_others, names_loopback
 from torchtitan_lite.fault_tolerance.supervision.launcher.local_ranks import run_ranks
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import TRAIN_OPTIONS
+from torchtitan_lite.training.run_config import parse_command_line
 
 if TYPE_CHECKING:
     from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
@@ -197,7 +193,10 @@ def _log_about_keys(config: Config, file: Path) -> None:
         # Rank 0 logs them.
         return
     from torchtitan_lite.config.keys import without_effect
-    from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
+    from torchtitan_lite.training.checks.torchtitan_file import (
+        differing_defaults,
+        is_torchtitan_file,
+    )
 
     for line in without_effect(config):
         logger.info("%s", line)

@@ -1,8 +1,7 @@
 """User-defined tables and keys, as added by torchtitan's `job.custom_config_module`.
 
 The module defines a class `JobConfig`: a dataclass, or a `Section`, with a field per table. A table
-that exists here gains the fields of the user's class of that name; any other is new. Layer: above
-schema and extension.
+that exists here gains the fields of the user's class of that name; any other is new.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """The keys of a configuration, with their types as text.
 
 `--help`, the reference, overrides and error messages all read the keys here, so that they agree.
-Layer: above section.
 """
 
 import types

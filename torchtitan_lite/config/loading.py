@@ -3,7 +3,7 @@
 All problems of both are reported at once. Overrides are `--section.key value`,
 `--section.key=value`, `--section.flag` for true and `--section.no_flag` for false; hyphens stand
 for underscores; lists are separated by commas or written as TOML arrays; `none` is null. A value is
-parsed by the type of its key. Layer: above problems, toml_file, extending and reference.
+parsed by the type of its key.
 """
 
 import os
@@ -46,8 +46,12 @@ class Override:
     problem: str | None = None
 
 
+Complete = Callable[[dict[str, Any]], str | None]
+"""Completes the tables that a user gave before they are checked. Returns a problem, if any."""
+
+
 def parse_command_line(
-    argv: Sequence[str], usage: Callable[[], str] | None = None
+    argv: Sequence[str], usage: Callable[[], str] | None, *, complete: Complete
 ) -> tuple[Config, Path]:
     """Parse the arguments after the program's name. Returns the configuration and its file.
 
@@ -66,7 +70,7 @@ def parse_command_line(
             _print_help(_schema_of(others), sections, usage)
             raise SystemExit(0)
     file, overrides = _split_file(argv)
-    return load_config(file, overrides), file
+    return load_config(file, overrides, complete=complete), file
 
 
 def _schema_of(argv: Sequence[str]) -> type[Config]:
@@ -111,16 +115,18 @@ def _split_file(argv: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(files[0]), rest
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str], *, complete: Complete) -> Config:
     """Load the TOML file at `path` and apply command-line `overrides`.
 
     Raises ConfigError with every problem: unknown keys and sections, values of a wrong type or out
     of range, and unsupported features.
     """
-    return config_from(read_toml(Path(path)), str(path), overrides)
+    return config_from(read_toml(Path(path)), str(path), overrides, complete=complete)
 
 
-def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
+def config_from(
+    given: dict[str, Any], source: str, overrides: Sequence[str], *, complete: Complete
+) -> Config:
     """Validate the tables `given` from `source` and apply command-line `overrides`. Raises as
     `load_config` does; a file for an unsupported feature of torchtitan is one problem, however many
     unknown keys it has."""
@@ -144,7 +150,7 @@ def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = (
     if feature := unsupported_feature(tables):
         path, problem = feature
         raise problems.config_error([f"{where(path)}: {problem}"])
-    if problem := _read_hugging_face_dims(tables):
+    if problem := complete(tables):
         found.append(f"{where(('model',))}: model: {problem}")
     try:
         config = schema.model_validate(tables)
@@ -154,34 +160,6 @@ def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = (
     if found:
         raise problems.config_error(found)
     return config
-
-
-def _read_hugging_face_dims(tables: dict[str, Any]) -> str | None:
-    """Replace flavor "hf" by the family and the dimensions in config.json, so that the resolved
-    configuration does not depend on the folder. Returns the problem, if any."""
-    model = tables.get("model")
-    if not isinstance(model, dict) or model.get("flavor") != "hf" or model.get("dims"):
-        return None
-    folder = model.get("hf_assets_path")
-    if not isinstance(folder, str):
-        return (
-            'flavor "hf" reads the model from config.json in hf_assets_path, which is not set. '
-            "Set it to the Hugging Face folder."
-        )
-    # Importing a model family imports torch, which takes seconds.
-    from torchtitan_lite.models import hugging_face_dims, read_hugging_face_config
-
-    try:
-        family, dims = hugging_face_dims(read_hugging_face_config(Path(folder).expanduser()))
-    except ConfigError as error:
-        return str(error)
-    if model.get("name", family) != family:
-        return (
-            f'name is "{model["name"]}", but {folder}/config.json is of "{family}". Set '
-            "model.name to it, or omit it."
-        )
-    model |= {"name": family, "dims": dims}
-    return None
 
 
 def _with_overrides(given: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

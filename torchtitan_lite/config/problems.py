@@ -1,7 +1,7 @@
 """The text of each problem that a configuration can have, one line each.
 
 A line names where the value comes from, the key, what was given, what is needed and the nearest
-known name. Layer: above keys and renames.
+known name.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,6 +1,6 @@
 """Every key with its meaning, type and default: as `--help`, and as Markdown.
 
-Both come from the same walk over the schema. Layer: above keys and problems.
+Both come from the same walk over the schema.
 """
 
 import textwrap

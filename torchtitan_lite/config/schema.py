@@ -1,4 +1,4 @@
-"""The root of the configuration. Layer: above schema."""
+"""The root of the configuration."""
 
 from torchtitan_lite.config.tables.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan_lite.config.tables.anomalies import AnomaliesConfig

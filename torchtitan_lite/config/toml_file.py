@@ -1,7 +1,4 @@
-"""Reading a TOML file, and writing the resolved configuration, which loads as an equal one.
-
-Layer: above schema and keys.
-"""
+"""Reading a TOML file, and writing the resolved configuration, which loads as an equal one."""
 
 from difflib import get_close_matches
 from pathlib import Path

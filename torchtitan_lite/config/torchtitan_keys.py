@@ -4,7 +4,6 @@ name here or none, and features that are not supported here.
 `tests/unit/config/test_torchtitan_defaults.py` compares the defaults with
 `tests/assets/torchtitan_defaults.json`, which has all of them. A key that only moved to another
 section under its old name needs no entry: the message for an unknown key finds it there.
-Layer: above schema; does not import torch.
 """
 
 from collections.abc import Mapping

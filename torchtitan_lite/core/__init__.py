@@ -1,1 +1,1 @@
-"""What every part may use: errors, log, random numbers, phases, output files, registries, leases."""
+"""What every part may use: errors, log, random numbers, phases, output files, registries."""

@@ -3,7 +3,7 @@
 `torchtitan_lite/models` and `torchtitan_lite/checkpoint` are links to the folders of the same name
 at the top of the repository. Git checks them out as small text files if links are disabled
 (core.symlinks = false), and some archivers drop them; the resulting import error would name a
-missing module instead of the cause. Layer: imports nothing of the project.
+missing module instead of the cause.
 """
 
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Commands for users to copy, in the form that works in this environment. Layer: imports nothing
-of the project."""
+"""Commands for users to copy, in the form that works in this environment."""
 
 import shutil
 import sys

@@ -4,8 +4,6 @@ Every detector reports through this module, so that a diagnosis is a line in the
 with `Diagnosis:` and a record in a JSON Lines file. Ranks write `diagnoses_rank_N.jsonl` in the
 folder of their replica, the launcher `diagnoses.jsonl` beside its logs: one writer per file, so
 that none needs a lock. docs/fault_tolerance.md has the vocabulary.
-
-Layer: above log and output_files.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""Durations: estimated from past steps, and formatted for display. Layer: imports nothing of the
-project."""
+"""Durations: estimated from past steps, and formatted for display."""
 
 import math
 from collections import deque

@@ -1,4 +1,4 @@
-"""User errors. Layer: imports nothing of the project.
+"""User errors.
 
 Each message states what was given, what is needed and what to change. `train.py` prints it without
 a traceback; any other exception is a bug of this package and keeps its traceback.

@@ -1,4 +1,4 @@
-"""Events that a component reports with a step, for the metrics stream. Layer: below all others."""
+"""Events that a component reports with a step, for the metrics stream."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,7 +3,7 @@ object store.
 
 File locks are not needed, because those of shared filesystems do not always work: one process
 creates the file, and others see that it is renewed. Times are those of one clock, the storage's or
-the reader's own. Layer: above errors.
+the reader's own.
 """
 
 import errno

@@ -1,7 +1,7 @@
-"""Logging for every rank. Layer: imports nothing of the project.
+"""Logging for every rank.
 
-One logger, `torchtitan_lite`. Rank 0 logs at INFO; the other ranks log at WARNING, each line
-with the rank. A line has the time and the level.
+One logger, `torchtitan_lite`. Rank 0 logs at INFO; the other ranks log at WARNING, each line with
+the rank. A line has the time and the level.
 """
 
 import logging

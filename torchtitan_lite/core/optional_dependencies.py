@@ -1,4 +1,4 @@
-"""Optional dependencies, and the extra of the package that installs each. Layer: above errors."""
+"""Optional dependencies, and the extra of the package that installs each."""
 
 from importlib.util import find_spec
 

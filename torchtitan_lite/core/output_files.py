@@ -2,8 +2,6 @@
 
 If a disk is full, read-only or gone, records wait in bounded memory and are written in their order
 when the disk accepts them again. Invariant: a file holds whole records, each once.
-
-Layer: above log.
 """
 
 import errno

@@ -1,7 +1,4 @@
-"""Phases of a training step on one rank, reported by the training loop to listeners.
-
-Layer: imports nothing of the project.
-"""
+"""Phases of a training step on one rank, reported by the training loop to listeners."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum

@@ -1,4 +1,4 @@
-"""Stop requests, by signal or otherwise. Layer: above log.
+"""Stop requests, by signal or otherwise.
 
 SIGTERM and SIGINT only set a flag. The trainer reads it once per step, where all ranks exchange
 values, so that all stop after the same step. A Ctrl-C some seconds after the first one interrupts

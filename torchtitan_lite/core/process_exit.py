@@ -1,4 +1,4 @@
-"""Exit of a process that used torch.distributed. Layer: imports nothing of the project."""
+"""Exit of a process that used torch.distributed."""
 
 import logging
 import os

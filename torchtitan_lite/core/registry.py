@@ -6,7 +6,7 @@ its top level calls the `register_*` functions here. `job.custom_config_module` 
 class `JobConfig` adds tables and keys to the configuration (`config/extending.py`).
 
 Only names that the user writes into a file or a command line are imported, never names that a
-checkpoint records. Layer: above errors; imports no torch.
+checkpoint records.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Randomness that does not depend on the rank. Layer: imports nothing of the project.
+"""Randomness that does not depend on the rank.
 
 Invariant: every random number that can change the mathematics is a pure function of the seed and
 its purpose (a parameter's name and row block, a sample's index and position), so that no mesh,

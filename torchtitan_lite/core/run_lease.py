@@ -4,8 +4,6 @@ Its holder is the leader's process. The folder is free once that process has end
 its machine see at once, and those on other machines when the lease is not renewed any more. The
 restarts of one run have the same *instance*, and take the lease over from each other. A process
 whose lease another run has taken stops; what it has not committed by then does not count.
-
-Layer: above launcher.processes and lease_file; torch-free, because the launcher looks at it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Standard output and standard error that never raise. Layer: imports nothing of the project.
+"""Standard output and standard error that never raise.
 
 A print into a file on a full disk, or into a pipe whose reader has exited, raises OSError, which
 would end training.

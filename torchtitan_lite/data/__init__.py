@@ -2,7 +2,7 @@
 
 Which samples a step uses, and in which order, is a pure function of the settings, the seed and the
 cursor, independent of the ranks. Names are imported when first used: processes that tokenize import
-this package and no torch. Layer: above errors, log, section, rng and spec; below config.
+this package and no torch.
 """
 
 from importlib import import_module

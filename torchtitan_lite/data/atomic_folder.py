@@ -1,9 +1,9 @@
 """Folders that are built once, by one of several processes, and visible only when complete.
 
-Layer: above errors and log. Invariant: a folder under its final name is complete, because it is
-renamed after all its contents have reached the disk. A process that does not find it takes a file
-lock; the kernel releases the lock of a process that dies, and its leftovers are under another name,
-which the next builder removes.
+Invariant: a folder under its final name is complete, because it is renamed after all its contents
+have reached the disk. A process that does not find it takes a file lock; the kernel releases the
+lock of a process that dies, and its leftovers are under another name, which the next builder
+removes.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 """The global batch size of each step, with its warm-up.
 
-Layer: above schema. Invariant: it is a pure function of the position in the sample order. It does
-not depend on the number of steps, on the mesh or on restarts, so that skipped and aborted steps,
-lost replicas and a resume on another mesh leave the sequence of global batches as it is.
+Invariant: it is a pure function of the position in the sample order. It does not depend on the
+number of steps, on the mesh or on restarts, so that skipped and aborted steps, lost replicas and a
+resume on another mesh leave the sequence of global batches as it is.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""Prompts of a chat: messages in the template's form, up to the beginning of the answer. Layer:
-above chat_tokens and unusable_rows."""
+"""Prompts of a chat: messages in the template's form, up to the beginning of the answer."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,10 +1,10 @@
 """The chat template of a tokenizer, which renders a conversation as one text.
 
-Finds and renders templates. Layer: above tokenizer_folder. Invariants: the rendered text equals
-that of `apply_chat_template` of transformers, so that training and inference use the same prompts;
-it depends on the files and the rows only, not on the date; and a template runs in Jinja's sandbox,
-without access to files or Python's internals. `jinja2` is imported when a template is compiled, so
-that a start with a warm token cache does not import it.
+Finds and renders templates. Invariants: the rendered text equals that of `apply_chat_template` of
+transformers, so that training and inference use the same prompts; it depends on the files and the
+rows only, not on the date; and a template runs in Jinja's sandbox, without access to files or
+Python's internals. `jinja2` is imported when a template is compiled, so that a start with a warm
+token cache does not import it.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Conversations as token ids, with the assistant's tokens as targets.
 
 The ids are those of one tokenization of the entire text, as at inference; whether a token is a
-target follows from the position of its characters. Layer: above chat_template, conversations and
-tokenizer.
+target follows from the position of its characters.
 """
 
 from collections.abc import Mapping, Sequence

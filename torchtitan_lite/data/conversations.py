@@ -1,7 +1,4 @@
-"""Reading and checking the conversations of a chat corpus.
-
-Layer: above corpus, documents, tool_calls and unusable_rows.
-"""
+"""Reading and checking the conversations of a chat corpus."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping

@@ -2,9 +2,8 @@
 a registered data set.
 
 Resolves the files or the hub data set of a `CorpusConfig`, and reports errors of reading them.
-Layer: above errors, local_files, row_files and section. Invariant: `open_corpus` and the
-fingerprint of local files do not import `datasets`, so that a start with a warm token cache is
-fast.
+Invariant: `open_corpus` and the fingerprint of local files do not import `datasets`, so that a
+start with a warm token cache is fast.
 """
 
 import hashlib

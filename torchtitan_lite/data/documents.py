@@ -1,4 +1,4 @@
-"""The texts of a corpus. Layer: above corpus and unusable_rows."""
+"""The texts of a corpus."""
 
 from collections.abc import Iterator
 from typing import Any

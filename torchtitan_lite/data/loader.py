@@ -1,7 +1,7 @@
 """The data loader: microbatches of a step, by the samples' indices in the global order.
 
 The result of `load` depends on the indices and the step alone; prefetching only changes when it is
-ready. The trainer has the only cursor. Layer: above order, packing and stream.
+ready. The trainer has the only cursor.
 """
 
 import time

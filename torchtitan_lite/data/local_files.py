@@ -1,7 +1,7 @@
 """The data files that a `dataset_path` names.
 
-Layer: above row_files and log. Invariant: files are sorted; what a folder holds beside its
-data, and files of other splits, are not read.
+Invariant: files are sorted; what a folder holds beside its data, and files of other splits, are not
+read.
 """
 
 import glob

@@ -4,7 +4,6 @@ The lowest rank of a node reads and tokenizes; the others receive its runs over 
 socket of this machine. A rank requests the run at its position, with the data set's state there, so
 that the reading rank has nothing to lose: what it does not hold, it reads again. Once it is gone,
 the others read for themselves. Messages are JSON lines, a run is followed by its arrays.
-Layer: above stream_reader.
 """
 
 import json

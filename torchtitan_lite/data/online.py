@@ -1,8 +1,8 @@
 """Online data sets: samples that are made while the run trains, such as the rollouts of
 reinforcement learning.
 
-Layer: above packing and registry. Invariant: a sample has one content, however often it is read, so
-that a step can be retried and a run resumed.
+Invariant: a sample has one content, however often it is read, so that a step can be retried and a
+run resumed.
 """
 
 from collections.abc import Mapping, Sequence

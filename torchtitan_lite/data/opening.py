@@ -1,8 +1,7 @@
 """Building the data loader and the validation set from the settings.
 
 Every process that calls `open_data` with the same settings gets the same data, and with a warm
-cache none of them imports `datasets` or `tokenizers` (unless a corpus is streamed). Layer: the top
-of `data/`.
+cache none of them imports `datasets` or `tokenizers` (unless a corpus is streamed).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The sample order: the block and corpus of sample i of the run.
 
-Layer: above rng. Invariant: it is a pure function of the seed and the index, evaluated in O(1)
-memory at any position of the run. It does not depend on the number of ranks, the batch size, or
-restarts, so a resume needs only a cursor.
+Invariant: it is a pure function of the seed and the index, evaluated in O(1) memory at any position
+of the run. It does not depend on the number of ranks, the batch size, or restarts, so a resume
+needs only a cursor.
 
 Within a corpus each epoch is a keyed permutation: a balanced Feistel network over the next power of
 four, with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Corpora

@@ -1,8 +1,7 @@
 """Blocks of `seq_len` + 1 tokens from the concatenated documents.
 
-Layer: above errors. Invariant: block i is tokens [i*S, i*S + S], so neighbors share one token and
-every token except the first (and a tail shorter than a block) is a target exactly once, unless its
-document excludes it.
+Invariant: block i is tokens [i*S, i*S + S], so neighbors share one token and every token except the
+first (and a tail shorter than a block) is a target exactly once, unless its document excludes it.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Progress of work before the first step, which takes seconds to hours.
 
-Layer: above log. A bar if stderr is a terminal, otherwise a log line at intervals.
+A bar if stderr is a terminal, otherwise a log line at intervals.
 """
 
 import sys

@@ -1,9 +1,9 @@
 """Blocks of a streaming data set, numbered in the order of the stream.
 
-Layer: above packing and stream_reader. Every rank has the tokens of the whole stream and keeps only
-its own blocks, which makes the samples of a step independent of the number of ranks; one rank of
-each node reads and tokenizes them (`node_streams`). Invariant: block i has the same tokens on any
-path: sequential reading, after a step back, or from a saved state.
+Every rank has the tokens of the whole stream and keeps only its own blocks, which makes the samples
+of a step independent of the number of ranks; one rank of each node reads and tokenizes them
+(`node_streams`). Invariant: block i has the same tokens on any path: sequential reading, after a
+step back, or from a saved state.
 
 Blocks that are shuffled are read in any order within their window, whose tokens are all kept.
 

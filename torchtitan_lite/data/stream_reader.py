@@ -1,7 +1,7 @@
 """Reading and tokenizing a streaming data set, in runs of a few documents.
 
-Layer: above corpus and tokenization. Invariant: the runs from an origin on are the same however
-reading came there: in order, again, or from a saved state.
+Invariant: the runs from an origin on are the same however reading came there: in order, again, or
+from a saved state.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """The Jinja environment of chat templates, as transformers sets it up.
 
-Layer: above errors. Only `chat_template` imports it, when a template is compiled. Invariant: a
-template gets Jinja's immutable sandbox and a few functions without effects.
+Only `chat_template` imports it, when a template is compiled. Invariant: a template gets Jinja's
+immutable sandbox and a few functions without effects.
 """
 
 import json

@@ -1,16 +1,13 @@
 """A corpus as token ids in memory-mapped files, created once.
 
-Layer: above corpus, tokenizer, chat_tokens and atomic_folder. Invariants: a cache entry is
-complete; its name is a hash of everything that its content depends on; and every process, whatever
-its rank, does the same. One pass over the documents writes two parts: the training documents and
-the held-out ones. A conversation is a document.
+Invariants: a cache entry is complete; its name is a hash of everything that its content depends on;
+and every process, whatever its rank, does the same. One pass over the documents writes two parts:
+the training documents and the held-out ones. A conversation is a document.
 
-    CACHE/tokens/KEY/meta.json
-    CACHE/tokens/KEY/{train,held_out}/tokens.bin      uint16 or uint32, concatenated
-    CACHE/tokens/KEY/{train,held_out}/documents.bin   int64, start of each document
-    CACHE/tokens/KEY/{train,held_out}/targets.bin     int64, for conversations: start and end of
-                                                      each run of targets; in texts all tokens
-                                                      are targets
+CACHE/tokens/KEY/meta.json CACHE/tokens/KEY/{train,held_out}/tokens.bin uint16 or uint32,
+concatenated CACHE/tokens/KEY/{train,held_out}/documents.bin int64, start of each document
+CACHE/tokens/KEY/{train,held_out}/targets.bin int64, for conversations: start and end of each run of
+targets; in texts all tokens are targets
 """
 
 import hashlib

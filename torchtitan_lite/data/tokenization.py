@@ -1,7 +1,7 @@
 """Tokenization of a stream's documents, in this process or in worker processes.
 
-Layer: above token_cache. Invariant: results have the order of the requests and do not depend on the
-number of workers, or on workers that die.
+Invariant: results have the order of the requests and do not depend on the number of workers, or on
+workers that die.
 """
 
 import multiprocessing

@@ -1,7 +1,6 @@
 """Tokenizers: finding, loading and training, by Hugging Face's `tokenizers`.
 
 A tokenizer is identified by a hash of its files, so that a warm start need not import `tokenizers`.
-Layer: above chat_template and conversations.
 """
 
 import hashlib

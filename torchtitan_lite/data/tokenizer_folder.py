@@ -1,6 +1,6 @@
 """The settings of a tokenizer's folder, merged from the files of all releases of transformers.
 
-Layer: above errors. Invariant: a value is the one that transformers takes.
+Invariant: a value is the one that transformers takes.
 """
 
 import json

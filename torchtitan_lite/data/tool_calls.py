@@ -1,4 +1,4 @@
-"""The arguments of tool calls, as objects or as JSON text. Layer: above errors.
+"""The arguments of tool calls, as objects or as JSON text.
 
 Most templates, such as those of Qwen and Llama, write the arguments as JSON themselves, so they
 need objects, and a text would be quoted once more. OpenAI's form has JSON text, which a few

@@ -1,7 +1,7 @@
 """Rows of a corpus that cannot be trained on: counted, reported, and limited.
 
-Layer: above corpus. Invariant: no row is left out without a word. A few are left out with a warning
-that names the first; more than `max_unusable_fraction`, or damage of a file, are an error.
+Invariant: no row is left out without a word. A few are left out with a warning that names the
+first; more than `max_unusable_fraction`, or damage of a file, are an error.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,8 @@
 """The validation set, in rounds in which every rank participates.
 
-Layer: above loader and packing. Invariant: every rank gets the same number of rounds,
-each of `local_batch_size` samples; over all ranks each sample is used once. If the number of
-samples is not a multiple of the number of ranks, filler samples without targets complete the last
-round.
+Invariant: every rank gets the same number of rounds, each of `local_batch_size` samples; over all
+ranks each sample is used once. If the number of samples is not a multiple of the number of ranks,
+filler samples without targets complete the last round.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Process groups of this rank's axes, created once each.
 
 `init_device_mesh` would create a group for every axis of every mesh, also for those of size 1, and
-each gloo group has threads that wake a hundred times a second. Layer: above torch_compat.
+each gloo group has threads that wake a hundred times a second.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Properties of the device kind. Layer: above errors and log only.
+"""Properties of the device kind.
 
 Other code uses these and never checks for CUDA itself.
 """

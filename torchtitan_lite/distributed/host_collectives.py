@@ -1,4 +1,4 @@
-"""Collectives for byte strings and integers. Layer: imports torch only."""
+"""Collectives for byte strings and integers."""
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,7 @@
 """The device mesh: axes, degrees, and reductions over all ranks.
 
 All axes always exist; a degree of 1 is the identity, so no caller checks whether a parallelism is
-on. Layer: above axis_groups, device, errors, log, schema.
+on.
 
 Axes, outermost first: `pp` pipeline stages, `dp_replicate` replicas of the weights, `dp_shard`
 shards of the weights, `cp` shards of the sequence, `tp` shards of the matrices. Experts use another

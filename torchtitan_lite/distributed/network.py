@@ -1,6 +1,4 @@
-"""Addresses of this machine on the routes to others, and TCP connections of this process. Layer:
-imports nothing of the project.
-"""
+"""Addresses of this machine on the routes to others, and TCP connections of this process."""
 
 import hashlib
 import ipaddress

@@ -1,5 +1,4 @@
-"""Stores through which the ranks of a world find each other. Layer: imports nothing of the
-project."""
+"""Stores through which the ranks of a world find each other."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""The only module that uses private APIs of torch. Layer: imports nothing of the project.
+"""The only module that uses private APIs of torch.
 
 Each docstring states why the public API is not sufficient, and until when the function is needed.
 `pyproject.toml` allows torch 2.11 to 2.13; the tests run on 2.13.0, and were run on 2.11.0.

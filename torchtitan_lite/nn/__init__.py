@@ -1,4 +1,1 @@
-"""Building blocks of models. They run alone on a CPU: no rank, no mesh, no collective.
-
-Layer: above redistribute and spec.
-"""
+"""Building blocks of models. They run alone on a CPU: no rank, no mesh, no collective."""

@@ -11,7 +11,6 @@ attention only in that it is described by `AttentionDims`.
 
 Two kernels: torch's scaled_dot_product_attention runs anywhere; FlexAttention needs a GPU (it has
 no backward on the CPU in torch 2.13) and skips the blocks that a document mask empties.
-Layer: above spec; `nn.rope`.
 
 Beside the legend in `spec.py`: G width of a value head, where it differs from E
 """

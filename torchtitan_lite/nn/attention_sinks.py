@@ -1,5 +1,5 @@
 """Attention with sinks: a learned score per head that takes part in the softmax and has no value
-(arXiv:2309.17453, as in gpt-oss). Layer: above spec; `nn.attention`.
+(arXiv:2309.17453, as in gpt-oss).
 
 A sink multiplies the output of plain attention by sigmoid(lse - sink), with lse the log-sum-exp of
 the scores. Its log-sum-exp, which includes the sink, makes the fused backward of plain attention

@@ -2,10 +2,8 @@
 feed-forward block.
 
 A family is a list of `DecoderLayer`s, which are data; the order of embedding, blocks, norm and
-output is the same for all.
-The loss is computed inside the output module, because it is fused with the projection and because
-sharded weights are gathered only inside their module's forward. Layer: above spec; `nn.attention`,
-`nn.dropout`, `nn.feed_forward`, `nn.norm`.
+output is the same for all. The loss is computed inside the output module, because it is fused with
+the projection and because sharded weights are gathered only inside their module's forward.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,5 @@
 """What all families of `nn.decoder.Decoder` share: the module and the spec, from dimensions with
-the same names. Layer: above spec; `nn.attention`, `nn.decoder`, `nn.decoder_spec`, `nn.moe`."""
+the same names."""
 
 from collections.abc import Sequence
 from typing import Protocol

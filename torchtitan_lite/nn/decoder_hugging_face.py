@@ -1,5 +1,4 @@
-"""Names of sizes and parameters of `nn.decoder.Decoder` in Hugging Face's transformers. Layer:
-above spec; `nn.decoder`, `nn.hugging_face_config`, `nn.moe`."""
+"""Names of sizes and parameters of `nn.decoder.Decoder` in Hugging Face's transformers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """Parts of the spec of any `nn.decoder.Decoder`, from its layers: initial weights, sharding,
-stages, cost, and names in torchtitan. Layer: above spec; `nn.decoder`, `nn.moe`."""
+stages, cost, and names in torchtitan."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Dropout whose mask depends on seed, step, sample and position, not on the rank. Layer: above rng
-and spec."""
+"""Dropout whose mask depends on seed, step, sample and position, not on the rank."""
 
 import torch
 from torch import nn

@@ -1,5 +1,4 @@
-"""The SwiGLU feed-forward block (arXiv:2002.05202), and what the spec of a model says of any kind.
-Layer: above spec."""
+"""The SwiGLU feed-forward block (arXiv:2002.05202), and what a spec says of any kind of block."""
 
 from dataclasses import dataclass
 from typing import Protocol

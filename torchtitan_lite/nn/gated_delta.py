@@ -13,11 +13,10 @@ under its key is
 
 a triangular system that is linear in S. So a loop over chunks has some products of matrices each,
 and the map of S over a chunk is affine. Where documents are kept apart, d is 0 across their bounds.
-Layer: above spec; `nn.attention`, `nn.recurrent`.
 
-Beside the legends in `spec.py` and `nn.recurrent`:
-    K key heads   H value heads, of which consecutive ones share a key head   G width of a value
-    N chunks of a piece   C positions of a chunk   T taps of the convolution
+Beside the legends in `spec.py` and `nn.recurrent`: K key heads H value heads, of which consecutive
+ones share a key head G width of a value N chunks of a piece C positions of a chunk T taps of the
+convolution
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
 """Grouped-query attention (arXiv:2305.13245), over all earlier positions, a window or a chunk of
-them, with or without sinks. Layer: above spec; `nn.attention`, `nn.attention_sinks`, `nn.rope`."""
+them, with or without sinks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 """Strict reading of a transformers config.json: an unknown setting that changes the mathematics is
-an error. Layer: above errors; `nn.rope`."""
+an error."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass

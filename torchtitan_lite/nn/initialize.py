@@ -2,7 +2,7 @@
 
 Each number of a parameter is a function of the seed, the parameter's name and its row block. A rank
 draws the row blocks that its box touches and keeps its part of them, so every mesh starts from the
-same bits. Layer: above redistribute and spec.
+same bits.
 """
 
 import math

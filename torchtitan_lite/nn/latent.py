@@ -4,11 +4,9 @@ are projections of one latent per position, beside a rotated key that all heads 
 Training projects latents to keys and values. The KV cache holds latents; a single new token attends
 to them in the absorbed form, in which the projections are applied to queries and results, once per
 query instead of once per key (section 2.1.2 there).
-Layer: above spec; `nn.attention`, `nn.rope`.
 
-Beside the legend in `spec.py`:
-    R width of a latent   N width of a head without rotation   P cached positions
-    L width of the cached state, the latent and the rotated key
+Beside the legend in `spec.py`: R width of a latent N width of a head without rotation P cached
+positions L width of the cached state, the latent and the rotated key
 """
 
 from collections.abc import Mapping

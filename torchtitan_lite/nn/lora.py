@@ -1,6 +1,6 @@
-"""Low-rank adapters beside frozen weights (LoRA, arXiv:2106.09685). Layer: above spec.
+"""Low-rank adapters beside frozen weights (LoRA, arXiv:2106.09685).
 
-Beside the legend in `spec.py`: I, O input and output features of a linear layer   R rank
+Beside the legend in `spec.py`: I, O input and output features of a linear layer R rank
 """
 
 from collections.abc import Iterator, Sequence

@@ -4,7 +4,7 @@ include that of a z-loss.
 The sum is divided once, by the step's global number of target tokens, when the gradient is scaled.
 Forward computes the gradient chunk by chunk, so the logits of all tokens are never materialized.
 With a vocabulary sharded over ranks, forward communicates three numbers per token and backward
-nothing. Layer: above spec.
+nothing.
 """
 
 import math

@@ -3,11 +3,9 @@
 No token is dropped unless a capacity is set, and then deterministically. The routing of a token
 depends on that token and the balancing bias alone. `experts` gets copies of tokens sorted by expert
 and their counts, and returns results in the same order, so that expert parallelism wraps it alone.
-Layer: above spec; `nn.feed_forward`, `nn.grouped_linear`, `nn.rows`.
 
-Beside the legend in `spec.py`:
-    X experts   C choices of a token   N = T*C copies of tokens, sorted by expert (fewer where a
-    capacity drops some)
+Beside the legend in `spec.py`: X experts C choices of a token N = T*C copies of tokens, sorted by
+expert (fewer where a capacity drops some)
 """
 
 import math

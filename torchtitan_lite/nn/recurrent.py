@@ -4,11 +4,11 @@ A recurrence hands a state of fixed size from position to position. Over any con
 it is an affine map of that state, S -> matrix S + offset, so that pieces of a sequence can be
 computed at the same time: each finds its map, the maps are composed in the order of the pieces, and
 give the state that each begins with. Beside the state, a short convolution takes over its last
-inputs. Layer: above spec; `nn.attention`.
+inputs.
 
-Beside the legend in `spec.py`:
-    P consecutive pieces of a sequence   Z = B*P pieces of all samples   L positions of a piece
-    I channels of a convolution   M earlier inputs that it reads   G width of a value head
+Beside the legend in `spec.py`: P consecutive pieces of a sequence Z = B*P pieces of all samples L
+positions of a piece I channels of a convolution M earlier inputs that it reads G width of a value
+head
 """
 
 from abc import abstractmethod

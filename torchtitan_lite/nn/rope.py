@@ -1,5 +1,5 @@
 """Rotary position embedding (RoPE, arXiv:2104.09864) in Hugging Face's layout: the two numbers of a
-pair are half a head apart, or adjacent where a release has them so. Layer: above spec."""
+pair are half a head apart, or adjacent where a release has them so."""
 
 import math
 from dataclasses import dataclass

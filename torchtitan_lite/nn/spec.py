@@ -2,11 +2,10 @@
 
 A model family provides a `ModelSpec`, the data loader `Microbatch`es, and a schedule runs them.
 Because these are data, `parallel/` never names a model and a model never imports `parallel/`.
-Layer: above errors, log and rng only.
 
-Shape legend, used as suffixes of tensor names everywhere: B samples   S positions   T = B*S tokens
-D model width   H query heads   K key/value heads E width of a head   F width of the feed-forward
-V vocabulary  J depths of multi-token prediction
+Shape legend, used as suffixes of tensor names everywhere: B samples S positions T = B*S tokens D
+model width H query heads K key/value heads E width of a head F width of the feed-forward V
+vocabulary J depths of multi-token prediction
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Optimizer (`optimizer.build_optimizer`), learning rate scheduler and gradient norm.
-
-Layer: above device and mesh.
-"""
+"""Optimizer (`optimizer.build_optimizer`), learning rate scheduler and gradient norm."""
 
 from torchtitan_lite.optim.gradients import local_gradients, square_norm
 from torchtitan_lite.optim.lr_scheduler import WarmupStableDecay, build_lr_scheduler

@@ -1,4 +1,4 @@
-"""This rank's gradients, and their norm over all ranks. Layer: above redistribute."""
+"""This rank's gradients, and their norm over all ranks."""
 
 from collections.abc import Iterable, Sequence
 

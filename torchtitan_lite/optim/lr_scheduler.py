@@ -1,5 +1,5 @@
 """The learning rate schedule: a pure function of the number of committed steps, so that a skipped
-step has no effect on it. Layer: above log."""
+step has no effect on it."""
 
 import math
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 The momentum lies as the parameter, so it is checkpointed, resharded and healed like any slot. Only
 the update moves: it is rounded to the dtype of the iteration before, which is what the iteration
-does first. Layer: above redistribute; `orthogonalization`.
+does first.
 """
 
 import math

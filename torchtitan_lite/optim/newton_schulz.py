@@ -1,8 +1,7 @@
 """The Newton-Schulz iteration of Muon (https://kellerjordan.github.io/posts/muon/).
 
 It replaces the singular values of a matrix by values near 1, by products of matrices alone: each
-step applies the odd polynomial a s + b s^3 + c s^5 to all of them. Layer: imports nothing of the
-project.
+step applies the odd polynomial a s + b s^3 + c s^5 to all of them.
 """
 
 from dataclasses import dataclass

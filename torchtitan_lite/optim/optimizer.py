@@ -3,8 +3,7 @@
 Element-wise updates of shards are independent, so the optimizers get plain tensors; Muon moves its
 matrices itself (`muon`). With DTensors each step would pay DTensor's dispatch, which costs more
 than the update of a small model and, for parameters on a mesh of four axes, minutes in the first
-step (torch 2.13). It also allows parameters of several meshes in one call. Layer: above device and
-mesh; `config`.
+step (torch 2.13). It also allows parameters of several meshes in one call.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -3,7 +3,6 @@
 `assign_matrices` chooses owners and buckets from layouts alone, so that all ranks agree without
 communication. `ShardedOrthogonalization` moves each bucket to the owners and back in fused
 exchanges of the redistribution planner, while the owners work on the bucket before.
-Layer: above redistribute; `newton_schulz`.
 
 Invariant: every rank runs the same exchanges in the same order, whatever it owns.
 """

@@ -2,7 +2,7 @@
 
 Pipeline parallelism splits the model before (`pipeline_stages`) and runs its parts afterwards
 (`pipeline_schedule`). A technique of degree 1, or switched off, is the identity. No module here
-names a model: each works from its ModelSpec. Layer: above nn, redistribute, mesh and spec.
+names a model: each works from its ModelSpec.
 """
 
 from torch import nn

@@ -1,7 +1,4 @@
-"""Activation checkpointing: recompute activations in backward instead of saving them.
-
-Layer: above nn and spec.
-"""
+"""Activation checkpointing: recompute activations in backward instead of saving them."""
 
 from collections.abc import Callable
 from functools import partial

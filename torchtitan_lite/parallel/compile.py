@@ -1,6 +1,5 @@
 """torch.compile per block: the repeated blocks share one compiled graph, so the compile time does
-not grow with the number of layers. Layer: above nn, mesh and spec; `expert`.
-"""
+not grow with the number of layers."""
 
 import torch
 from torch import nn

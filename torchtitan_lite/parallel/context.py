@@ -13,8 +13,6 @@ positions:
 Recurrent layers have one exchange with each of these methods: ranks gather the affine map of the
 state over each piece of a sequence, and the last inputs of its convolution, in bytes that do not
 depend on the length.
-
-Layer: above nn and mesh.
 """
 
 from dataclasses import dataclass, replace

@@ -4,7 +4,7 @@ results are combined.
 
 Each rank dispatches the tokens that it holds, however the other parallelisms sharded them, so `ep`
 is independent of the degrees of tensor and context parallelism. Routers are balanced over all
-ranks. Layer: above nn, mesh and spec; `collectives`.
+ranks.
 """
 
 from collections.abc import Sequence

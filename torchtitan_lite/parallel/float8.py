@@ -1,7 +1,4 @@
-"""Linear layers in float8, by torchao (arXiv:2209.05433).
-
-Layer: above errors, log and spec.
-"""
+"""Linear layers in float8, by torchao (arXiv:2209.05433)."""
 
 from dataclasses import replace
 

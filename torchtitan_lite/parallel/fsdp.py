@@ -2,7 +2,6 @@
 
 The gradient is the plain sum over ranks. FSDP would average it, which is wrong when ranks hold
 different numbers of target tokens; the trainer divides once.
-Layer: above nn, mesh and spec; `expert`.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,5 @@
 """Parallelism for inference: tensor parallelism alone, so that no weight is communicated in
-forward, and data parallelism over the other ranks. Layer: above nn, mesh and spec; `expert`,
-`tensor`."""
+forward, and data parallelism over the other ranks."""
 
 from collections.abc import Sequence
 

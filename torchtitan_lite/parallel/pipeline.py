@@ -3,7 +3,7 @@ them in the order of one of torch's schedules, or of a file. Without backward ev
 alike: a rank runs all microbatches through its first stage, then through its next.
 
 Masks, positions and targets reach every stage with the microbatch, so only hidden states travel
-between stages. Layer: above mesh, redistribute and spec; `pipeline_stages`, `context`.
+between stages.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""The pipeline schedule: the order in which this rank runs microbatches through its stages.
-
-Layer: above mesh and spec.
-"""
+"""The pipeline schedule: the order in which this rank runs microbatches through its stages."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,4 @@
-"""The stages of a pipeline: the modules per stage, the stages per rank, their order in a step.
-
-Layer: above mesh and spec; `pipeline_order`.
-"""
+"""The stages of a pipeline: the modules per stage, the stages per rank, their order in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,7 +3,7 @@ each rank works on a shard of the sequence (sequence parallelism, arXiv:2205.051
 
 The model's shard plan gives the style of each parameter; nothing here names a model. Between
 modules the residual stream is a plain tensor: this rank's shard of the sequence, or all of it
-without sequence parallelism. Layer: above nn, mesh and spec.
+without sequence parallelism.
 """
 
 from collections.abc import Mapping

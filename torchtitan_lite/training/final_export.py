@@ -1,4 +1,4 @@
-"""Export of a Hugging Face folder at the end of a run. Layer: above builders."""
+"""Export of a Hugging Face folder at the end of a run."""
 
 from pathlib import Path
 

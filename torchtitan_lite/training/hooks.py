@@ -1,8 +1,5 @@
 """Hooks after each step: metrics, goodput, validation. They read the state and never
-modify it.
-
-Layer: above trainer.
-"""
+modify it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

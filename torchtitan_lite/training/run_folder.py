@@ -1,4 +1,4 @@
-"""The folder of a run, which no other run may use. Layer: above config and checkpoint."""
+"""The folder of a run, which no other run may use."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,8 +1,5 @@
 """Summaries of a run at its start (model, mesh, data) and at its end (goodput, a sample of the
-model, outputs, how to resume).
-
-Layer: the top.
-"""
+model, outputs, how to resume)."""
 
 import os
 import shlex

@@ -1,7 +1,4 @@
-"""TrainState: everything that a resumed run needs.
-
-Layer: above anomalies, data, optim and checkpoint (it is a `Checkpointable`).
-"""
+"""TrainState: everything that a resumed run needs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint import FrozenBase
+from torchtitan_lite.checkpoint import FrozenBase, model_tensors
 from torchtitan_lite.data import DataLoader
 from torchtitan_lite.optim import ShardedOptimizer, WarmupStableDecay
 from torchtitan_lite.training.anomalies import History
@@ -121,14 +118,6 @@ class TrainState:
         if "dataloader" in values:
             self.cursor = values["dataloader"]["cursor"]
             self.loader.load_state(values["dataloader"]["sources"])
-
-
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and persistent buffers of a model as `model.NAME`, a tied one once."""
-    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    persistent = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return parameters | {f"model.{name}": buffer for name, buffer in buffers.items()}
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

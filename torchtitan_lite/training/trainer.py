@@ -1,7 +1,7 @@
 """The training loop. Its parts are in a `Job`, which `builders` creates.
 
 A step either changes everything that it should or nothing but the data cursor; all ranks decide
-alike, because they decide on the same numbers. Layer: above config and replica.
+alike, because they decide on the same numbers.
 """
 
 import time

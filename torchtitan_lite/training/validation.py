@@ -1,4 +1,4 @@
-"""The loss on held-out documents. Layer: beside trainer."""
+"""The loss on held-out documents."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""Conversion from and to torch DCP checkpoints with torchtitan's names.
-
-Layer: above the rest of checkpoint/, except the manager.
-"""
+"""Conversion from and to torch DCP checkpoints with torchtitan's names."""
 
 from torchtitan_lite.checkpoint.convert.dcp.dcp_folder import DcpFolder
 from torchtitan_lite.checkpoint.convert.dcp.from_dcp import convert_from_dcp

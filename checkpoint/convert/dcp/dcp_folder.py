@@ -2,7 +2,7 @@
 
 Invariant: torch's safe loader unpickles only tensors and plain values. The pickled `.metadata` may
 create only DCP's own plain classes: a file that names anything else is rejected before it is
-created, and its contents must lie within its files and tensors. Layer: above redistribute.
+created, and its contents must lie within its files and tensors.
 """
 
 import io

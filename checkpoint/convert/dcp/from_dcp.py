@@ -1,4 +1,4 @@
-"""Conversion of torchtitan's DCP checkpoints. Layer: above dcp_folder, keys and conversion.
+"""Conversion of torchtitan's DCP checkpoints.
 
 One tensor is assembled at a time; files are written as soon as they are large enough.
 """

@@ -1,5 +1,4 @@
-"""Mapping between the tensor names and layouts of torchtitan and those of this project. Layer:
-above spec.
+"""Mapping between the tensor names and layouts of torchtitan and those of this project.
 
 torchtitan's model keys have no prefix, or `model.`; those of its optimizer are
 `optimizer.state.NAME.SLOT`.

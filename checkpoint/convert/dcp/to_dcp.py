@@ -1,4 +1,4 @@
-"""Conversion to torchtitan's DCP checkpoints. Layer: above keys and snapshots.
+"""Conversion to torchtitan's DCP checkpoints.
 
 DCP plans the files from meta tensors; each tensor is assembled when it is written.
 """

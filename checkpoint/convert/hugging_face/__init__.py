@@ -1,7 +1,4 @@
-"""Hugging Face folders, as transformers reads and writes them: open, import, export.
-
-Layer: above the rest of checkpoint/, except loading, restore and the manager.
-"""
+"""Hugging Face folders, as transformers reads and writes them: open, import, export."""
 
 from torchtitan_lite.checkpoint.conversion import TargetExists, check_disk_space
 from torchtitan_lite.checkpoint.convert.hugging_face.export import FolderExport

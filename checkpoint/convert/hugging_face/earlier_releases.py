@@ -1,7 +1,7 @@
 """Settings of transformers 5 in the form that transformers 4 reads as well. Without it, release 4
 takes its defaults for them in silence: another base of RoPE, another number of experts.
 
-Layer: above folder. Invariant: transformers 5 reads the same from both forms.
+Invariant: transformers 5 reads the same from both forms.
 """
 
 import json

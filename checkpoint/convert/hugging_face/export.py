@@ -1,5 +1,5 @@
 """An export of tensors to a folder of safetensors files, one tensor at a time in memory, and
-resumable by file. Layer: above folder, partial_folder and snapshots.
+resumable by file.
 
 Invariant: the folder appears under its name once it is complete.
 """

@@ -1,7 +1,7 @@
 """A Hugging Face folder: config.json, index, safetensors headers, and tokenizer assets.
 
 Invariant: only safetensors are read, headers are checked against file lengths, and no name in an
-index leads out of the folder; links, as in the hub's cache, are allowed. Layer: above storage.
+index leads out of the folder; links, as in the hub's cache, are allowed.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Import of a Hugging Face folder into a checkpoint, one block at a time.
 
 A parameter's holders are consecutive along dim 0, so writing their blocks in order produces the
-file. Layer: above snapshot and conversion.
+file.
 
 Invariant: a file is announced once it is durable, and the checkpoint is visible once it is
 complete. A resumed import does not rewrite announced files.

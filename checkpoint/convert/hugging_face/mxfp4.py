@@ -1,5 +1,5 @@
 """MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits (1 of sign, 2 of exponent, 1
-of mantissa) with one power of two as their scale. Layer: imports nothing of the project."""
+of mantissa) with one power of two as their scale."""
 
 import torch
 

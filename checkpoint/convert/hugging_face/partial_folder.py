@@ -2,7 +2,7 @@
 
 Files are written in a folder of the attempt, and renamed into the partial folder once they are
 durable. Invariants: a file in the partial folder is complete; whoever writes for an attempt that
-another one has superseded can no longer change it. Layer: above conversion and storage.
+another one has superseded can no longer change it.
 """
 
 import os

@@ -1,5 +1,4 @@
-"""An export that all ranks of a run write together, file by file. Layer: above export and
-collective.
+"""An export that all ranks of a run write together, file by file.
 
 Rank 0 locks the folder, assigns the files, and gives the folder its name once all are written.
 Invariant: the folder is byte for byte the one that a single process writes.

@@ -2,7 +2,7 @@
 rows.
 
 Invariant: every byte of a parameter has one holder; holders are consecutive along dim 0, and each
-is contiguous in its file. Layer: above folder.
+is contiguous in its file.
 """
 
 import errno

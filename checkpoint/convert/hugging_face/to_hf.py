@@ -1,6 +1,5 @@
 """Export of a checkpoint to a Hugging Face folder that transformers loads: names, files and
-settings. Layer: above export, folder and snapshot.
-"""
+settings."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,5 @@
 """Export of adapters to a folder that PEFT loads: adapter_config.json and
-adapter_model.safetensors. Layer: above export.
-"""
+adapter_model.safetensors."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from scripts.config_reference import is_current
-from torchtitan_lite.config import Config, parse_command_line
+from torchtitan_lite.config import Config
 from torchtitan_lite.config.keys import all_keys, groups, value_text
 from torchtitan_lite.config.reference import help_text, markdown
 from torchtitan_lite.config.torchtitan_keys import DEFAULTS
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.training.run_config import parse_command_line
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.config.tables.section import Section
@@ -19,6 +19,7 @@ from torchtitan_lite.distributed.mesh import ParallelDims
 from torchtitan_lite.models import check_family, model_spec, qwen3
 from torchtitan_lite.training.checks.constraints import check_against, check_pipeline
 from torchtitan_lite.training.checks.mesh_constraints import pipeline_microbatches
+from torchtitan_lite.training.run_config import load_config
 
 
 @pytest.fixture

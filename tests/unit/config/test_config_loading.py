@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.config import Config, load_config, to_toml
+from torchtitan_lite.config import Config, to_toml
 from torchtitan_lite.config.keys import all_keys
 from torchtitan_lite.config.torchtitan_keys import (
     REMOVED_KEYS,
@@ -14,6 +14,7 @@ from torchtitan_lite.config.torchtitan_keys import (
     RENAMED_SECTIONS,
 )
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.training.run_config import load_config
 
 # In the format of the files that torchtitan 0.2.2 ships: all sections, its own key names.
 TORCHTITAN_FILE = """

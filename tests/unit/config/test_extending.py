@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from torchtitan_lite.checkpoint import recorded_config
 from torchtitan_lite.cli import main
-from torchtitan_lite.config import Config, check_live_resize, recorded_config
+from torchtitan_lite.config import Config, check_live_resize
 from torchtitan_lite.config.custom_tables import schema_for
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.config.tables.section import Section

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.cli.train import _log_about_keys
-from torchtitan_lite.config import Config, config_from, load_config
+from torchtitan_lite.config import Config
 from torchtitan_lite.config.keys import all_keys, type_at, value_text, without_effect
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.config.toml_file import read_toml
-from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
 from torchtitan_lite.config.torchtitan_keys import (
     DEFAULTS,
     KEYS,
@@ -26,6 +25,8 @@ from torchtitan_lite.core.log import logger
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import RopeScaling
+from torchtitan_lite.training.checks.torchtitan_file import differing_defaults, is_torchtitan_file
+from torchtitan_lite.training.run_config import config_from, load_config
 
 TORCHTITAN = json.loads(Path("tests/assets/torchtitan_defaults.json").read_text())
 THEIRS: dict[str, Any] = TORCHTITAN["config"] | TORCHTITAN["components.ft.config"]

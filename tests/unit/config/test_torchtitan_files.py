@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import tomli
 
-from torchtitan_lite.config import config_from
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import families
 from torchtitan_lite.training.checks.constraints import check_against
+from torchtitan_lite.training.run_config import config_from
 
 ALL = ("0.2.0", "0.2.1", "0.2.2")
 REPOSITORY = os.environ.get("TORCHTITAN_REPOSITORY")

@@ -27,7 +27,10 @@ import subprocess, sys
 held = b"x" * (1 << 30)
 print(subprocess.check_output([sys.executable, "-c", sys.argv[1]], text=True))
 """
-_STARTED = "from torchtitan_lite.distributed.device import *; print(detect_device('cpu').peak_memory_gib())"
+_STARTED = """
+from torchtitan_lite.distributed.device import *
+print(detect_device('cpu').peak_memory_gib())
+"""
 
 
 @pytest.mark.matrix

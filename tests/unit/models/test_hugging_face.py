@@ -24,7 +24,6 @@ from tests.harness.hugging_face import (
     update_config,
 )
 from tests.harness.tolerances import PRETRAINED_DELTA, PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
-from torchtitan_lite.config import load_config
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import (
@@ -37,6 +36,7 @@ from torchtitan_lite.models import (
 from torchtitan_lite.models.qwen3 import FLAVORS, spec_of
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.training.run_config import load_config
 
 RELEASED = [
     (family, flavor)

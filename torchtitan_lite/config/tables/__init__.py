@@ -1,6 +1,5 @@
 """The schema of a configuration file: one module per TOML table.
 
 Names and meanings follow torchtitan 0.2.2. `section.py` holds the base class, and
-`config/schema.py` composes the tables into `Config`. Layer: above errors; imports pydantic and
-nothing heavier, so that `--help` and the launcher start fast.
+`config/schema.py` composes the tables into `Config`.
 """

@@ -1,4 +1,4 @@
-"""`[publish]`. Layer: above section."""
+"""`[publish]`."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""The base class of every table. Layer: imports nothing of the project.
+"""The base class of every table.
 
 The docstring under a field is its text in `--help` and in the generated reference.
 """

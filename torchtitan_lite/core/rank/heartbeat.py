@@ -4,8 +4,6 @@ A rank writes its heartbeat at each change of phase, in microseconds and without
 launcher reads it at any time, also from a rank that is stopped or hung. The memory is an anonymous
 file (memfd), which disappears with the launcher. Invariant: a torn or damaged heartbeat is never
 returned.
-
-Layer: above phases.
 """
 
 import math

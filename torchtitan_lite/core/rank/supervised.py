@@ -1,5 +1,5 @@
 """The rank's side of the launcher: environment variables, signals, and the setup at the start of a
-rank. Layer: above processes.
+rank.
 
 Importing this module takes milliseconds: until `attach_to_launcher` has run, the rank would outlive
 its parent.

@@ -4,8 +4,6 @@ A `Layout` maps holders (ranks, files, snapshots) to the boxes of a tensor that 
 computes the exchange from one layout to another, and `redistribute_state_dict` executes it. Reading
 order: placements, partition, layout; intersections, transfers, exchange, cost, plan; program, the
 two transports, execute; then dtensor and read_plan, the entry points.
-
-Layer: above mesh and spec.
 """
 
 from torchtitan_lite.distributed.redistribute.cost import ExchangeOptions

@@ -1,5 +1,5 @@
 """Sessions between processes that share a secret: challenge and response, then a MAC for each
-message. Layer: above fields.
+message.
 
 A client sends a nonce. The server answers with a ticket, which is a time and a nonce of its own,
 and with a proof that it has the secret. Both derive the key of the session from secret, purpose,

@@ -1,4 +1,4 @@
-"""Clients of authenticated calls. Layer: above authentication and messages."""
+"""Clients of authenticated calls."""
 
 import threading
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 """Reading from a socket with a deadline for everything together: a peer that sends one byte per
-second extends it by nothing. Layer: imports the standard library only."""
+second extends it by nothing."""
 
 import io
 import math

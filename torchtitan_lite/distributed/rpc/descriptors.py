@@ -1,5 +1,4 @@
-"""File descriptors of this process: their limit, and a reserve that servers leave to training.
-Layer: imports the standard library only."""
+"""File descriptors of this process: their limit, and a reserve that servers leave to training."""
 
 import resource
 from contextlib import suppress

@@ -1,5 +1,4 @@
-"""Parsing of fields that arrive unauthenticated: headers, metadata and reasons. Layer: above
-errors.
+"""Parsing of fields that arrive unauthenticated: headers, metadata and reasons.
 
 Invariant: whatever a peer sends, `parse_field` returns the groups of the field's pattern or raises
 RpcError. The patterns accept ASCII only, so that `int` and `bytes.fromhex` of a group cannot fail.

@@ -1,5 +1,5 @@
 """Gate of a gRPC server: accepts its connections, of which strangers get few for a short time, and
-passes their bytes on. Layer: above strangers and descriptors.
+passes their bytes on.
 
 Python's gRPC server bounds neither the number of connections nor their idle time, and gives no
 access to them: 1,500 connections use up the descriptors of its process. So it listens on a Unix

@@ -1,5 +1,4 @@
-"""HTTP server in threads, of which strangers get few connections for a short time. Layer: above
-strangers, descriptors and deadline_reader.
+"""HTTP server in threads, of which strangers get few connections for a short time.
 
 Invariant: a connection that has not proved itself ends `STRANGER_S` after it was accepted, however
 its bytes arrive; a request on any other connection is received within that time after its first

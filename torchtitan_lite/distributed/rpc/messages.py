@@ -1,4 +1,4 @@
-"""Names and encoding that server and client share. Layer: imports the standard library only."""
+"""Names and encoding that server and client share."""
 
 import json
 from typing import Any

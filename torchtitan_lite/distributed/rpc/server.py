@@ -1,5 +1,4 @@
-"""gRPC server with authenticated calls, on an event loop in a thread of its own. Layer: above
-authentication.
+"""gRPC server with authenticated calls, on an event loop in a thread of its own.
 
 A call takes and returns a JSON object. It is served only to clients that prove that they have the
 secret; requests are bounded in size and number, and an unauthenticated one changes nothing.

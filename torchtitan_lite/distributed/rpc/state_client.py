@@ -1,5 +1,5 @@
 """Client of the bulk state that `state_server` serves: ranges of bytes, received into given memory
-and checked. Layer: above authentication; imports neither gRPC nor torch."""
+and checked."""
 
 import hmac
 import http.client

@@ -1,5 +1,4 @@
-"""HTTP server of bulk state: bytes of versions, read by ranges. Layer: above authentication;
-imports neither gRPC nor torch.
+"""HTTP server of bulk state: bytes of versions, read by ranges.
 
 GET /session opens a session (see `authentication`), by which both sides prove that they have the
 secret. A request is GET /state/VERSION with a Range and its proof; the response carries a MAC of

@@ -1,4 +1,4 @@
-"""Limits of connections that have not proved themselves. Layer: imports nothing; no I/O.
+"""Limits of connections that have not proved themselves.
 
 Invariant: a stranger never displaces a connection that has proved itself, and one from an address
 with many connections displaces its own first, so that strangers cost a bounded number of

@@ -2,7 +2,7 @@
 
 It prints the address on which it listens, and exits with status 0 on SIGTERM and SIGINT. The
 environment variable TORCHTITAN_LITE_TOKEN is the secret of its replicas. Without it the lighthouse
-serves torchft's managers, unauthenticated. Layer: above the rest of lighthouse/.
+serves torchft's managers, unauthenticated.
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""Client of a lighthouse for supervisors: leave notices and status. Layer: above servicer's
-names."""
+"""Client of a lighthouse for supervisors: leave notices and status."""
 
 from typing import Any
 

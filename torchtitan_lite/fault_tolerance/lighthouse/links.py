@@ -1,8 +1,7 @@
 """Links between replicas: reports of broken ones, and the smallest set of replicas without which
 all others can reach each other, a minimum vertex cover of the broken links.
 
-Invariants: no clock and no I/O; equal reports give equal sets. Layer: imports nothing of the
-project.
+Invariants: no clock and no I/O; equal reports give equal sets.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,4 +1,4 @@
-"""Statement of a replica about itself, sealed with the secret of the run. Layer: above rpc.
+"""Statement of a replica about itself, sealed with the secret of the run.
 
 The lighthouse counts a replica, and the others train with it, only if the seal is right. So nobody
 without the secret can join a quorum, claim a step, or name an address from which others would heal,

@@ -2,7 +2,7 @@
 
 Invariant: the messages have the names, numbers and types of torchft.proto (0.2.0). The classes are
 created at import, in a descriptor pool of their own, so that they do not conflict with other
-definitions. Layer: imports nothing of the project.
+definitions.
 """
 
 from typing import Any

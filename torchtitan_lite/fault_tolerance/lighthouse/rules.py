@@ -19,7 +19,7 @@ They are those of torchft's lighthouse (0.2.0), with these differences:
   torchft waits for the older one until its heartbeat expires, and admits both while both live.
 
 Invariants: no clock and no I/O, the time is an argument (seconds of any monotonic clock); the same
-events at the same times give the same quorums. Layer: above links.
+events at the same times give the same quorums.
 """
 
 from collections.abc import Collection, Iterable, Sequence

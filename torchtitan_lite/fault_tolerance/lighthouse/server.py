@@ -1,4 +1,4 @@
-"""Lighthouse in a thread. Layer: above servicer."""
+"""Lighthouse in a thread."""
 
 import asyncio
 from collections.abc import Sequence

@@ -2,8 +2,7 @@
 
 Invariants: the rules are evaluated at every event and when their outcome may change by itself,
 never periodically; an ended call no longer counts as a request; with a secret, nothing changes any
-state but authenticated calls, and only members of one run with a right seal count. Layer: above
-rules, messages, member and status.
+state but authenticated calls, and only members of one run with a right seal count.
 """
 
 import asyncio

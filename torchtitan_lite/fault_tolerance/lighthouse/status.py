@@ -1,4 +1,4 @@
-"""Status of a lighthouse as plain data. Layer: above rules."""
+"""Status of a lighthouse as plain data."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""Fault-tolerant replicas: complete copies of the job that may fail and rejoin. Layer: below config
-and trainer.
+"""Fault-tolerant replicas: complete copies of the job that may fail and rejoin.
 
 The training loop uses a `Replicas`: it forms the quorum of a step, reduces gradients over its
 participants, and votes on whether to commit the step. A job without fault tolerance is a single

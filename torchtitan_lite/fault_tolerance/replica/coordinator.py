@@ -1,6 +1,6 @@
 """Coordinator of one replica, in the process of rank 0: collects the requests and votes of the
 ranks, asks the lighthouse for quorums, sends heartbeats, and watches the links to the other
-replicas. Layer: above lighthouse_link.
+replicas.
 
 It takes the place of torchft's ManagerServer (0.2.0), which listens on all interfaces and
 accepts unauthenticated calls, among them one that ends the process. Donors are assigned as there.

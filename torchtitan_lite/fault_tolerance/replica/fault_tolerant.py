@@ -7,8 +7,6 @@ participants; gradients are reduced; all ranks vote on whether the reduction suc
 Progress is the position in the global order of samples, which advances with every committed or
 skipped step. It takes the place of torchft's step, so that a step skipped for its numbers counts as
 progress of all replicas.
-
-Layer: above torchft_manager, gradient_reducer, healing and quorum_checks.
 """
 
 import hashlib

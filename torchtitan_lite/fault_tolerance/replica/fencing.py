@@ -1,4 +1,4 @@
-"""Which quorum may continue the run. Layer: above checkpoint.
+"""Which quorum may continue the run.
 
 The lighthouse decides which replicas train together, but there may be two of them, on both sides
 of a partition, and a new one knows nothing of the past. So each quorum claims the run's next

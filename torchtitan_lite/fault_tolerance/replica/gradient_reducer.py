@@ -1,5 +1,4 @@
-"""Reducer of gradients over replicas, in flat buckets, as in DDP. Layer: above torchft_manager and
-optim.
+"""Reducer of gradients over replicas, in flat buckets, as in DDP.
 
 The same rank of each replica holds the same shards of the same parameters, so that flat buckets of
 local shards serve every parallelism within a replica. A bucket is reduced as soon as all its

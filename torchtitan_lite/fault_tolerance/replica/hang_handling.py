@@ -1,6 +1,5 @@
 """Phase listeners that handle a hang of this rank: heartbeats for the launcher, a watchdog that
-ends the process with its stacks, and a flight recorder of the pending collectives. Layer: above the
-launcher's heartbeat, hang_detection and supervised.
+ends the process with its stacks, and a flight recorder of the pending collectives.
 
 The watchdog's timer is faulthandler's, in a native thread that does not take the GIL: it also fires
 where Python cannot run, as in compiled code that hangs. A stopped process is detected from outside,

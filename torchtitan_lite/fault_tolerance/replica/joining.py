@@ -1,4 +1,4 @@
-"""Joining the other replicas through the lighthouse. Layer: above semi_synchronous."""
+"""Joining the other replicas through the lighthouse."""
 
 import ipaddress
 import os

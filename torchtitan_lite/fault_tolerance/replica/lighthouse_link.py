@@ -1,6 +1,4 @@
-"""Connection of a replica's coordinator to its lighthouse: this project's, or torchft's. Layer:
-above lighthouse and rpc.
-"""
+"""Connection of a replica's coordinator to its lighthouse: this project's, or torchft's."""
 
 import asyncio
 import time

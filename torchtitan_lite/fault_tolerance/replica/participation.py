@@ -1,5 +1,5 @@
 """Interface of the training loop to the replicas: the share of a step, the quorum, the reduction
-and the vote. Layer: above checkpoint."""
+and the vote."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

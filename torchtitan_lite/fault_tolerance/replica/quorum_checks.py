@@ -1,5 +1,5 @@
 """Checks that a quorum must pass before it is used: it is not behind known progress, its replicas
-are compatible, and this process can open connections to them. Layer: imports errors only.
+are compatible, and this process can open connections to them.
 
 The fingerprint of a replica's settings is a part of its id at the lighthouse,
 NAME:FINGERPRINT:UUID, so that all replicas see it before they connect or heal.

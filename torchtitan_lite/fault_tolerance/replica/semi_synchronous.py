@@ -1,6 +1,6 @@
 """Semi-synchronous training: replicas that train independently for some steps and are then
 averaged, by torchft's LocalSGD (Stich 2018), DiLoCo (Douillard et al. 2023) and streaming DiLoCo
-(Douillard et al. 2025). Layer: above fault_tolerant.
+(Douillard et al. 2025).
 
 Between two averages a replica waits for no other. At an average a quorum is formed, lagging
 replicas heal, all participants contribute their weights and vote; then they divide the samples of

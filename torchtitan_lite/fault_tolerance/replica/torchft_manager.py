@@ -1,5 +1,5 @@
 """torchft's manager with this project's quorum checks and error handling. The only module that uses
-private parts of torchft's manager (0.2.0). Layer: above coordinator and quorum_checks.
+private parts of torchft's manager (0.2.0).
 
 Healing is only noted here; the main thread fetches the state once nothing reads the old one.
 torchft would load it in the thread that requests the quorum.

@@ -1,7 +1,4 @@
-"""Inference: loading weights, text generation with a KV cache, and the tensors of saved states.
-
-Layer: above config, checkpoint, models and parallel; beside trainer.
-"""
+"""Inference: loading weights, text generation with a KV cache, and the tensors of saved states."""
 
 from torchtitan_lite.serving.inference.generation import (
     BatchGenerator,

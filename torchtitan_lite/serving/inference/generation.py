@@ -1,5 +1,5 @@
 """Text generation with a KV cache: prompts are read in chunks, then all sequences advance by one
-token per forward. Layer: above data, parallel, nn and spec; `kv_cache`, `sampling`."""
+token per forward."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack

@@ -3,7 +3,7 @@ says that they are: keys and values, or latents. A recurrence has one state for 
 last inputs of its convolution.
 
 The cache replaces the exchange of the model's attention modules and the carry of its recurrences,
-as context parallelism does, so the model is unchanged. Layer: above nn.
+as context parallelism does, so the model is unchanged.
 
 Invariant: the slot of a state is its position. A query attends to slots up to its own position, all
 of which hold valid states: prompts of different lengths are padded at their ends, and padding is

@@ -1,7 +1,6 @@
 """A trained model with its tokenizer, ready for inference in this process or on a mesh.
 
-Invariant: loading leaves no process group, handler or setting behind. Layer: above config, data,
-checkpoint and models; `weights`.
+Invariant: loading leaves no process group, handler or setting behind.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Sampling of the next token from its logits. Layer: above errors and rng.
+"""Sampling of the next token from its logits.
 
 Invariant: the random draws of a sequence depend on the seed and its index alone, not on the rest of
 the batch.

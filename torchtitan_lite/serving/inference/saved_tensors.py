@@ -1,7 +1,4 @@
-"""The tensors of a saved state, each read when asked for: whole, a part, or onto a mesh.
-
-Layer: above checkpoint and models; `weights`.
-"""
+"""The tensors of a saved state, each read when asked for: whole, a part, or onto a mesh."""
 
 import os
 from collections.abc import Sequence

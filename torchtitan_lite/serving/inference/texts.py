@@ -1,5 +1,4 @@
-"""Texts that continue prompts, and answers to conversations. Layer: `generation`,
-`loaded_model`."""
+"""Texts that continue prompts, and answers to conversations."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

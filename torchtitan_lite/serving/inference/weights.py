@@ -1,5 +1,4 @@
-"""Trained weights in files, with their model and tokenizer. Layer: above config, data, checkpoint
-and models."""
+"""Trained weights in files, with their model and tokenizer."""
 
 import json
 from dataclasses import dataclass, replace
@@ -14,8 +13,10 @@ from torchtitan_lite.checkpoint import (
     StoredSnapshot,
     adapted_layers,
     load,
+    model_tensors,
     newest_step,
     open_merged,
+    recorded_config,
     reject_external,
     run_on_all_ranks,
 )
@@ -31,7 +32,7 @@ from torchtitan_lite.checkpoint.storage import (
     exists,
     open_parent_storage,
 )
-from torchtitan_lite.config import Config, recorded_config
+from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.lora import LoRAConfig
 from torchtitan_lite.core.errors import CheckpointError, DataError, UserError
 from torchtitan_lite.data.corpus import open_corpus
@@ -48,7 +49,6 @@ from torchtitan_lite.nn.initialize import allocate_memory, on_meta
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel import inference as parallel_inference
 from torchtitan_lite.parallel.pipeline_stages import keep_only
-from torchtitan_lite.training.train_state import model_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ A version is an immutable snapshot of the model in the ranks' shared memory. A s
 mesh, layouts and dtypes of its own, and reads only its own boxes. See docs/serving_weights.md.
 Reading order: pins, sources, subscriber, hugging_face, vllm_engine; publisher.
 
-Layer: above checkpoint and rpc. Subscribing imports neither torchft nor datasets nor tensorboard.
+Subscribing imports neither torchft nor datasets nor tensorboard.
 """
 
 from torchtitan_lite.serving.publish.hugging_face import hugging_face_targets

@@ -4,7 +4,6 @@ value.
 Values are compared, stored and set as raw bits, so the earlier shard and its delta give exactly the
 later one. A delta consists of three little-endian arrays: the number of elements that differ in
 each block of 65,536 (uint32), their values, and their positions in their blocks (uint16).
-Layer: above checkpoint.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Published weights under their names in transformers. Layer: above subscriber."""
+"""Published weights under their names in transformers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,8 +1,7 @@
 """Pins of versions in shared memory: a reader's shared lock on the slot of a version, which the
 publisher does not overwrite meanwhile.
 
-A pin is a flock, which the kernel releases when its holder ends for any reason. Layer: above
-shared memory of checkpoints.
+A pin is a flock, which the kernel releases when its holder ends for any reason.
 """
 
 import fcntl

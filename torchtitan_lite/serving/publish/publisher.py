@@ -4,7 +4,6 @@ serves it to other machines if configured.
 Invariant: a version is complete on a rank once its checksums are stored, and the newest complete
 one is never overwritten. Training waits for the copy; for the checksums and deltas only if the next
 version is due before they are computed; and for subscribers only if configured.
-Layer: above sources, mesh and checkpoint.
 """
 
 import json
@@ -27,6 +26,7 @@ from torchtitan_lite.checkpoint import (
     first_message,
     layouts_json,
     local_tensors,
+    model_tensors,
     plan_save,
     run_on_all_ranks,
 )
@@ -62,7 +62,6 @@ from torchtitan_lite.serving.publish.sources import (
     PURPOSE,
     STATUS_VERSION,
 )
-from torchtitan_lite.training.train_state import model_tensors
 
 _POLL_S = 0.01
 _EARLIER_END_S = 30.0

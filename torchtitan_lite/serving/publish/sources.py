@@ -1,7 +1,7 @@
 """Published parts of ranks, in this machine's shared memory or at the ranks' servers.
 
 Invariant: what a pinned version holds does not change, and is readable until it is released, or an
-error says that it is gone. Nothing is unpickled. Layer: above pins and deltas.
+error says that it is gone. Nothing is unpickled.
 """
 
 import json

@@ -2,7 +2,6 @@
 
 Invariant: targets hold one version, and never a mix, also after an error or if the publisher dies:
 everything is pinned, and what comes from a server is received completely, before a target changes.
-Layer: above sources.
 """
 
 import time

@@ -1,12 +1,11 @@
 """Weight transfer engine for vLLM: its workers subscribe to a run that publishes its weights.
 
-vLLM finds it as a plugin (`torchtitan_lite.serving.vllm_plugin`). Each worker receives the weights under
-their names in transformers, and loads its part of them as from a checkpoint. Interface:
+vLLM finds it as a plugin (`torchtitan_lite.serving.vllm_plugin`). Each worker receives the weights
+under their names in transformers, and loads its part of them as from a checkpoint. Interface:
 vllm.distributed.weight_transfer.base.WeightTransferEngine of vLLM 0.32.
 
 Invariant: the model changes only after a version has been received completely; an error before
 leaves it as it was. After an error of vLLM's loader, the next update loads all weights again.
-Layer: above hugging_face.
 """
 
 # pyright: reportMissingImports=false

@@ -3,7 +3,7 @@ ranks, from traces of the real step on tensors without memory.
 
 `trace` runs one rank's step, `extrapolation` adds the layers and microbatches that it left out,
 `mesh_step` puts the ranks of a mesh together, and `search` looks for the best mesh with the
-predictions of `meshes`. Layer: above builders and step.
+predictions of `meshes`.
 """
 
 from torchtitan_lite.tools.estimate.estimate import Estimate, estimate

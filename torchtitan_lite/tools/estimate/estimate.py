@@ -1,8 +1,5 @@
 """The estimate: `estimate` puts the trace of the configured mesh and the search
-for better ones together.
-
-Layer: `estimate.search`.
-"""
+for better ones together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
 """A step with all layers and microbatches, from traces with few of them.
 
 The blocks of a stage are alike, so memory at each point of the step, and the work, are affine in
-their number: two traces determine them. Layer: `estimate.trace`.
+their number: two traces determine them.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 until it is freed.
 
 The kind of a storage may become known after its creation (a gradient is a result of backward like
-any other until it is accumulated), so sums are formed at the end. Layer: above torch_compat.
+any other until it is accumulated), so sums are formed at the end.
 """
 
 import weakref

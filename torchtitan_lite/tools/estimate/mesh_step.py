@@ -1,8 +1,5 @@
 """The traced step of a mesh: the ranks of its first and its last pipeline stage, and the time of
-the step.
-
-Layer: `estimate.extrapolation`.
-"""
+the step."""
 
 from dataclasses import dataclass, replace
 

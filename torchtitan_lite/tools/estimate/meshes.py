@@ -1,7 +1,7 @@
 """A model of memory and time of a mesh in closed form: it chooses which meshes are traced.
 
 It has the terms of the trace. Each term of a mesh is scaled as on the nearest traced mesh that has
-it, so that the model agrees with every trace in its terms. Layer: `estimate.mesh_step`.
+it, so that the model agrees with every trace in its terms.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A picture of memory over a step, as SVG: areas by kind, stacked. Layer: `estimate.estimate`."""
+"""A picture of memory over a step, as SVG: areas by kind, stacked."""
 
 from collections.abc import Sequence
 from html import escape

@@ -2,7 +2,7 @@
 
 Sizes of the exchange of tokens depend on the routers' counts, so these are given values: every
 expert gets the same number of tokens, up to the remainder. What is computed from such counts is
-computed with their values. Layer: above torch_compat.
+computed with their values.
 """
 
 from collections.abc import Mapping, Sequence

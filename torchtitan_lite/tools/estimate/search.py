@@ -2,8 +2,7 @@
 and only traced meshes are compared.
 
 Which meshes are traced does not depend on the configured mesh, which competes with the best of
-them. So a search from its own result has the same result, also if it ends at its limit. Layer:
-`estimate.meshes`.
+them. So a search from its own result has the same result, also if it ends at its limit.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""An estimate as text and as plain values. Layer: `estimate.estimate`."""
+"""An estimate as text and as plain values."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,9 +1,6 @@
 """Trace of one rank's training step on tensors without memory: the model, the schedule, the
 reduction of the step and the optimizer are those of a run; the other ranks are not there, and
-collectives move nothing.
-
-Layer: above builders, `debug`, loss, optim, parallel, step.
-"""
+collectives move nothing."""
 
 import gc
 import warnings

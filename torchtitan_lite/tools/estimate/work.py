@@ -1,8 +1,5 @@
 """Work of a rank in a step: floating-point operations, memory traffic and communication, with the
-time that each takes on a device.
-
-Layer: above device; `debug.communication`.
-"""
+time that each takes on a device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,5 +1,4 @@
-"""What happens to the machines of a cluster, in the order of time. Layer: imports nothing of the
-project.
+"""What happens to the machines of a cluster, in the order of time.
 
 Invariant: events at the same time are delivered together, so that a loss of several machines at
 once is one interruption.

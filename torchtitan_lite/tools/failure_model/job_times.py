@@ -1,5 +1,4 @@
-"""Durations of a job of a given size under a strategy, from a scenario. Layer: above scenario and
-strategies."""
+"""Durations of a job of a given size under a strategy, from a scenario."""
 
 import math
 from dataclasses import dataclass

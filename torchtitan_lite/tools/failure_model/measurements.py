@@ -1,6 +1,6 @@
 """Figures measured in this repository, by name, with their origins.
 
-Written by `make docs` from benchmarks/results/. Layer: imports nothing.
+Written by `make docs` from benchmarks/results/.
 """
 
 MEASUREMENTS: dict[str, tuple[float, str]] = {

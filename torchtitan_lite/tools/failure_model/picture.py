@@ -1,4 +1,4 @@
-"""Goodput over the number of ranks, as SVG: a line for each strategy. Layer: simulation."""
+"""Goodput over the number of ranks, as SVG: a line for each strategy."""
 
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ replica wait for a replacement, or complete another one. The samples of a missin
 computed by the others (this project) or left out (torchft): either way the job computes as many
 samples per second as its machines can. After all replicas have died, the job resumes from shared
 memory or storage.
-
-Layer: above events, job_times and time_shares.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The inputs of the failure model: assumptions about a cluster and its job, and measured figures.
 
-Layer: above errors. Units are in the names. Every field can be overridden by name.
+Units are in the names. Every field can be overridden by name.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Simulations of strategies: for numbers of ranks with random failures, for a trace, and for given
 failures.
 
-All strategies face the same failures. Layer: above the two kinds of jobs, scenario and traces.
+All strategies face the same failures.
 """
 
 import math

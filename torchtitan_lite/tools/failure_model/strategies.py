@@ -1,4 +1,4 @@
-"""The strategies that the failure model compares. Layer: imports nothing of the project."""
+"""The strategies that the failure model compares."""
 
 from dataclasses import dataclass
 from typing import Literal

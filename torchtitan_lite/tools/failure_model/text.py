@@ -1,4 +1,4 @@
-"""Predictions as text and as plain values. Layer: simulation."""
+"""Predictions as text and as plain values."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

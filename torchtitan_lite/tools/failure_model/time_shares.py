@@ -1,4 +1,4 @@
-"""Where the time of a cluster went. Layer: imports nothing of the project.
+"""Where the time of a cluster went.
 
 Invariant: the parts add up to the capacity, in seconds of machines.
 """

@@ -1,7 +1,7 @@
 """Traces of machines that come and go, such as spot instances: reading, and replay as a slots file.
 
 The format is that of Oobleck's simulator (SOSP 2023, tools/simulator/traces): lines
-`MILLISECONDS,add,NODE` and `MILLISECONDS,remove,NODE`, in the order of time. Layer: above events.
+`MILLISECONDS,add,NODE` and `MILLISECONDS,remove,NODE`, in the order of time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

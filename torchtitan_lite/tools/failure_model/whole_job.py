@@ -6,7 +6,6 @@ again. An elastic job (traces) continues on the machines that are left, and take
 arrive after `regrow_after_s` without a change.
 
 Work is counted in machine-seconds of training: a step is `step_s` of all machines.
-Layer: above events, job_times and time_shares.
 """
 
 import math

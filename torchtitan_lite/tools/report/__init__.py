@@ -1,9 +1,8 @@
-"""Reports of runs: one HTML page from the files that a run has written. Layer: above extras and
-outputs; torch-free.
+"""Reports of runs: one HTML page from the files that a run has written.
 
 `read_run` reads a dump folder, `compare` compares two runs, `write_page` writes the page;
-`check_samples` proves from the sample ledgers that every sample was used once. Files are
-untrusted input: invalid records are skipped and listed, and text is escaped.
+`check_samples` proves from the sample ledgers that every sample was used once. Files are untrusted
+input: invalid records are skipped and listed, and text is escaped.
 """
 
 from torchtitan_lite.tools.report.comparison import Comparison, compare

@@ -1,5 +1,4 @@
-"""The horizontal axes that a reader of a report can choose: steps, tokens or time. Pure. Layer:
-above run_files."""
+"""The horizontal axes that a reader of a report can choose: steps, tokens or time. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,4 @@
-"""Differences between two runs: their loss, gradient norm and config. Pure. Layer: above
-run_files."""
+"""Differences between two runs: their loss, gradient norm and config. Pure."""
 
 import math
 from collections.abc import Iterator, Mapping

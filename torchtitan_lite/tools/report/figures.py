@@ -1,4 +1,4 @@
-"""The figures of a report, as JSON for plotly.js. Pure. Layer: above comparison and timeline.
+"""The figures of a report, as JSON for plotly.js. Pure.
 
 Text from files is escaped here too, because plotly.js interprets a subset of HTML in names and
 labels.

@@ -1,4 +1,4 @@
-"""The HTML page of a report, in one file that needs no network. Layer: above figures, extras.
+"""The HTML page of a report, in one file that needs no network.
 
 Invariant: text from files is always escaped in the page, as text between tags or inside JSON
 without the character "<". A content security policy allows only the two scripts of the page, by

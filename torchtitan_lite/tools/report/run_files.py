@@ -1,5 +1,4 @@
-"""The files of a run: metrics of each replica and rank, goodput, launcher events, config. Layer:
-above errors and outputs.
+"""The files of a run: metrics of each replica and rank, goodput, launcher events, config.
 
 Invariant: whatever the files contain, each returned value has the declared type of its field. A
 line that is not a valid record is skipped and listed in `problems`, with its file and number.

@@ -6,7 +6,7 @@ attempt without an outcome, of a process that died, is committed if another rank
 committed it, or if a later session begins at its step or after it. Steps of a state that another
 replica received stay, even where their sender restarted from an older one. What remains is one
 attempt for each step, whose shares must be exactly the samples from its position on, and whose
-position must be the end of the step before it. Layer: above errors and outputs.
+position must be the end of the step before it.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""The timeline of a run: attempts of each replica, and events over time. Pure. Layer: above
-run_files."""
+"""The timeline of a run: attempts of each replica, and events over time. Pure."""
 
 import json
 import math

@@ -1,6 +1,6 @@
 """Anomaly detection: anomalous steps, and slow ranks.
 
-Pure functions of numbers that all ranks see, so that all decide alike. Layer: above schema.
+Pure functions of numbers that all ranks see, so that all decide alike.
 """
 
 from torchtitan_lite.training.anomalies.detector import (

@@ -2,7 +2,7 @@
 
 Each finds a fault of the machine before it looks like one of the training: a rank without
 descriptors fails at its next save or heal, one without memory in an allocation that has nothing to
-do with the cause. No torch. Layer: above diagnosis.
+do with the cause. No torch.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """Slow-rank detection: ranks that are persistently slower than others with the same work.
 
 Each rank reports its work time before it waited for others; all ranks see all times in the
-reduction of a step, and decide alike. Layer: above detector.
+reduction of a step, and decide alike.
 """
 
 import math

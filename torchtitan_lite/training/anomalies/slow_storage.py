@@ -1,7 +1,6 @@
 """Detection of storage that is slower for one rank than for the others.
 
 Each rank reports how long its last write of a checkpoint took, and how much it wrote. No torch.
-Layer: above slow_ranks.
 """
 
 from collections import deque

@@ -1,8 +1,5 @@
 """From a config to a `Job`: `build` opens the data and composes the builders of model, state and
-job. No loop is here.
-
-Layer: above hooks and trainer.
-"""
+job. No loop is here."""
 
 import os
 from collections.abc import Iterator, Sequence

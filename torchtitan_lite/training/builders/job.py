@@ -1,8 +1,5 @@
 """Build the `Job`: the pipeline schedule, the step monitor, the hooks and the replicas around the
-restored state.
-
-Layer: above hooks, trainer, builders.model and builders.state.
-"""
+restored state."""
 
 import os
 import time

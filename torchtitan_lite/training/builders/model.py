@@ -1,7 +1,4 @@
-"""Build this rank's parts of the model: on the meta device, parallelized, then in memory.
-
-Layer: above models and parallel.
-"""
+"""Build this rank's parts of the model: on the meta device, parallelized, then in memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""What a run lets its model generate: in validations, and at its end. Layer: above data and
-text_generator."""
+"""What a run lets its model generate: in validations, and at its end."""
 
 from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.config import Config

@@ -1,7 +1,4 @@
-"""Build the training state and its checkpoint manager, and restore the newest state.
-
-Layer: above checkpoint, optim, replica and train_state.
-"""
+"""Build the training state and its checkpoint manager, and restore the newest state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from torchtitan_lite.checkpoint import CheckpointManager, FrozenBase, load_base
+from torchtitan_lite.checkpoint import CheckpointManager, FrozenBase, load_base, to_record
 from torchtitan_lite.checkpoint.convert.hugging_face import save_assets
-from torchtitan_lite.config import Config, to_record
+from torchtitan_lite.config import Config
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.rank.supervised import announce
 from torchtitan_lite.data import OpenedData

@@ -1,7 +1,7 @@
 """Constraints between sections, with the number of processes, and with the machine.
 
 All checks run and every problem is reported at once, with its values and what to change. Checks of
-degrees of parallelism are in `mesh_constraints`. Layer: above schema.
+degrees of parallelism are in `mesh_constraints`.
 """
 
 import os

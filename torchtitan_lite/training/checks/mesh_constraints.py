@@ -1,7 +1,4 @@
-"""Constraints between the degrees of parallelism, the model, the batch and the sequence.
-
-Layer: above schema.
-"""
+"""Constraints between the degrees of parallelism, the model, the batch and the sequence."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The model that a run trains. Layer: above schema and models; imports torch."""
+"""The model that a run trains."""
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.models import model_spec

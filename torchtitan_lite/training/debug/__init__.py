@@ -1,7 +1,7 @@
 """Debugging aids, switched on by [debug]; a disabled one costs nothing.
 
 Each is a context around a step or around the schedule's run, so neither the training loop nor
-`parallel/` refers to it. Layer: above mesh and spec.
+`parallel/` refers to it.
 """
 
 from torchtitan_lite.training.debug.explicit import explicit_redistribution

@@ -1,8 +1,7 @@
 """Communication of an operation: its collective, the mesh axes it runs over, and its bytes.
 
 Every collective is an operation that takes a process group: c10d operations from FSDP2 and
-`torch.distributed`, functional collectives from DTensor. So no list of callers is needed. Layer:
-above mesh and torch_compat.
+`torch.distributed`, functional collectives from DTensor. So no list of callers is needed.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Errors on implicit redistributions: DTensor redistributes wherever an operation needs other
 placements than its inputs have.
 
-Calls of `redistribute`, and their backward, are allowed. Layer: above errors and torch_compat;
-`debug.modules`.
+Calls of `redistribute`, and their backward, are allowed.
 """
 
 from collections.abc import Callable, Iterator, Sequence

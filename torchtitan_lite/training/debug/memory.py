@@ -2,8 +2,7 @@
 
 A GPU's allocator reports peaks. On a CPU, the live tensors are added up: each storage that an
 operation returns, until it is freed. torch's MemTracker does the same, but rejects a model that is
-called twice per step, as with gradient accumulation or a pipeline. Layer: above device and
-torch_compat.
+called twice per step, as with gradient accumulation or a pipeline.
 """
 
 import weakref

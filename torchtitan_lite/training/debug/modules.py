@@ -2,7 +2,7 @@
 
 Hooks report forward. For backward, the tracker records the sequence numbers of the autograd nodes
 that each module creates in forward; the number of the running node then identifies its module.
-Backward hooks would add nodes to the graph. Layer: imports torch_compat.
+Backward hooks would add nodes to the graph.
 """
 
 from bisect import bisect_right

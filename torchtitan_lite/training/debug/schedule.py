@@ -1,4 +1,4 @@
-"""A pipeline schedule that runs inside a context. Layer: above spec."""
+"""A pipeline schedule that runs inside a context."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

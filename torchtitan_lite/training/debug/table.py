@@ -1,5 +1,4 @@
-"""A trace as text: equal rows are merged, and layer numbers are replaced by *. Layer:
-`debug.communication`."""
+"""A trace as text: equal rows are merged, and layer numbers are replaced by *."""
 
 import re
 from collections.abc import Mapping, Sequence

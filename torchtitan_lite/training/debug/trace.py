@@ -2,8 +2,7 @@
 
 Every operation of a step passes through torch's dispatcher, so one dispatch mode around the step
 sees all of them, and changes none. Every rank writes its trace as JSON, and the leader a table,
-too. Layer: above log and mesh; `debug.communication`, `debug.memory`, `debug.modules`,
-`debug.table`.
+too.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Metrics: the records and events of a run. Layer: above device and mesh, below config.
+"""Metrics: the records and events of a run.
 
 `open_metrics` opens the sinks configured in `[metrics]`; the loop passes a `StepRecord` per step to
 them. Metrics read and never change the run, and no call of theirs waits for another rank. Heavy

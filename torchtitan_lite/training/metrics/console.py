@@ -1,4 +1,4 @@
-"""The console: a live bar on a terminal, plain lines elsewhere. Layer: above record, sink, log.
+"""The console: a live bar on a terminal, plain lines elsewhere.
 
 Invariant: output of other code is never garbled. While the bar is on screen, standard output,
 standard error and the project's logger print above it; closing restores the streams. rich is

@@ -1,4 +1,4 @@
-"""Scheduled garbage collection. Layer: above log only.
+"""Scheduled garbage collection.
 
 Python's automatic collection runs at different times on each rank, and then all other ranks wait.
 Here every rank collects in the same steps, so they wait once. Invariant: closing restores automatic

@@ -3,7 +3,7 @@
 The seconds of all kinds add up to the wall time exactly; they are counted in whole nanoseconds. The
 file survives the process: the time between the last entry of one attempt and the start of the next
 is idle, and retaken steps turn their earlier time into lost work. The leader of a replica tracks
-it. Compilation is counted separately from the phase in which it happens. Layer: above phases.
+it. Compilation is counted separately from the phase in which it happens.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the whole history of a run, one JSON object per line. Layer: above record, log.
+"""`metrics.jsonl`: the whole history of a run, one JSON object per line.
 
 Invariant: the file contains one history. A run that resumes at step N first drops the lines that an
 earlier process wrote after N, so every step is in it once and in order; another run renames an

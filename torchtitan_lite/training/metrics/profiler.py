@@ -1,4 +1,4 @@
-"""Profiler traces and memory snapshots. Layer: above config, log, errors, torch_compat.
+"""Profiler traces and memory snapshots.
 
 Cycles are aligned to the step number, not to the start of the process: with `profile_freq = 10` a
 trace ends at steps 10, 20, 30 also after a resume at step 7. If everything is disabled, each call

@@ -1,4 +1,4 @@
-"""Prometheus: the newest values of a rank, scraped over HTTP. Layer: above record and extras.
+"""Prometheus: the newest values of a rank, scraped over HTTP.
 
 The server listens on one interface, without a password and without encryption, and keeps few
 connections for a short time. Its threads read values that are already on the host, so training

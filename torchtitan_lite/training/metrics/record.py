@@ -1,8 +1,7 @@
 """The records of a run: one `StepRecord` per step, and `Event`s between them.
 
-Layer: imports nothing of the project. A record is plain data that is already on the host, so a sink
-never makes the host wait for the device. Its JSON is always valid: a number that is not finite
-becomes null.
+A record is plain data that is already on the host, so a sink never makes the host wait for the
+device. Its JSON is always valid: a number that is not finite becomes null.
 """
 
 import json

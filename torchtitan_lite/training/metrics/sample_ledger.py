@@ -4,7 +4,7 @@ Before a step is committed, each rank passes a line with its samples to the oper
 that the line survives SIGKILL; after the step, a line with the outcome. A process that dies between
 the two leaves an undecided attempt. The next session of the replica decides it: its first line has
 the position of the restored state, which contains the step or does not. `report.samples` reads the
-ledgers. Layer: above metrics.jsonl.
+ledgers.
 """
 
 import json

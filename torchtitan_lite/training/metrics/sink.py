@@ -1,4 +1,4 @@
-"""The interface of metrics sinks. Layer: above record only.
+"""The interface of metrics sinks.
 
 A sink reads and never changes the run.
 """

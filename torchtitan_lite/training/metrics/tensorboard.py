@@ -1,4 +1,4 @@
-"""TensorBoard files. Layer: above record.
+"""TensorBoard files.
 
 TensorBoard is imported and its file opened at the first write, because the import takes longer than
 a small step. Records are written without TensorBoard's own writer, whose thread gives up at the

@@ -1,4 +1,4 @@
-"""Weights & Biases, as an alternative to TensorBoard. Layer: above record and extras.
+"""Weights & Biases, as an alternative to TensorBoard.
 
 The run is opened at the start, so that a missing login is reported before the first step. Project,
 entity, group and mode come from wandb's own environment variables.

@@ -1,5 +1,2 @@
 """Parts of a step beside forward, backward and update: the totals over ranks, the decision about
-the step, and what follows an anomaly.
-
-Layer: above train_state, anomalies, replica and checkpoint; the trainer composes it.
-"""
+the step, and what follows an anomaly."""

@@ -1,7 +1,4 @@
-"""The decision about each step: commit, abort, skip, stop or roll back.
-
-Layer: above anomalies, phases, replay, totals and work_times.
-"""
+"""The decision about each step: commit, abort, skip, stop or roll back."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -2,7 +2,7 @@
 of its own that is not finite.
 
 A position per rank of each replica, to which all others add zeros. They stay on the device, so that
-the host does not wait. Layer: above mesh and replica.
+the host does not wait.
 """
 
 import torch

@@ -4,7 +4,7 @@ Each rank compares what it alone computed: its part of the loss, and the norm of
 before any reduction over shards. If the second result differs, memory or processor of that rank are
 faulty. If these are equal on all ranks, but not the norms of the shards after that reduction, the
 fault is on the ranks with these shards. If all ranks agree, the data (or the weights) are the
-cause. Layer: above mesh, optim, replica and spec.
+cause.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,7 @@
 memory is found on the rank that has it, in the step that it would spoil.
 
 A rank sums its tensors as integers after each update and before the next one. Integer sums are
-exact in any order, and differ if one bit differs. The sums cost one read of the state each. Layer:
-above phases.
+exact in any order, and differ if one bit differs. The sums cost one read of the state each.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Values reduced across ranks once per step: the only place where the host waits for the device.
 
 Each rank's values are summed over replicas together with the gradients, then over the ranks of the
-replica. Layer: above mesh, optim, checkpoint and replica.
+replica.
 """
 
 import math

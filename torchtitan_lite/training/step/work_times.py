@@ -1,7 +1,7 @@
 """Per-rank work times, without waiting for other ranks, known to all ranks.
 
 They are part of the reduction of a step: a position per rank of each replica, to which all others
-add zeros. Layer: above anomalies, mesh and replica.
+add zeros.
 """
 
 import time

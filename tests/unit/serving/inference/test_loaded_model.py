@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests.harness.hugging_face import add_tokenizer, in_transformers, make_folder
 from tests.harness.ranks import WorkerPool
 from torchtitan_lite.api import ParallelismConfig, generate, load_model, start_mesh
+from torchtitan_lite.checkpoint import model_tensors
 from torchtitan_lite.checkpoint.tensors import local_tensors
 from torchtitan_lite.cli import main
 from torchtitan_lite.core.errors import CheckpointError, DataError, MeshError, UserError
@@ -26,6 +27,7 @@ from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.serving.inference import LoadedModel, encode_prompts, loaded_model, open_model
 from torchtitan_lite.training.train_state import model_tensors
+from torchtitan_lite.serving.inference import LoadedModel, encode_prompts, open_model
 
 PROMPTS = ["import os", "def main() -> None:"]
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import"}]

@@ -11,9 +11,10 @@ import torch
 from tests.harness.hugging_face import add_tokenizer, make_folder
 from tests.harness.jobs import FIXTURE
 from tests.unit.checkpoint.small_checkpoint import replace_manifest, write_checkpoint
+from torchtitan_lite.checkpoint import to_record
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import save_assets
 from torchtitan_lite.cli import main
-from torchtitan_lite.config import Config, to_record
+from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import CheckpointError, UserError
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import open_tokenizer

@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_lite import cli
 from torchtitan_lite.cli.parsers import DEVICES
-from torchtitan_lite.config import Config, config_from
+from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.distributed.device import ACCELERATORS
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
@@ -18,6 +18,7 @@ from torchtitan_lite.tools.estimate import Estimate, as_values, estimate, memory
 from torchtitan_lite.tools.estimate.extrapolation import RankStep
 from torchtitan_lite.tools.estimate.memory import KINDS, Kind
 from torchtitan_lite.tools.estimate.work import Work, collective_seconds
+from torchtitan_lite.training.run_config import config_from
 
 PP4 = {"parallelism.pipeline_parallel_degree": 4}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tools.estimate.test_estimate import _config
-from torchtitan_lite.config import Config, config_from, parse_command_line
+from torchtitan_lite.config import Config
 from torchtitan_lite.distributed.device import ACCELERATORS
 from torchtitan_lite.distributed.mesh import ParallelDims, resolve_degrees
 from torchtitan_lite.tools.estimate import Estimate, as_values, estimate, text
@@ -26,6 +26,7 @@ from torchtitan_lite.tools.estimate.search import (
 from torchtitan_lite.tools.estimate.text import overrides
 from torchtitan_lite.tools.estimate.work import Work
 from torchtitan_lite.training.checks.trained_model import trained_spec
+from torchtitan_lite.training.run_config import config_from, parse_command_line
 
 H200 = ACCELERATORS["h200"]
 GIB = 2**30

@@ -1,5 +1,5 @@
 """Healing: transfer of the live state from an up-to-date replica into a lagging one, as safetensors
-over HTTP. Layer: above checkpoint; imports nothing else of replica/.
+over HTTP.
 
 Nothing received is unpickled; every chunk is checksummed, and served only to peers with the token.
 """

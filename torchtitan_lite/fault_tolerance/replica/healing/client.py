@@ -1,4 +1,4 @@
-"""Client that receives a peer's state into this rank's live tensors. Layer: above live_state.
+"""Client that receives a peer's state into this rank's live tensors.
 
 Invariant: nothing is modified before the whole state is known to fit. After a later error the state
 is torn and must not be used.

@@ -1,5 +1,4 @@
-"""State of a run on one rank, as a safetensors file whose data are the live tensors. Layer: above
-checkpoint."""
+"""State of a run on one rank, as a safetensors file whose data are the live tensors."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,5 @@
 """torchft's checkpoint transport over HTTP: serves this rank's live state, and notes which peer
-serves its own. Layer: above live_state."""
+serves its own."""
 
 from dataclasses import dataclass
 from datetime import timedelta

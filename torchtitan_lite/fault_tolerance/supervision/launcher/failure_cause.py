@@ -1,5 +1,5 @@
 """Diagnosis of the failure that ended an attempt, from the exit status, the log and the flight
-records of its ranks. No I/O. Layer: above hang_detection and restart_policy."""
+records of its ranks. No I/O."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,5 @@
 """Flight records: the collectives that each rank has called, which the ranks write and the launcher
-compares. Layer: above diagnosis."""
+compares."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Goodput of a run, formatted from its time accounting. Layer: above durations."""
+"""Goodput of a run, formatted from its time accounting."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""Detection of stalled ranks, and of the rank that the others wait for. Without I/O. Layer: above
-heartbeat and flight_records."""
+"""Detection of stalled ranks, and of the rank that the others wait for. Without I/O."""
 
 import re
 from collections.abc import Mapping, Sequence, Set

@@ -1,11 +1,12 @@
 """Monitor that detects a hung replica, has a subprocess examine its ranks, and reports why the
-replica must be ended. Layer: above hang_detection and worker_group.
+replica must be ended.
 
-`python -m torchtitan_lite.fault_tolerance.supervision.launcher.hang_diagnosis FOLDER` is that subprocess: the launcher must not
-block. It reads the ranks from standard input and writes FOLDER/hang.txt, whose first line is the
-reason. Then follow, per rank: its phase, the collectives in which it waits, the stacks of its
-threads, and their state in the kernel. Each source has a time limit of a few seconds and may fail:
-a stopped process does not answer, and one inside a driver cannot be inspected.
+`python -m torchtitan_lite.fault_tolerance.supervision.launcher.hang_diagnosis FOLDER` is that
+subprocess: the launcher must not block. It reads the ranks from standard input and writes
+FOLDER/hang.txt, whose first line is the reason. Then follow, per rank: its phase, the collectives
+in which it waits, the stacks of its threads, and their state in the kernel. Each source has a time
+limit of a few seconds and may fail: a stopped process does not answer, and one inside a driver
+cannot be inspected.
 """
 
 import json

@@ -1,10 +1,11 @@
 """Notices to the lighthouse that a replica has left: the launcher's side, and the process that
-sends them. Layer: above restart_policy and lighthouse.
+sends them.
 
-`python -m torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices HOST:PORT` reads the names of replicas and the
-times of their failures (time.monotonic()) from standard input, one per line. It runs for the whole
-run, so that a notice arrives within milliseconds; and it is a separate process, because gRPC's
-threads are incompatible with the launcher's forks. TORCHTITAN_LITE_TOKEN authenticates it.
+`python -m torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices HOST:PORT` reads the
+names of replicas and the times of their failures (time.monotonic()) from standard input, one per
+line. It runs for the whole run, so that a notice arrives within milliseconds; and it is a separate
+process, because gRPC's threads are incompatible with the launcher's forks. TORCHTITAN_LITE_TOKEN
+authenticates it.
 """
 
 import math

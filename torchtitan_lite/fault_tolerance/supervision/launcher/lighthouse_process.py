@@ -1,5 +1,5 @@
 """Lighthouse in a subprocess, restarted on its port when it dies; meanwhile the replicas wait for
-it. Layer: above processes and restart_policy."""
+it."""
 
 import os
 import re

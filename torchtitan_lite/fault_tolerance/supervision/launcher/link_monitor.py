@@ -2,9 +2,8 @@
 
 A rank that waits in a collective does not know why. The kernel does: on a slow link data wait in
 the send queue of a connection, on a dead one they are retransmitted without an answer. A receiver
-that does not read is no fault of the link: its window is closed, and the kernel probes it.
-Read from /proc/net/tcp and from the descriptors of the ranks, without help of the ranks. Layer:
-above processes; no torch.
+that does not read is no fault of the link: its window is closed, and the kernel probes it. Read
+from /proc/net/tcp and from the descriptors of the ranks, without help of the ranks.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""The ranks of one machine, all of which end when one fails. Layer: above processes and supervised;
-imports no torch, whose import would delay each restart of a replica.
-"""
+"""The ranks of one machine, all of which end when one fails."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""Readers of what a replica writes: its logs and its metrics.jsonl. Layer: above durations and
-outputs."""
+"""Readers of what a replica writes: its logs and its metrics.jsonl."""
 
 import json
 import math

@@ -216,7 +216,8 @@ def training_plan(
 
 def _check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
     """Validate the configuration in a process that imports torch. Raises ConfigError."""
-    module, numbers = "torchtitan_lite.config", ",".join(map(str, ranks))
+    module = "torchtitan_lite.training.checks.rank_counts"
+    numbers = ",".join(map(str, ranks))
     answer = subprocess.run(
         [sys.executable, "-m", module, numbers, "--", *arguments], capture_output=True, text=True
     )

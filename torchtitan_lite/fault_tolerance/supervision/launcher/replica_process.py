@@ -1,5 +1,4 @@
-"""One replica: its consecutive attempts. Layer: above worker_group, hang_diagnosis and
-restart_policy.
+"""One replica: its consecutive attempts.
 
 Invariant: an attempt starts only after all processes of the previous one have exited.
 """

@@ -2,10 +2,10 @@
 launcher of its replicas, answers by another file. On several machines, the first agent that finds
 it passes it on to the rendezvous.
 
-Replicas are resized together by the launcher, which sends the same request to the agent of each.
-No replica may train on the new mesh while another one trains on the former. So an agent reports
-READY when its new processes are warm, and LEFT when none of its ranks trains any more, and
-continues when the launcher permits it. Layer: imports no torch, and nothing of the project.
+Replicas are resized together by the launcher, which sends the same request to the agent of each. No
+replica may train on the new mesh while another one trains on the former. So an agent reports READY
+when its new processes are warm, and LEFT when none of its ranks trains any more, and continues when
+the launcher permits it.
 """
 
 import json

@@ -1,5 +1,5 @@
 """Policy for restarting a failed process or giving it up. It has no clock and no I/O except for
-reading the log of a failed process. Layer: above logs and processes."""
+reading the log of a failed process."""
 
 import signal
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""The command that starts a run again as its user has started it. Layer: above processes and
-supervised."""
+"""The command that starts a run again as its user has started it."""
 
 import os
 import shlex

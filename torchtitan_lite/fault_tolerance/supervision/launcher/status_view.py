@@ -1,5 +1,4 @@
-"""Status display of the launcher: a live table on a terminal, plain lines elsewhere. Layer: above
-replica_process and lighthouse_process.
+"""Status display of the launcher: a live table on a terminal, plain lines elsewhere.
 
 The launcher's loop draws it, because a drawing thread is incompatible with forks.
 """

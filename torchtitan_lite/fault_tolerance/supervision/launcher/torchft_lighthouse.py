@@ -1,5 +1,5 @@
-"""`python -m torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse --bind HOST:PORT --min-replicas N`:
-torchft's lighthouse, for the launcher. Layer: imports nothing of the project.
+"""`python -m torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse --bind
+HOST:PORT --min-replicas N`: torchft's lighthouse, for the launcher.
 
 Unlike torchft's own command `torchft_lighthouse`, it prints the port on which it listens, and does
 not wait a minute for replicas that may never come.

@@ -1,5 +1,4 @@
-"""One attempt of a replica: its ranks, and the process that starts them. Layer: above processes and
-supervised.
+"""One attempt of a replica: its ranks, and the process that starts them.
 
 The parent of the ranks is `local_ranks` or an agent (`rank_recovery`). The agent replaces a rank
 that dies, so that only its own end is a failure. Otherwise the ranks are watched here, because the

@@ -2,5 +2,5 @@
 
 `agent` supervises the processes of one machine, `rank_process` is its handle of one of them, and
 `worker` is the side of the process: it waits parked for a rank, trains, and returns to be parked
-when the agent aborts the collectives. Layer: above axis_groups and launcher.
+when the agent aborts the collectives.
 """

@@ -2,8 +2,7 @@
 the training in the processes of the others.
 
 torchelastic's base class runs the rendezvous, assigns the ranks and loops; `ProcessAgent` says what
-it means to start, stop and watch the ranks. `RankAgent` and `MachineAgent` decide when. Layer:
-above rank_process, launcher.restart_policy.
+it means to start, stop and watch the ranks. `RankAgent` and `MachineAgent` decide when.
 """
 
 import os

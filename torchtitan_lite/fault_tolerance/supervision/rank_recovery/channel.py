@@ -1,5 +1,4 @@
-"""Messages between the agent and its processes: JSON lines over a socket. Layer: imports nothing of
-the project."""
+"""Messages between the agent and its processes: JSON lines over a socket."""
 
 import json
 import socket

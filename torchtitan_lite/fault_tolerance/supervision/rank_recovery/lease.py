@@ -1,5 +1,4 @@
-"""The lease of a rank: the time until which its machine may train. Layer: above
-launcher.processes and rendezvous.timing.
+"""The lease of a rank: the time until which its machine may train.
 
 The agent renews it from its main loop, so that neither a cut network nor an agent that is blocked
 leaves a rank training in a place that another machine has taken.

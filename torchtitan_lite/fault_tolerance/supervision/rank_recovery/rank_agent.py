@@ -2,8 +2,7 @@
 
 A resize restarts the training as after the loss of a rank: the processes that stay park, and build
 the new mesh with the state that the snapshots in shared memory hold. That of a replica needs the
-launcher's permission to leave the former mesh and to start on the new one. Layer: above agent and
-launcher.resize_request.
+launcher's permission to leave the former mesh and to start on the new one.
 """
 
 import os

@@ -1,5 +1,4 @@
-"""The agent's handle of one process, which trains as a rank or is a spare. Layer: above channel and
-worker's environment variable."""
+"""The agent's handle of one process, which trains as a rank or is a spare."""
 
 import os
 import signal

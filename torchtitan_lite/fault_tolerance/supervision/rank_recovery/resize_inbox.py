@@ -1,7 +1,5 @@
 """Requests to resize a run on several machines, received, checked and answered by a thread: storage
-that hangs must not block the agent's main loop, which keeps the lease. Layer: above
-launcher.resize_request and rendezvous.messages.
-"""
+that hangs must not block the agent's main loop, which keeps the lease."""
 
 import threading
 import time

@@ -2,9 +2,9 @@
 agent gives it a rank.
 
 When another rank is lost, the agent orders to abort: a thread interrupts the main thread, and
-aborts the process groups, so that the collective in which the main thread waits ends.
-The training unwinds like any failed one, which leaves its snapshots in shared memory, and the
-process is parked again. Layer: above axis_groups, preemption and lease.
+aborts the process groups, so that the collective in which the main thread waits ends. The training
+unwinds like any failed one, which leaves its snapshots in shared memory, and the process is parked
+again.
 """
 
 import gc

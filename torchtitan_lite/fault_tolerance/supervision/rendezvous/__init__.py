@@ -2,5 +2,5 @@
 spare.
 
 `timing` has the time limits, `messages` what is sent, `coordinator` the decisions, `server` and
-`link` the two sides of the connection. Torch-free. Layer: above rpc and launcher.
+`link` the two sides of the connection. Torch-free.
 """

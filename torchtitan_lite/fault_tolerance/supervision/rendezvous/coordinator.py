@@ -1,5 +1,4 @@
-"""Decisions of the rendezvous: a state machine that reports drive. Layer: above messages, timing
-and launcher.restart_policy.
+"""Decisions of the rendezvous: a state machine that reports drive.
 
 Each attempt has a number, and a node rank for each of its members. An attempt ends for all members
 when a machine is lost or a rank fails. The next one is decided when every machine that still

@@ -1,4 +1,4 @@
-"""Connection of a machine's agent to the rendezvous. Layer: above messages, timing and rpc.
+"""Connection of a machine's agent to the rendezvous.
 
 A thread sends the reports, so that the agent never waits for the network. It sends them only while
 the agent's main loop runs: an agent that is blocked must count as lost.

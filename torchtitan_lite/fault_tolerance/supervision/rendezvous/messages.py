@@ -1,5 +1,4 @@
-"""What machines report to the rendezvous, and what it answers. Layer: above
-launcher.resize_request.
+"""What machines report to the rendezvous, and what it answers.
 
 Invariant: `parse` raises ValueError for whatever is not exactly such a message.
 """

@@ -1,4 +1,4 @@
-"""The rendezvous as a server of authenticated calls. Layer: above coordinator and rpc."""
+"""The rendezvous as a server of authenticated calls."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Time limits of the rendezvous, each derived from those before. Layer: imports nothing.
+"""Time limits of the rendezvous, each derived from those before.
 
 A machine may train only while it holds a lease, which each answer of the rendezvous renews. One
 without an answer for LEASE_S stops its ranks and their checkpoint writers within STOP_S, by itself;

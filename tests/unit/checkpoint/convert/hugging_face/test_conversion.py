@@ -24,6 +24,7 @@ from tests.harness.hugging_face import (
 )
 from tests.harness.ranks import exit_status
 from tests.unit.checkpoint.faulty_writer import CrashingFiles
+from torchtitan_lite.checkpoint import recorded_config
 from torchtitan_lite.checkpoint.convert.hugging_face import save_assets, to_hf
 from torchtitan_lite.checkpoint.convert.hugging_face.from_hf import HuggingFaceImport
 from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import HuggingFaceSnapshot
@@ -34,7 +35,6 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.tensors import tensor_bytes
 from torchtitan_lite.checkpoint.verification import verify
 from torchtitan_lite.cli import main
-from torchtitan_lite.config import recorded_config
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.models import hugging_face_dims, model_spec, read_hugging_face_config

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests.harness.hugging_face import make_folder
 from tests.harness.ranks import FORK_SERVER, GLOO_TIMEOUT_S, WorkerPool
 from tests.unit.checkpoint.faulty_writer import PowerLossDisk, RecordingFiles, SlowFiles
+from torchtitan_lite.checkpoint import recorded_config
 from torchtitan_lite.checkpoint.conversion import TargetExists, lock_folder
 from torchtitan_lite.checkpoint.convert.hugging_face import partial_folder, shared_export
 from torchtitan_lite.checkpoint.convert.hugging_face.export import ExportFile, ExportTensor
@@ -32,7 +33,6 @@ from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.cli import main
-from torchtitan_lite.config import recorded_config
 from torchtitan_lite.config.tables.comm import CommConfig
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.core.errors import CheckpointError

@@ -1,7 +1,9 @@
 """Fakes of the programs that the launcher starts, so that its handling of processes is tested in
-seconds. python -m tests.unit.fault_tolerance.supervision.launcher.fakes launch FOLDER MODE [REPLICAS RANKS MAX_RESTARTS
-GRACE_S] launches real processes that behave according to MODE. Each creates a file
-FOLDER/pids/KIND-NAME-PID."""
+seconds.
+
+`python -m ...launcher.fakes launch FOLDER MODE [REPLICAS RANKS MAX_RESTARTS GRACE_S]` launches real
+processes that behave according to MODE. Each creates a file FOLDER/pids/KIND-NAME-PID.
+"""
 
 import json
 import os

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.cli import main
-from torchtitan_lite.config.__main__ import main as check_config
+from torchtitan_lite.training.checks.rank_counts import main as check_config
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.outputs import PARTICIPATES, RECEIVES_STATE
 from torchtitan_lite.fault_tolerance.supervision.launcher import goodput

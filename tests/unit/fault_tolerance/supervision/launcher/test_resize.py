@@ -9,8 +9,7 @@ import pytest
 from tests.harness.launch import SMALL
 from torchtitan_lite.cli import main
 from torchtitan_lite.cli.train import _checked, _resizing, _split_options
-from torchtitan_lite.config import load_config
-from torchtitan_lite.config.compatibility import check_rank_counts, check_resize_arguments
+from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize import (
     ResizePolicy,
@@ -22,6 +21,8 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import 
     ResizeRequest,
     RunMesh,
 )
+from torchtitan_lite.training.checks.rank_counts import check_rank_counts
+from torchtitan_lite.training.run_config import load_config
 
 
 @pytest.mark.parametrize(

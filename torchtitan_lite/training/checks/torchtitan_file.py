@@ -1,7 +1,6 @@
 """Files of torchtitan, and the defaults that make them train something else here.
 
-Layer: above schema, mesh_constraints and models; imports torch. Invariant: a line is about a value
-that neither the file nor the command line has set.
+Invariant: a line is about a value that neither the file nor the command line has set.
 """
 
 from collections.abc import Iterator, Mapping

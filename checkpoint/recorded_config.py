@@ -1,4 +1,4 @@
-"""The configuration recorded in a checkpoint. Layer: above schema and models."""
+"""The configuration recorded in a checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,8 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.tables.job import CONFIG_MODULE_KEYS
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.log import warn_once
+from torchtitan_lite.models import is_flavor, recorded_dims
+from torchtitan_lite.nn.spec import differing_dims
 
 
 def _known(table: Any, section: type[BaseModel]) -> Any:
@@ -32,9 +34,6 @@ _RECORDED = "recorded"
 def to_record(config: Config) -> dict[str, Any]:
     """Return the configuration as a checkpoint records it: with the dimensions of its flavor, and
     with absolute paths."""
-    # Here and below: models import torch, which help and usage errors must not wait for.
-    from torchtitan_lite.models import recorded_dims
-
     values = config.model_dump()
     values["model"]["dims"] = recorded_dims(config.model)
     if config.model.hf_assets_path is not None:
@@ -61,9 +60,6 @@ def recorded_config(
             f"The configuration in the manifest of {where} is "
             f"wrong at {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from None
-    from torchtitan_lite.models import is_flavor, recorded_dims
-    from torchtitan_lite.nn.spec import differing_dims
-
     model = config.model
     if not is_flavor(model.name, model.flavor):
         return config

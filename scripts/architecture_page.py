@@ -1,0 +1,116 @@
+"""Write the layers in `docs/architecture.md` from the import contract and the code.
+
+python -m scripts.architecture_page           write them
+python -m scripts.architecture_page --check   exit 1 if they are out of date
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grimp
+import tomli
+
+PAGE = Path("docs/architecture.md")
+_PACKAGE = "torchtitan_lite"
+_BEGIN, _END = "<!-- layers: written by `make docs` -->\n", "<!-- end of the layers -->"
+
+
+def main() -> None:
+    """Run the command, in the top folder of a checkout."""
+    parser = argparse.ArgumentParser(description="Write the layers in docs/architecture.md.")
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
+    check = parser.parse_args().check
+    before = PAGE.read_text(encoding="utf-8")
+    head, _, rest = before.partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    after = f"{head}{_BEGIN}\n{_picture()}\n\n{_table()}\n\n{_END}{tail}"
+    if check and after != before:
+        sys.exit(f"{PAGE} is out of date: run python -m scripts.architecture_page")
+    if not check:
+        PAGE.write_text(after, encoding="utf-8")
+
+
+def layers() -> list[list[str]]:
+    """Return the packages of each layer by their names in the package, the highest layer first."""
+    settings: dict[str, Any] = tomli.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+    contract = settings["tool"]["importlinter"]["contracts"][0]
+    return [
+        [name.strip().removeprefix(f"{_PACKAGE}.") for name in layer.split("|")]
+        for layer in contract["layers"]
+    ]
+
+
+def _picture() -> str:
+    """Return a chart of the packages: an arrow for each import that no path of others implies."""
+    names = [name for layer in layers() for name in layer]
+    imported = _imports(names)
+    lines = ["```mermaid", "flowchart TD"]
+    for name in names:
+        inner = ", ".join(_subpackages(name))
+        lines.append(f'  {name}["<b>{name}</b>{"<br/>" + inner if inner else ""}"]')
+    for name in names:
+        implied = {far for near in imported[name] for far in _reached(near, imported)}
+        lines += [f"  {name} --> {other}" for other in names if other in imported[name] - implied]
+    return "\n".join([*lines, "```"])
+
+
+def _imports(names: list[str]) -> dict[str, set[str]]:
+    graph = grimp.build_graph(_PACKAGE)
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for module in graph.modules:
+        importer = _part(module)
+        for imported in graph.find_modules_directly_imported_by(module):
+            other = _part(imported)
+            if importer in found and other in found and importer != other:
+                found[importer].add(other)
+    return found
+
+
+def _part(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def _reached(name: str, imported: Mapping[str, set[str]]) -> Iterator[str]:
+    for other in imported[name]:
+        yield other
+        yield from _reached(other, imported)
+
+
+def _table() -> str:
+    lines = ["| part | what it owns |", "|---|---|"]
+    for name in (name for layer in layers() for name in layer):
+        lines.append(f"| **`{name}`** | {_sentence(name)} |")
+        lines += [f"| `{name}.{inner}` | {_sentence(f'{name}/{inner}')} |" for inner in _inner(name)]
+    return "\n".join(lines)
+
+
+def _inner(name: str) -> list[str]:
+    """Return the packages below, and of a package that has any the modules beside them."""
+    packages = _subpackages(name)
+    modules = [path.stem for path in sorted(_folder(name).glob("[a-z]*.py"))]
+    return sorted([*packages, *modules]) if packages else []
+
+
+def _subpackages(name: str) -> list[str]:
+    return sorted(path.parent.name for path in _folder(name).glob("*/__init__.py"))
+
+
+def _folder(name: str) -> Path:
+    return Path(_PACKAGE, name)
+
+
+def _sentence(name: str) -> str:
+    """Return the first sentence of a docstring."""
+    folder = _folder(name)
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first = " ".join(text.split("\n\n")[0].split())
+    return first.partition(". ")[0].removesuffix(".").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()
