@@ -84,7 +84,9 @@ def _table() -> str:
     lines = ["| part | what it owns |", "|---|---|"]
     for name in (name for layer in layers() for name in layer):
         lines.append(f"| **`{name}`** | {_sentence(name)} |")
-        lines += [f"| `{name}.{inner}` | {_sentence(f'{name}/{inner}')} |" for inner in _inner(name)]
+        lines += [
+            f"| `{name}.{inner}` | {_sentence(f'{name}/{inner}')} |" for inner in _inner(name)
+        ]
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from torchtitan_lite.core.errors import MeshError, UserError
 from torchtitan_lite.core.log import configure_logging, logger
 from torchtitan_lite.distributed.mesh import resolve_degrees
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.parallel.pipeline_order import Costs, simulate
+from torchtitan_lite.parallel.pipeline_order import ActionCosts, simulate
 from torchtitan_lite.parallel.pipeline_stages import plan_stages, stage_weights, step_order
 from torchtitan_lite.training.checks.constraints import check_pipeline
 from torchtitan_lite.training.checks.mesh_constraints import pipeline_microbatches
@@ -66,7 +66,7 @@ def _chart(config: Config, options: argparse.Namespace) -> Chart:
     order = step_order(
         plan, parallelism.pipeline_parallel_schedule, pipeline_microbatches(config, degrees)
     )
-    costs = Costs(
+    costs = ActionCosts(
         forward=options.forward,
         backward_input=options.backward_input,
         backward_weight=options.backward_weight,

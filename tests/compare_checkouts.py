@@ -1,64 +1,121 @@
-"""Compare two checkouts: the same runs must have bitwise equal losses and gradient norms.
+"""Compare two checkouts: the same runs must have bitwise equal losses, gradient norms and exported
+weights.
 
-python -m tests.compare_checkouts OTHER    (OTHER: the root of another checkout)
+python -m tests.compare_checkouts OTHER [NAME ...]    (OTHER: the root of another checkout)
 
-For refactorings, which must not change the mathematics. Each checkout trains the debug model in one
-process, on four meshes, and as two replicas, in float32. The exit status is 1 if a number differs.
+For refactorings, which must not change the mathematics. Each checkout trains debug models in
+float32: on meshes, with the techniques of `RUNS`, over a resume on another mesh, and as two
+replicas. The exit status is 1 if a number or a byte differs.
 """
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.harness.launch import SMALL, command
 from tests.harness.ranks import REPOSITORY
 
 _STEPS = 8
-_MODEL = ("--checkpoint.enable=true", "--checkpoint.interval=4", f"--training.steps={_STEPS}")
-_BATCH = ("--training.local_batch_size=2", "--training.global_batch_size=8")
-_RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one process": (1, ()),
-    "fsdp 2": (2, ()),
-    "tp 2": (2, ("--parallelism.tensor_parallel_degree=2",)),
-    "cp 2": (2, ("--parallelism.context_parallel_degree=2",)),
-    "pp 2": (2, ("--parallelism.pipeline_parallel_degree=2",)),
+_SHARED = (
+    *SMALL,
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=8",
+    "--checkpoint.enable=true",
+    "--checkpoint.interval=4",
+    "--checkpoint.last_save_in_hf=true",
+)
+_EXPERTS = (
+    "--config=configs/deepseek_v3_debug.toml",
+    "--parallelism.expert_parallel_degree=2",
+)
+_LORA = ("--model.converters=lora", "--lora.rank=4")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run until `steps`; a later one in the same folder resumes it."""
+
+    num_processes: int = 1
+    arguments: tuple[str, ...] = ()
+    steps: int = _STEPS
+    replicas: int = 0
+    """With replicas under the launcher, of one process each."""
+
+
+def _degree(**degrees: int) -> tuple[str, ...]:
+    return tuple(f"--parallelism.{axis}_degree={degree}" for axis, degree in degrees.items())
+
+
+_TP_2 = _degree(tensor_parallel=2)
+RUNS: Mapping[str, Sequence[Part]] = {
+    "one process": [Part()],
+    "FSDP": [Part(2)],
+    "TP": [Part(2, _TP_2)],
+    "CP": [Part(2, _degree(context_parallel=2))],
+    "PP": [Part(2, _degree(pipeline_parallel=2))],
+    "HSDP": [Part(4, _degree(data_parallel_replicate=2, data_parallel_shard=2))],
+    "experts, EP": [Part(2, _EXPERTS)],
+    "compiled, recomputed": [
+        Part(1, ("--compile.enable=true", "--activation_checkpoint.mode=selective"))
+    ],
+    "LoRA, FSDP": [Part(2, _LORA)],
+    "Muon, FSDP": [Part(2, ("--optimizer.name=Muon",))],
+    "FSDP, resumed with TP": [Part(2, (), 4), Part(2, _TP_2)],
+    "two replicas": [Part(replicas=2)],
 }
 
 
-def losses(checkout: Path, name: str, folder: Path) -> list[tuple[float, float]]:
-    """Return the loss and the gradient norm of each step of a run. Raises CalledProcessError."""
-    arguments = [*SMALL, *_MODEL, *_BATCH, f"--job.dump_folder={folder}"]
-    if name == "two replicas":
-        launch = ["-m", "torchtitan_lite", "launch", "--replicas=2", "--min-replicas=2"]
-        words = [sys.executable, *launch, "--", *arguments, "--fault_tolerance.min_replica_size=2"]
-        metrics = folder / "replica_000" / "metrics.jsonl"
-    else:
-        num_processes, mesh = _RUNS[name]
-        words = command(num_processes, [*arguments, *mesh])
-        metrics = folder / "metrics.jsonl"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # Import the checkout's own package instead of the installed one.
-    environment["PYTHONPATH"] = str(checkout)
-    subprocess.run(words, cwd=checkout, env=environment, check=True, capture_output=True)
-    lines = map(json.loads, metrics.read_text().splitlines())
-    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line and "lr" in line]
+def outcome(checkout: Path, parts: Sequence[Part], folder: Path) -> tuple[object, ...]:
+    """Return the loss and the gradient norm of each step of a run, and a digest of each exported
+    file. Raises CalledProcessError."""
+    for part in parts:
+        arguments = [*_SHARED, *part.arguments]
+        arguments += [f"--job.dump_folder={folder}", f"--training.steps={part.steps}"]
+        if part.replicas:
+            launch = ["-m", "torchtitan_lite", "launch", f"--replicas={part.replicas}"]
+            launch += [f"--min-replicas={part.replicas}", "--"]
+            replicas = f"--fault_tolerance.min_replica_size={part.replicas}"
+            words = [sys.executable, *launch, *arguments, replicas]
+        else:
+            words = command(part.num_processes, arguments)
+        # Import the checkout's own package instead of the installed one.
+        variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(checkout)}
+        ran = subprocess.run(
+            words, cwd=checkout, env={**os.environ, **variables}, capture_output=True, text=True
+        )
+        if ran.returncode:
+            print(ran.stdout[-2000:], ran.stderr[-2000:])
+            ran.check_returncode()
+    first = next(iter(sorted(folder.rglob("metrics.jsonl"))))
+    lines = map(json.loads, first.read_text().splitlines())
+    steps = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line and "lr" in line]
+    return (*steps, *_exported(folder))
 
 
-def main(other: str) -> int:
+def _exported(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted(folder.rglob("hf/**/*.safetensors")):
+        yield path.name, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main(other: str, *names: str) -> int:
     """Compare this checkout with `other` and return the exit status."""
     differing = 0
-    for name in (*_RUNS, "two replicas"):
+    for name in names or RUNS:
         with tempfile.TemporaryDirectory() as folder:
             results = [
-                losses(checkout, name, Path(folder) / str(number))
+                outcome(checkout, RUNS[name], Path(folder) / str(number))
                 for number, checkout in enumerate((REPOSITORY, Path(other).resolve()))
             ]
-        is_equal = results[0] == results[1] and len(results[0]) == _STEPS
+        # Each step, and at least one file.
+        is_equal = results[0] == results[1] and len(results[0]) > _STEPS
         differing += not is_equal
-        print(f"{name:12}  {'equal' if is_equal else f'differs: {results}'}", flush=True)
+        print(f"{name:22}  {'equal' if is_equal else f'differs: {results}'}", flush=True)
     return 1 if differing else 0
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.background.channel import (
-    Channel,
+    WriterChannel,
     WriterSettings,
     ignore_stop_signals,
     own_output,
@@ -27,7 +27,7 @@ from torchtitan_lite.core.errors import CheckpointError
 def main(region_path: str, files: Files | None = None) -> int:
     """Run a writer to its end and return the exit status. Tests pass `files`."""
     ignore_stop_signals()
-    channel = Channel(outgoing=own_output())
+    channel = WriterChannel(outgoing=own_output())
     given = channel.next_order()
     if given is None:
         return 0

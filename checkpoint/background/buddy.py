@@ -30,7 +30,7 @@ from typing import Any
 import xxhash
 
 from torchtitan_lite.checkpoint.background.channel import (
-    Channel,
+    WriterChannel,
     ignore_stop_signals,
     own_output,
 )
@@ -208,7 +208,7 @@ class _Receiver(_Worker):
 
     def __init__(
         self, source: int, own: RegionDescription, folder: Path, settings: BuddySettings,
-        channel: Channel,
+        channel: WriterChannel,
     ) -> None:  # fmt: skip
         super().__init__(f"receiver-{source}")
         self._source, self._own, self._folder = source, own, folder
@@ -425,7 +425,7 @@ def _free_slot(region: Region, keep: tuple[int, int] | None) -> int:
 def main(region_path: str) -> int:
     """Run until the trainer ends, and return the exit status."""
     ignore_stop_signals()
-    channel = Channel(outgoing=own_output())
+    channel = WriterChannel(outgoing=own_output())
     given = channel.next_order()
     if given is None:
         return 0

@@ -63,7 +63,7 @@ class WriterSettings:
         return cls(**given)
 
 
-class Channel:
+class WriterChannel:
     """Non-blocking reader and writer of JSON lines."""
 
     def __init__(self, incoming: int = 0, outgoing: int = 1) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
+from torchtitan_lite.checkpoint.background.channel import WriterChannel, WriterSettings
 from torchtitan_lite.checkpoint.background.flush import (
     GracePeriod,
     GracePeriodExpired,
@@ -62,7 +62,7 @@ class _Attempt:
 class Writer:
     """Executes the orders of one rank's trainer, and flushes after its death."""
 
-    def __init__(self, save: RankSave, settings: WriterSettings, channel: Channel) -> None:
+    def __init__(self, save: RankSave, settings: WriterSettings, channel: WriterChannel) -> None:
         self._save, self._settings, self._channel = save, settings, channel
         self._storage: Storage = save.storage
         if settings.shared_run_folder:

@@ -15,7 +15,7 @@ from scripts.pipeline_svg import as_svg
 from scripts.pipeline_text import as_text
 from scripts.show_pipeline import main
 from tests.unit.parallel.test_step_order import plan_of
-from torchtitan_lite.parallel.pipeline_order import Costs, simulate
+from torchtitan_lite.parallel.pipeline_order import ActionCosts, simulate
 from torchtitan_lite.parallel.pipeline_stages import step_order
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -35,7 +35,7 @@ def show(*arguments: str, status: int = 0) -> str:
     return output.getvalue()
 
 
-def chart_of(schedule: str, num_ranks: int, num_microbatches: int, costs: Costs) -> Chart:
+def chart_of(schedule: str, num_ranks: int, num_microbatches: int, costs: ActionCosts) -> Chart:
     plan = plan_of(schedule.lower(), num_ranks)
     order = step_order(plan, schedule, num_microbatches)
     return Chart(schedule, simulate(order, costs), plan.ranks, num_microbatches, "note")
@@ -92,7 +92,7 @@ def test_errors_are_one_line(arguments: Sequence[str], needed: str) -> None:
 def test_the_text_fits_the_terminal_width(
     schedule: str, num_ranks: int, num_microbatches: int, num_columns: int
 ) -> None:
-    costs = Costs(forward=1, backward_input=1.3, backward_weight=0.7)
+    costs = ActionCosts(forward=1, backward_input=1.3, backward_weight=0.7)
     chart = chart_of(schedule, num_ranks, num_microbatches, costs)
     plain = as_text(chart, num_columns, in_color=False)
     rows = [line for line in plain.splitlines() if line.startswith(("rank", "time"))]
@@ -107,7 +107,7 @@ def test_the_text_fits_the_terminal_width(
 
 
 def test_an_svg_of_many_microbatches_fits_a_screen() -> None:
-    chart = chart_of("Interleaved1F1B", 4, 128, Costs())
+    chart = chart_of("Interleaved1F1B", 4, 128, ActionCosts())
     tree = ElementTree.fromstring(as_svg(chart))
     assert float(tree.attrib["width"]) < 2000
     assert len(list(tree.iterfind(f"{SVG}rect/{SVG}title"))) == 4 * 2 * 128 * 2

@@ -165,7 +165,7 @@ def test_an_extra_is_imported_where_it_is_used():
         "publish/vllm_engine.py",
         "rendezvous/link.py",
         "rendezvous/server.py",
-        "replica/coordinator.py",
+        "replica/replica_server.py",
         "replica/lighthouse_link.py",
         "replica/semi_synchronous.py",
         "replica/healing/transport.py",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         RequestInbox,
         ResizeRequest,
     )
-    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import Recovery
+    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import RecoveryHooks
     from torchtitan_lite.training.train_state import TrainState
     from torchtitan_lite.training.trainer import Job, StepReport
 
@@ -88,7 +88,7 @@ def train(argv: Sequence[str]) -> int:
     return _train_ranks(arguments, options.num_ranks)
 
 
-def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
+def train_rank(argv: Sequence[str], recovery: "RecoveryHooks | None" = None) -> int:
     """Train as one rank of the world that the environment describes, or alone. `recovery` is that
     of a process which an agent supervises. Returns the exit status."""
     make_streams_patient()
@@ -141,14 +141,14 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
     return 0
 
 
-def _end_with(error: UserError, recovery: "Recovery | None") -> int:
+def _end_with(error: UserError, recovery: "RecoveryHooks | None") -> int:
     """Return the exit status after `error`, which the agent, if there is one, reports too."""
     if recovery is not None:
         recovery.end_reason = str(error).partition("\n")[0]
     return exit_status_after(error)
 
 
-def _reporting(job: "Job", recovery: "Recovery | None") -> "Job":
+def _reporting(job: "Job", recovery: "RecoveryHooks | None") -> "Job":
     """Return the job with a hook that reports its first committed step to the agent, if there is
     one."""
     if recovery is None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lite.data.batch_sizes import BatchSizes, batch_sizes
 
 if TYPE_CHECKING:
+    from torchtitan_lite.data.held_out import ValidationData
     from torchtitan_lite.data.loader import DataLoader
     from torchtitan_lite.data.node_streams import share_streams_on_node
     from torchtitan_lite.data.opening import OpenedData, open_data, open_validation
     from torchtitan_lite.data.order import SampleOrder, microbatch_indices
     from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-    from torchtitan_lite.data.validation import ValidationData
 
 __all__ = [
     "BatchSizes",
@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "held_out": ("ValidationData",),
     "loader": ("DataLoader",),
     "node_streams": ("share_streams_on_node",),
     "opening": ("OpenedData", "open_data", "open_validation"),
     "order": ("SampleOrder", "microbatch_indices"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
-    "validation": ("ValidationData",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -14,6 +14,7 @@ from torchtitan_lite.core.errors import DataError
 from torchtitan_lite.core.log import logger, warn_once
 from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.held_out import DocumentWindows, ValidationData
 from torchtitan_lite.data.loader import CorpusSource, DataLoader
 from torchtitan_lite.data.node_streams import NodeStreams
 from torchtitan_lite.data.online import OnlineBlocks, is_online
@@ -28,7 +29,6 @@ from torchtitan_lite.data.tokenizer import (
     check_vocab_size,
     open_tokenizer,
 )
-from torchtitan_lite.data.validation import DocumentWindows, ValidationData
 
 
 @dataclass(frozen=True, kw_only=True)

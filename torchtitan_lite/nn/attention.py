@@ -63,7 +63,7 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChunkWindow:
     """Positions of the query's own chunk, up to its own; chunks have `size` positions each."""
 
     size: int

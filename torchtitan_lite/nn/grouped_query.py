@@ -16,7 +16,7 @@ from torchtitan_lite.nn.attention import (
     Backend,
     BlockContext,
     Causal,
-    Chunk,
+    ChunkWindow,
     HeadWeights,
     MaskKind,
     SlidingWindow,
@@ -101,7 +101,7 @@ class GroupedQuery(AttentionDims):
     @property
     def mask(self) -> MaskKind:
         if self.chunk is not None:
-            return Chunk(self.chunk)
+            return ChunkWindow(self.chunk)
         return Causal() if self.window is None else SlidingWindow(self.window)
 
     @property

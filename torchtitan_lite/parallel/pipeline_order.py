@@ -76,7 +76,7 @@ def forward_only(ranks: Sequence[int], num_microbatches: int) -> PipelineOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class ActionCosts:
     """Durations of actions, in any unit."""
 
     forward: float = 1
@@ -124,7 +124,7 @@ class Timeline:
         return 1 - busy / (len(self.rows) * self.makespan)
 
 
-def simulate(order: PipelineOrder, costs: Costs) -> Timeline:
+def simulate(order: PipelineOrder, costs: ActionCosts) -> Timeline:
     """Simulate `order`: each rank runs its actions in order, one at a time, each as soon as its
     inputs are there; messages take no time. Raises MeshError with what each rank waits for in a
     deadlock."""
@@ -226,7 +226,7 @@ def parse_order(text: str, num_ranks: int) -> PipelineOrder:
     order = PipelineOrder(tuple(rows))
     _check_each_once(order)
     _check_sequence(order)
-    simulate(order, Costs())
+    simulate(order, ActionCosts())
     return order
 
 

@@ -24,7 +24,7 @@ from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.fault_tolerance.replica import LeaveRequested, Replicas, Share
 from torchtitan_lite.nn.spec import IGNORE_INDEX, Microbatch, PipelineSchedule
 from torchtitan_lite.parallel.expert import RouterBalance
-from torchtitan_lite.training.anomalies import Action, Decision
+from torchtitan_lite.training.anomalies import Decision, StepAction
 from torchtitan_lite.training.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.training.metrics.sample_ledger import NoLedger, StepLedger
 from torchtitan_lite.training.step.anomalous_steps import handle_anomaly, report_faulty_ranks
@@ -218,11 +218,11 @@ def train_step(job: Job) -> StepReport:
             is_complete=is_complete,
         )
     lr = state.lr_scheduler.lr(state.step)
-    if decision.action is Action.COMMIT and not is_updated:
+    if decision.action is StepAction.COMMIT and not is_updated:
         _update(job, totals)
     router_loads, events, fatal_error = _apply(job, decision, totals, share, step_size)
     job.ledger.end(decision.action.value, state.step, state.cursor)
-    committed = decision.action is Action.COMMIT
+    committed = decision.action is StepAction.COMMIT
     stop_requested, is_signaled = totals.num_stop_requests > 0, totals.num_signaled > 0
     is_last = stop_requested or fatal_error is not None or state.step >= job.steps
     job.replicas.finish_step(committed=committed, is_last=is_last)
@@ -232,7 +232,7 @@ def train_step(job: Job) -> StepReport:
     return StepReport(
         number=number,
         committed=committed,
-        aborted=decision.action is Action.ABORT,
+        aborted=decision.action is StepAction.ABORT,
         stop_requested=stop_requested,
         leave_requested=stop_requested and not is_signaled,
         loss=totals.mean_loss,
@@ -326,9 +326,9 @@ def _apply(
     """Apply the decision to everything but weights and optimizer: commit, skip, or leave the state
     as it was. Returns the router loads, the events, and why the run ends, if it does."""
     state, number = job.state, job.state.step + 1
-    committed = decision.action is Action.COMMIT
+    committed = decision.action is StepAction.COMMIT
     samples = range(state.cursor, state.cursor + step_size)
-    if decision.action is not Action.ABORT:
+    if decision.action is not StepAction.ABORT:
         # An aborted step is retried with the same samples.
         state.cursor = samples.stop
     if committed:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchtitan_lite.core.errors import DataError
-from torchtitan_lite.data.validation import DocumentWindows
+from torchtitan_lite.data.held_out import DocumentWindows
 
 BOS, EOS, SEQ_LEN = 1, 2, 8
 LENGTHS = (0, 1, 5, 7, 8, 9, 16, 17, 30)

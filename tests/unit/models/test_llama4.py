@@ -15,7 +15,7 @@ from torchtitan_lite.cli import main
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import llama4, model_spec
-from torchtitan_lite.nn.attention import Causal, Chunk
+from torchtitan_lite.nn.attention import Causal, ChunkWindow
 from torchtitan_lite.nn.moe import MoEDims
 
 CONTEXT: dict[str, Any] = {
@@ -46,10 +46,10 @@ def test_layers_take_turns() -> None:
     layers = llama4.FLAVORS["17bx128e"].layers
     assert [layer.attention.rope is None for layer in layers[:8]] == ([False] * 3 + [True]) * 2
     masks = [layer.attention.mask for layer in layers[:4]]
-    assert masks == [Chunk(8192)] * 3 + [Causal()]
+    assert masks == [ChunkWindow(8192)] * 3 + [Causal()]
     assert [isinstance(layer.feed_forward, MoEDims) for layer in layers[:4]] == [False, True] * 2
     positions = torch.arange(12)
-    seen = Chunk(5).sees(positions[:, None], positions)
+    seen = ChunkWindow(5).sees(positions[:, None], positions)
     assert seen.sum(1).tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
 
 

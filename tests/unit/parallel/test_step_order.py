@@ -9,7 +9,7 @@ from torchtitan_lite.core.errors import MeshError
 from torchtitan_lite.distributed.torch_compat import schedule_actions
 from torchtitan_lite.parallel.pipeline_order import (
     Action,
-    Costs,
+    ActionCosts,
     PipelineOrder,
     forward_only,
     simulate,
@@ -69,4 +69,4 @@ def test_the_order_of_a_file_takes_precedence() -> None:
 def test_forward_only_completes_on_any_split(ranks: tuple[int, ...]) -> None:
     order = forward_only(ranks, 3)
     assert order.ranks == ranks
-    assert sum(len(row) for row in simulate(order, Costs()).rows) == 3 * len(ranks)
+    assert sum(len(row) for row in simulate(order, ActionCosts()).rows) == 3 * len(ranks)

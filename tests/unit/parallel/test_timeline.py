@@ -6,13 +6,19 @@ import pytest
 
 from tests.unit.parallel.test_step_order import plan_of
 from torchtitan_lite.core.errors import MeshError
-from torchtitan_lite.parallel.pipeline_order import Action, Costs, PipelineOrder, Timeline, simulate
+from torchtitan_lite.parallel.pipeline_order import (
+    Action,
+    ActionCosts,
+    PipelineOrder,
+    Timeline,
+    simulate,
+)
 from torchtitan_lite.parallel.pipeline_stages import SCHEDULES, step_order
 
 
 def timeline_of(schedule: str, num_ranks: int, num_microbatches: int, **costs) -> Timeline:
     plan = plan_of(schedule.lower(), num_ranks)
-    return simulate(step_order(plan, schedule, num_microbatches), Costs(**costs))
+    return simulate(step_order(plan, schedule, num_microbatches), ActionCosts(**costs))
 
 
 @pytest.mark.parametrize("costs", [{}, {"backward_input": 0.5, "backward_weight": 0.5}])
@@ -50,7 +56,7 @@ def test_invariants_of_every_timeline(schedule: str) -> None:
     order = step_order(plan, schedule, 8)
     last = order.num_stages - 1
     weights = tuple(1 + stage % 3 for stage in range(order.num_stages))
-    costs = Costs(forward=1, backward_input=1.25, backward_weight=0.5, stage_weights=weights)
+    costs = ActionCosts(forward=1, backward_input=1.25, backward_weight=0.5, stage_weights=weights)
     timeline = simulate(order, costs)
     assert tuple(tuple(span.action for span in row) for row in timeline.rows) == order.rows
     ends: dict[tuple[str, int, int], float] = {}
@@ -83,4 +89,4 @@ def test_a_deadlock_is_reported() -> None:
     with pytest.raises(
         MeshError, match="rank 0 stops before 0B0, because it needs the backward of"
     ):
-        simulate(order, Costs())
+        simulate(order, ActionCosts())

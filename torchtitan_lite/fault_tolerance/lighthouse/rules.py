@@ -42,7 +42,7 @@ _MAX_DEPARTURES = 4096
 _REPLACED = "was replaced by a newer process of the same replica id"
 
 
-class Member(Protocol):
+class MemberFacts(Protocol):
     """Part of a waiting replica's message that the rules read."""
 
     @property
@@ -92,7 +92,7 @@ class Quorum:
 
     quorum_id: int
     """Increases when the members change, or when a member could not commit."""
-    members: tuple[Member, ...]
+    members: tuple[MemberFacts, ...]
     """Members, in the order of their ids."""
 
     @property
@@ -105,7 +105,7 @@ class Quorum:
 class QuorumDecision:
     """Outcome of the rules at one time."""
 
-    members: tuple[Member, ...] | None
+    members: tuple[MemberFacts, ...] | None
     """Members of the quorum; None if none can be formed."""
     reason: str
     """Reason, for display."""
@@ -119,7 +119,7 @@ class QuorumDecision:
 class WaitingReplica:
     """Replica that waits for a quorum."""
 
-    member: Member
+    member: MemberFacts
     since_s: float
 
 
@@ -144,7 +144,7 @@ class QuorumRules:
         self._departures: dict[str, str] = {}
         """Reason why an id has left for good."""
 
-    def request_quorum(self, member: Member, now_s: float) -> bool:
+    def request_quorum(self, member: MemberFacts, now_s: float) -> bool:
         """Record a replica's request for a quorum, which also counts as a heartbeat; an older
         process of the same replica has then left for good. Return False, without effect, if the
         replica itself has left for good."""
@@ -255,7 +255,7 @@ class QuorumRules:
         suffix = _describe_left_out(left_out, broken)
 
         def decide(
-            reason: str, members: tuple[Member, ...] | None, until_s: float | None = until_s
+            reason: str, members: tuple[MemberFacts, ...] | None, until_s: float | None = until_s
         ) -> QuorumDecision:
             return QuorumDecision(members, reason + suffix, until_s, tuple(sorted(left_out)))
 
@@ -286,7 +286,7 @@ class QuorumRules:
             return decide("only members of the last quorum are admitted", None)
         return decide("the join timeout is over" if absent else "all live replicas wait", members)
 
-    def _admitted(self, members: Sequence[Member]) -> tuple[Member, ...]:
+    def _admitted(self, members: Sequence[MemberFacts]) -> tuple[MemberFacts, ...]:
         """Return the members that all others admit."""
         if self.quorum is None or not any(member.shrink_only for member in members):
             return tuple(members)
@@ -328,7 +328,7 @@ class QuorumRules:
         self._links.forget(replica_id)
 
 
-def _left_out(members: Sequence[Member], broken: frozenset[Link]) -> frozenset[str]:
+def _left_out(members: Sequence[MemberFacts], broken: frozenset[Link]) -> frozenset[str]:
     """Return the ids of the members to leave out so that all others can reach each other."""
     if not broken:
         return frozenset()
@@ -337,7 +337,7 @@ def _left_out(members: Sequence[Member], broken: frozenset[Link]) -> frozenset[s
     return replicas_to_leave_out(broken, steps)
 
 
-def _longest(members: Sequence[Member]) -> str:
+def _longest(members: Sequence[MemberFacts]) -> str:
     """Return the id of the member with the longest history."""
     return min(members, key=lambda one: (-one.step, one.replica_id)).replica_id
 

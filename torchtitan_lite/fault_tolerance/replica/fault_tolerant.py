@@ -32,7 +32,7 @@ from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.rpc.state_client import PeerEndpoint
 from torchtitan_lite.fault_tolerance.replica.fencing import Fence
 from torchtitan_lite.fault_tolerance.replica.gradient_reducer import GradientReducer
-from torchtitan_lite.fault_tolerance.replica.healing import HealingTransport, StateSource
+from torchtitan_lite.fault_tolerance.replica.healing import HealingTransport, HealSource
 from torchtitan_lite.fault_tolerance.replica.healing.client import IncompatibleState, receive_state
 from torchtitan_lite.fault_tolerance.replica.healing.live_state import HealableState
 from torchtitan_lite.fault_tolerance.replica.participation import LeaveRequested, Share
@@ -247,7 +247,7 @@ class FaultTolerantReplicas:
         self._events.append(StepEvent("quorum", {"sample": self._state.cursor, "replicas": count}))
         return True
 
-    def _heal(self, source: StateSource) -> ReplicaError | None:
+    def _heal(self, source: HealSource) -> ReplicaError | None:
         """Heal from a peer. Return the error if it failed."""
         logger.info("%s, at sample %d.", RECEIVES_STATE, source.progress)
         with self._phases.enter(Phase.HEALING):

@@ -24,11 +24,6 @@ from torchft.work import _DummyWork
 from torchtitan_lite.checkpoint import history_name
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
 from torchtitan_lite.distributed.network import connections, cut_connections, seconds_since_data
-from torchtitan_lite.fault_tolerance.replica.coordinator import (
-    Coordinator,
-    CoordinatorClient,
-    ReplicaIdentity,
-)
 from torchtitan_lite.fault_tolerance.replica.lighthouse_link import (
     AuthenticatedLighthouse,
     TorchftLighthouse,
@@ -38,6 +33,11 @@ from torchtitan_lite.fault_tolerance.replica.quorum_checks import (
     check_compatibility,
     check_descriptors,
     replica_id_for,
+)
+from torchtitan_lite.fault_tolerance.replica.replica_server import (
+    CoordinatorClient,
+    ReplicaIdentity,
+    ReplicaServer,
 )
 
 _WATCH_INTERVAL_S = 0.1
@@ -94,7 +94,7 @@ class QuorumManager(Manager):
         def serve(*, replica_id: str, store_addr: str, **unused: Any) -> _ManagerServer:
             identity = ReplicaIdentity(run_id, replica_id, store_addr, world_size)
             link = TorchftLighthouse if config.lighthouse == "torchft" else AuthenticatedLighthouse
-            coordinator = Coordinator(
+            coordinator = ReplicaServer(
                 identity, lambda: link(lighthouse, secret, run_id), secret=secret, host=address
             )
             coordinator.start(config.quorum_timeout_s)
@@ -370,7 +370,7 @@ def same_device_in_thread() -> Callable[[], None]:
 class _ManagerServer:
     """Coordinator with the methods of torchft's ManagerServer that its manager calls."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: ReplicaServer) -> None:
         self.coordinator = coordinator
 
     def address(self) -> str:

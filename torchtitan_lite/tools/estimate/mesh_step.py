@@ -8,7 +8,7 @@ from torchtitan_lite.data import batch_sizes
 from torchtitan_lite.distributed.device import ACCELERATORS, LOGITS_PER_CHUNK, Accelerator
 from torchtitan_lite.distributed.mesh import ParallelDims
 from torchtitan_lite.nn.spec import ModelSpec
-from torchtitan_lite.parallel.pipeline_order import Costs, simulate
+from torchtitan_lite.parallel.pipeline_order import ActionCosts, simulate
 from torchtitan_lite.parallel.pipeline_stages import plan_stages, stage_weights, step_order
 from torchtitan_lite.tools.estimate.extrapolation import Point, RankStep, rank_step
 from torchtitan_lite.tools.estimate.memory import Kind
@@ -125,7 +125,7 @@ def _bubble(config: Config, spec: ModelSpec, degrees: ParallelDims, num: int) ->
     order = step_order(plan, config.parallelism.pipeline_parallel_schedule, num)
     weights = tuple(map(float, stage_weights(plan, spec, config.parallelism)))
     # The rank with most work waits least: its idle time is the bubble.
-    timeline = simulate(order, Costs(stage_weights=weights))
+    timeline = simulate(order, ActionCosts(stage_weights=weights))
     busiest = max(sum(span.end - span.start for span in row) for row in timeline.rows)
     return 1 - busiest / timeline.makespan
 

@@ -5,10 +5,10 @@ Pure functions of numbers that all ranks see, so that all decide alike.
 
 from torchtitan_lite.training.anomalies.detector import (
     ABORT,
-    Action,
     AnomalyDetector,
     Decision,
     History,
+    StepAction,
 )
 
-__all__ = ["ABORT", "Action", "AnomalyDetector", "Decision", "History"]
+__all__ = ["ABORT", "AnomalyDetector", "Decision", "History", "StepAction"]

@@ -24,7 +24,7 @@ _MAD_TO_SIGMA = 1.4826
 """Standard deviation per median absolute deviation, of a normal distribution."""
 
 
-class Action(Enum):
+class StepAction(Enum):
     """What to do with a step. SKIP, STOP and ROLL_BACK have the values of the config."""
 
     COMMIT = "commit"
@@ -39,7 +39,7 @@ class Action(Enum):
 class Decision:
     """The decision about one step."""
 
-    action: Action
+    action: StepAction
     reason: str = ""
     """The anomaly."""
     faulty_ranks: tuple[int, ...] = ()
@@ -51,10 +51,10 @@ class Decision:
     @property
     def is_anomalous(self) -> bool:
         """Whether the step was completed and must not be committed."""
-        return self.action not in (Action.COMMIT, Action.ABORT)
+        return self.action not in (StepAction.COMMIT, StepAction.ABORT)
 
 
-ABORT = Decision(Action.ABORT)
+ABORT = Decision(StepAction.ABORT)
 
 
 @dataclass
@@ -142,7 +142,7 @@ class AnomalyDetector:
             return self._limited(config.on_non_finite, "is not finite", history)
         if config.on_spike != "off" and (reason := self._spike(loss, grad_norm, history)):
             return self._limited(config.on_spike, reason, history)
-        return Decision(Action.COMMIT)
+        return Decision(StepAction.COMMIT)
 
     def _spike(self, loss: float, grad_norm: float, history: History) -> str:
         """Describe a spike; empty if there is none."""
@@ -161,11 +161,11 @@ class AnomalyDetector:
         """Return the configured action, or STOP beyond a limit of consecutive anomalies."""
         if history.consecutive_skips + 1 >= self._max_skipped_steps and action != "stop":
             row = f"the last of {history.consecutive_skips + 1} consecutive steps"
-            return Decision(Action.STOP, f"{reason}, {row} (debug.max_skipped_steps)")
+            return Decision(StepAction.STOP, f"{reason}, {row} (debug.max_skipped_steps)")
         if action == "roll_back" and history.consecutive_rollbacks >= self._config.max_roll_backs:
             row = f"after {history.consecutive_rollbacks} consecutive rollbacks"
-            return Decision(Action.STOP, f"{reason}, {row} (anomalies.max_roll_backs)")
-        return Decision(Action(action), reason)
+            return Decision(StepAction.STOP, f"{reason}, {row} (anomalies.max_roll_backs)")
+        return Decision(StepAction(action), reason)
 
 
 def _log(norm: float) -> float:

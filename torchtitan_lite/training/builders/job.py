@@ -43,7 +43,7 @@ from torchtitan_lite.training.builders.samples import sample_prompt
 from torchtitan_lite.training.builders.state import RestoredState
 from torchtitan_lite.training.debug import (
     ScheduleInside,
-    StepTrace,
+    StepTracer,
     explicit_redistribution,
     traced_step,
 )
@@ -183,7 +183,7 @@ def _debug_schedule(
         resume_step=state.step,
         last_step=config.training.steps,
     )
-    trace = StepTrace(
+    trace = StepTracer(
         parts, mesh, traced_step=number, folder=folder, tensors=state.tensors, faults=faults
     )
     return ScheduleInside(schedule, trace.in_schedule), trace.step

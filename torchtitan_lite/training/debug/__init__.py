@@ -6,6 +6,6 @@ Each is a context around a step or around the schedule's run, so neither the tra
 
 from torchtitan_lite.training.debug.explicit import explicit_redistribution
 from torchtitan_lite.training.debug.schedule import ScheduleInside
-from torchtitan_lite.training.debug.trace import StepTrace, traced_step
+from torchtitan_lite.training.debug.trace import StepTracer, traced_step
 
-__all__ = ["ScheduleInside", "StepTrace", "explicit_redistribution", "traced_step"]
+__all__ = ["ScheduleInside", "StepTracer", "explicit_redistribution", "traced_step"]

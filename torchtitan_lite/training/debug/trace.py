@@ -50,7 +50,7 @@ def traced_step(asked: int | None, *, resume_step: int, last_step: int) -> int:
     return asked
 
 
-class StepTrace:
+class StepTracer:
     """Traces one step of a run.
 
     `step` is the context of each step, and `in_schedule` that of the schedule's runs, which

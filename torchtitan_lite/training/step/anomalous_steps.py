@@ -5,7 +5,7 @@ from torchtitan_lite.core.errors import DamagedState, MachineFault, TrainingDive
 from torchtitan_lite.core.events import StepEvent
 from torchtitan_lite.core.log import logger, warn_once
 from torchtitan_lite.fault_tolerance.replica import Replicas, Share
-from torchtitan_lite.training.anomalies import Action, Decision
+from torchtitan_lite.training.anomalies import Decision, StepAction
 from torchtitan_lite.training.step.totals import StepTotals
 from torchtitan_lite.training.train_state import TrainState
 
@@ -33,13 +33,13 @@ def handle_anomaly(
         f"Step {state.step + 1} {decision.reason}: loss {loss:g}, gradient norm {grad_norm:g}, "
         f"samples {samples.start} to {samples.stop - 1}."
     )
-    warn_once("%s Action: %s.", problem, decision.action.value)
+    warn_once("%s StepAction: %s.", problem, decision.action.value)
     values = {"action": decision.action.value, "reason": decision.reason, "loss": loss}
     values |= {"grad_norm": grad_norm, "samples": [samples.start, samples.stop]}
     events = [StepEvent("refused", values)]
-    if decision.action is Action.ROLL_BACK:
+    if decision.action is StepAction.ROLL_BACK:
         events += [_roll_back(state, checkpoints, replicas, share, min_steps=roll_back_steps)]
-    if decision.action is not Action.STOP:
+    if decision.action is not StepAction.STOP:
         return events, None
     return events, TrainingDiverged(
         f"{problem} Lower optimizer.lr, or inspect these samples (debug.sample_ledger = true "

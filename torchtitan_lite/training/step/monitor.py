@@ -12,7 +12,7 @@ from torchtitan_lite.core.phases import Phase, Phases
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.fault_tolerance.replica import Replicas, Share
 from torchtitan_lite.nn.spec import Microbatch
-from torchtitan_lite.training.anomalies import ABORT, Action, AnomalyDetector, Decision, History
+from torchtitan_lite.training.anomalies import ABORT, AnomalyDetector, Decision, History, StepAction
 from torchtitan_lite.training.step.rank_flags import damaged_ranks, local_flags, non_finite_ranks
 from torchtitan_lite.training.step.replay import Replay
 from torchtitan_lite.training.step.state_check import StateCheck
@@ -99,7 +99,7 @@ class StepMonitor:
             if own in damaged:
                 self._report(Cause.MEMORY_CORRUPTION, check.describe())
             return Decision(
-                Action.ABORT, faulty_ranks=tuple(damaged), has_damaged_state=True
+                StepAction.ABORT, faulty_ranks=tuple(damaged), has_damaged_state=True
             ), events
         decision = self.detector.decide(totals.mean_loss, totals.grad_norm, history)
         if decision.is_anomalous and self._replay is not None:
@@ -107,7 +107,7 @@ class StepMonitor:
             if differing is None:
                 return ABORT, events
             if differing:
-                decision = Decision(Action.ABORT, faulty_ranks=tuple(differing))
+                decision = Decision(StepAction.ABORT, faulty_ranks=tuple(differing))
                 if own in differing:
                     text = "it computes an anomalous step differently a second time"
                     self._report(Cause.WRONG_COMPUTATION, text)

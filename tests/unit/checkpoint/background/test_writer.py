@@ -23,6 +23,7 @@ from tests.harness.ranks import REPOSITORY
 from tests.harness.snapshots import orphan, snapshot, trainers, verify
 from torchtitan_lite.checkpoint.background import writer as writer_module
 from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
+from torchtitan_lite.checkpoint.background.channel import WriterChannel, WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess, WriterProcess
 from torchtitan_lite.checkpoint.background.save import RankSave
@@ -275,13 +276,13 @@ def test_a_flush_retries_until_storage_works(tmp_path: Path, how: str) -> None:
 
 
 @contextmanager
-def _pipes() -> Iterator[tuple[Channel, Channel, int]]:
+def _pipes() -> Iterator[tuple[WriterChannel, WriterChannel, int]]:
     """Return the writer's end of its pipes, the trainer's end, and the descriptor into which the
     trainer writes its signals."""
     (orders, to_writer), (from_writer, responses), (signals, handler) = (os.pipe() for _ in "123")
-    channel = Channel(orders, responses)
+    channel = WriterChannel(orders, responses)
     channel.listen_to_signals(signals)
-    yield channel, Channel(from_writer, to_writer), handler
+    yield channel, WriterChannel(from_writer, to_writer), handler
     for descriptor in (orders, to_writer, from_writer, responses, signals, handler):
         os.close(descriptor)
 

@@ -89,7 +89,8 @@ def test_errors_that_users_can_correct_are_one_line() -> None:
 def test_no_torch_is_imported() -> None:
     heavy = {"torch", "torchft", "numpy", "pydantic", "google.protobuf.json_format"}
     code = (
-        "import sys; from torchtitan_lite.fault_tolerance.lighthouse import __main__, client, server;"
+        "import sys\n"
+        "from torchtitan_lite.fault_tolerance.lighthouse import __main__, client, server\n"
         f"print(sorted(set({sorted(heavy)}) & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -13,6 +13,7 @@ from torchtitan_lite.config.tables.anomalies import AnomaliesConfig
 from torchtitan_lite.core.errors import TrainingDiverged
 from torchtitan_lite.fault_tolerance.replica.participation import Share
 from torchtitan_lite.training.anomalies import Action, AnomalyDetector, History
+from torchtitan_lite.training.anomalies import AnomalyDetector, History, StepAction
 from torchtitan_lite.training.anomalies.detector import deviations_above
 from torchtitan_lite.training.step.anomalous_steps import _roll_back
 from torchtitan_lite.training.trainer import _end
@@ -36,24 +37,24 @@ def test_a_normal_run_has_no_spikes(seed: int) -> None:
     loss = norm = 1.0
     for step, (loss, norm) in enumerate(_training(seed, 3000), start=1):
         decision = detector.decide(loss, norm, history)
-        assert decision.action is Action.COMMIT, (step, decision)
+        assert decision.action is StepAction.COMMIT, (step, decision)
         history.record_commit(step, loss, norm, window=detector.window)
     assert len(history.losses) == detector.window
-    assert detector.decide(loss + 2, norm, history).action is Action.STOP
-    assert detector.decide(loss, norm * 100, history).action is Action.STOP
+    assert detector.decide(loss + 2, norm, history).action is StepAction.STOP
+    assert detector.decide(loss, norm * 100, history).action is StepAction.STOP
     # A drop is not a spike.
-    assert detector.decide(loss - 2, norm / 100, history).action is Action.COMMIT
+    assert detector.decide(loss - 2, norm / 100, history).action is StepAction.COMMIT
 
 
 def test_spike_detection_is_optional_and_needs_a_minimum_of_steps() -> None:
     history = History()
     for step in range(1, 64):
         history.record_commit(step, 3.0, 1.0, window=128)
-    assert _detector().decide(1e6, 1e6, history).action is Action.COMMIT
+    assert _detector().decide(1e6, 1e6, history).action is StepAction.COMMIT
     detector = _detector(on_spike="skip")
-    assert detector.decide(1e6, 1e6, history).action is Action.COMMIT
+    assert detector.decide(1e6, 1e6, history).action is StepAction.COMMIT
     history.record_commit(64, 3.0, 1.0, window=128)
-    assert detector.decide(1e6, 1.0, history).action is Action.SKIP
+    assert detector.decide(1e6, 1.0, history).action is StepAction.SKIP
 
 
 def test_noise_around_a_constant_is_not_a_spike() -> None:
@@ -74,23 +75,23 @@ def test_consecutive_skips_are_limited_and_a_commit_resets_the_count() -> None:
     detector, history = _detector(max_skipped_steps=3), History()
     for _ in range(2):
         history.record_skip()
-    assert detector.decide(math.nan, 1.0, history).action is Action.STOP
+    assert detector.decide(math.nan, 1.0, history).action is StepAction.STOP
     history.record_commit(1, 1.0, 1.0, window=0)
-    assert detector.decide(math.nan, 1.0, history).action is Action.SKIP
+    assert detector.decide(math.nan, 1.0, history).action is StepAction.SKIP
 
 
 def test_consecutive_rollbacks_are_limited_until_the_run_progresses() -> None:
     detector, history = _detector(on_non_finite="roll_back", max_roll_backs=2), History()
     history.record_rollback(History(), at=10, to=8, cursor=110)
     history.record_commit(9, 1.0, 1.0, window=0)
-    assert detector.decide(math.nan, 1.0, history).action is Action.ROLL_BACK
+    assert detector.decide(math.nan, 1.0, history).action is StepAction.ROLL_BACK
     history.record_rollback(History(), at=9, to=7, cursor=130)
-    assert detector.decide(math.nan, 1.0, history).action is Action.STOP
+    assert detector.decide(math.nan, 1.0, history).action is StepAction.STOP
     for step in (8, 9, 10):
         history.record_commit(step, 1.0, 1.0, window=0)
-        assert detector.decide(math.nan, 1.0, history).action is Action.STOP
+        assert detector.decide(math.nan, 1.0, history).action is StepAction.STOP
     history.record_commit(11, 1.0, 1.0, window=0)
-    assert detector.decide(math.nan, 1.0, history).action is Action.ROLL_BACK
+    assert detector.decide(math.nan, 1.0, history).action is StepAction.ROLL_BACK
 
 
 def test_an_abandoned_state_is_recognized_by_step_and_cursor() -> None:

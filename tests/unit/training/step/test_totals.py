@@ -23,6 +23,8 @@ from torchtitan_lite.training.step.totals import (
     StepValues,
     reduce_step,
 )
+from torchtitan_lite.training.anomalies import AnomalyDetector, History, StepAction
+from torchtitan_lite.training.step.totals import NORM_EPS, PendingTotals, StepValues, reduce_step
 
 _MAX_NORM = 0.5
 
@@ -48,7 +50,7 @@ def test_device_and_host_agree(
     detector = AnomalyDetector(AnomaliesConfig(), max_skipped_steps=100)
     assert detector.ignores_history
     decision = detector.decide(totals.mean_loss, totals.grad_norm, History())
-    assert skip.item() == (decision.action is not Action.COMMIT)
+    assert skip.item() == (decision.action is not StepAction.COMMIT)
     if not skip.item():
         factor = min(1.0, _MAX_NORM / (totals.grad_norm + NORM_EPS)) / num_targets
         assert divisor.item() == pytest.approx(1 / factor, rel=1e-6)

@@ -4,6 +4,6 @@ over HTTP.
 Nothing received is unpickled; every chunk is checksummed, and served only to peers with the token.
 """
 
-from torchtitan_lite.fault_tolerance.replica.healing.transport import HealingTransport, StateSource
+from torchtitan_lite.fault_tolerance.replica.healing.transport import HealingTransport, HealSource
 
-__all__ = ["HealingTransport", "StateSource"]
+__all__ = ["HealSource", "HealingTransport"]

@@ -15,7 +15,7 @@ PURPOSE = "healing"
 
 
 @dataclass(frozen=True)
-class StateSource:
+class HealSource:
     """URL and progress of a peer's state."""
 
     url: str
@@ -33,7 +33,7 @@ class HealingTransport(CheckpointTransport[dict[str, Any]]):
         """`address` is that of an interface. Raises OSError."""
         self._state = state
         self._server = StateServer(address, secret, PURPOSE)
-        self.source: StateSource | None = None
+        self.source: HealSource | None = None
         """Source that this rank must heal from before the next step."""
 
     def metadata(self) -> str:
@@ -56,7 +56,7 @@ class HealingTransport(CheckpointTransport[dict[str, Any]]):
     ) -> dict[str, Any]:
         """Note the source. The main thread fetches the state once nothing reads the old one."""
         del src_rank, timeout
-        self.source = StateSource(metadata, step)
+        self.source = HealSource(metadata, step)
         return {"user": {"state": None}, "torchft": {"step": step, "batches_committed": 0}}
 
     def shutdown(self, wait: bool = True) -> None:

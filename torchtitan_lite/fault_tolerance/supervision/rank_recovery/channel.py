@@ -8,7 +8,7 @@ from typing import Any
 _READ_BYTES = 1 << 16
 
 
-class Channel:
+class AgentChannel:
     """One end of a socket pair."""
 
     def __init__(self, end: socket.socket) -> None:

@@ -39,7 +39,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     MAX_CHARS,
     Answer,
     FailureKind,
-    Phase,
+    NodeState,
     RunState,
 )
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
@@ -141,8 +141,8 @@ class MachineAgent(ProcessAgent):
             elif time.monotonic() - since_s > self._join_timeout_s:
                 self._leave(1, self._too_few(answer))
             if answer is None or not self._has_seat(answer):
-                if self._link.report.phase is Phase.JOINED:
-                    self._link.update(phase=Phase.PARKED)
+                if self._link.report.phase is NodeState.JOINED:
+                    self._link.update(phase=NodeState.PARKED)
                 continue
             if not self._link.has_lease:
                 continue
@@ -151,7 +151,7 @@ class MachineAgent(ProcessAgent):
 
     def _has_seat(self, answer: Answer) -> bool:
         """Return whether this machine is a member of a running attempt that it has not left."""
-        is_joined = self._link.report.phase is Phase.JOINED
+        is_joined = self._link.report.phase is NodeState.JOINED
         is_new = answer.attempt >= self._attempt_number + (not is_joined)
         return answer.state is RunState.RUNNING and answer.node_rank >= 0 and is_new
 
@@ -176,7 +176,7 @@ class MachineAgent(ProcessAgent):
                 self._store = listening_store(self._link.report.address)
                 port = self._store.port
             self._link.update(
-                phase=Phase.JOINED,
+                phase=NodeState.JOINED,
                 attempt=answer.attempt,
                 mesh=answer.mesh,
                 leaving_for="",
@@ -273,7 +273,7 @@ class MachineAgent(ProcessAgent):
     def _stop_waits(self, answer: Answer | None) -> bool:
         """Whether a request to stop waits: the ranks have left their training for a resize, and
         only ranks that train can save and exit."""
-        before = self._attempt_number - (self._link.report.phase is Phase.JOINED)
+        before = self._attempt_number - (self._link.report.phase is NodeState.JOINED)
         has_left = 0 < self._left_attempt >= before
         is_soon = time.monotonic() < self._stop_s + HOLD_S
         return has_left and is_soon and self._link.has_lease and not self._is_spare(answer)
@@ -306,8 +306,8 @@ class MachineAgent(ProcessAgent):
         self._prepare_for(answer)
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.SUCCEEDED:
-            if self._link.report.phase is not Phase.ENDED:
-                self._link.update(phase=Phase.ENDED)
+            if self._link.report.phase is not NodeState.ENDED:
+                self._link.update(phase=NodeState.ENDED)
             if not self._link.has_lease:
                 logger.warning(
                     "All ranks of this machine have finished, but the rendezvous does not answer "
@@ -335,7 +335,7 @@ class MachineAgent(ProcessAgent):
     def _decide(self, failure: Failure) -> RunResult:
         """Report the failure, and wait for the end of the attempt."""
         self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
-        if self._link.report.phase is not Phase.FAILED:
+        if self._link.report.phase is not NodeState.FAILED:
             self._report_failure(failure)
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -350,7 +350,7 @@ class MachineAgent(ProcessAgent):
             self._excepted = failure.rank
         first = self._link.report.node_rank * self._mesh.num_ranks
         self._link.update(
-            phase=Phase.FAILED,
+            phase=NodeState.FAILED,
             failure=kind,
             failure_text=failure.description[:1000],
             failure_signature=failure.signature[:1000],
@@ -371,7 +371,7 @@ class MachineAgent(ProcessAgent):
             process.poll()
         self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
         failed = {n: one for n, one in self._ranks.items() if one.error}
-        if failed and self._link.report.phase is Phase.JOINED:
+        if failed and self._link.report.phase is NodeState.JOINED:
             # The order to stop came first; the cause may be here all the same.
             rank = min(failed, key=lambda number: failed[number].failed_at_s)
             self._report_failure(self._exception(rank))
@@ -379,7 +379,7 @@ class MachineAgent(ProcessAgent):
         if not self._link.has_lease:
             kill_writers(os.getpid())
         self._link.update(
-            phase=Phase.PARKED, has_lost_lease=has_lost_lease, has_left=has_left and not failed
+            phase=NodeState.PARKED, has_lost_lease=has_lost_lease, has_left=has_left and not failed
         )
 
     def _adopt_mesh(self, text: str) -> None:
@@ -454,7 +454,7 @@ class MachineAgent(ProcessAgent):
 
     def _finish(self, answer: Answer) -> RunResult:
         """End with the run."""
-        has_finished = self._link.report.phase is Phase.ENDED
+        has_finished = self._link.report.phase is NodeState.ENDED
         self.exit_status, self._remaining_restarts = answer.status, 0
         if answer.status:
             logger.error("Training ends: %s.", answer.reason)
@@ -472,7 +472,7 @@ class MachineAgent(ProcessAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._inbox.is_open = False
         super()._shutdown(death_sig, timeout)
-        if self._link.report.phase is not Phase.ENDED:
+        if self._link.report.phase is not NodeState.ENDED:
             # Another machine may take the place that they write for.
             kill_writers(os.getpid())
         self._inbox.close("the run has ended")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from torchtitan_lite.core.rank.processes import ExitStatus, signal_process
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import Channel
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import CHANNEL
 
 
@@ -42,7 +42,7 @@ class RankProcess:
                 # Ctrl-C is forwarded by the agent, once.
                 start_new_session=True,
             )
-        self._channel = Channel(here)
+        self._channel = AgentChannel(here)
         self._lease_until_s: float | None = None
         self.state = RankState.STARTING
         self.status: ExitStatus | None = None

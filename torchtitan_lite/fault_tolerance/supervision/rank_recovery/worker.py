@@ -24,7 +24,7 @@ from torchtitan_lite.core.errors import is_transient
 from torchtitan_lite.core.preemption import TrainingAborted
 from torchtitan_lite.core.rank.supervised import print_into_rank_log
 from torchtitan_lite.distributed.axis_groups import abort_all_groups, forget_groups
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import Channel
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import Lease
 
 CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
@@ -36,10 +36,10 @@ _RAISE_AGAIN_S = 1.0
 a callback of torch, which swallows exceptions, and is raised again then."""
 
 
-class Recovery:
+class RecoveryHooks:
     """What the training of one attempt tells the agent, and where the agent may interrupt it."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: AgentChannel) -> None:
         self._channel = channel
         self._is_interruptible = False
         self._raise_at_s = 0.0
@@ -112,13 +112,13 @@ class Recovery:
             raise TrainingAborted
 
 
-def serve(train: Callable[[Recovery, list[str]], int], warm_up: Callable[[], None]) -> int:
+def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[], None]) -> int:
     """Train whenever the agent gives this process a rank, until it orders to exit. `train` receives
     the arguments that the agent adds. Returns the exit status."""
     end = socket.socket(fileno=int(os.environ.pop(CHANNEL)))
     end.set_inheritable(False)
-    channel = Channel(end)
-    recovery = Recovery(channel)
+    channel = AgentChannel(end)
+    recovery = RecoveryHooks(channel)
     signal.signal(_INTERRUPT, recovery.on_interrupt)
     orders: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     try:
@@ -160,8 +160,8 @@ def serve(train: Callable[[Recovery, list[str]], int], warm_up: Callable[[], Non
 
 
 def _receive(
-    channel: Channel,
-    recovery: Recovery,
+    channel: AgentChannel,
+    recovery: RecoveryHooks,
     lease: Lease,
     orders: SimpleQueue[dict[str, Any] | None],
 ) -> None:
@@ -179,7 +179,7 @@ def _receive(
     orders.put(None)
 
 
-def _abort(recovery: Recovery) -> None:
+def _abort(recovery: RecoveryHooks) -> None:
     # First of all, so that the main thread does not go on with the result of an aborted collective:
     # on a GPU the wait for it returns without an error.
     _interrupt(recovery)
@@ -190,7 +190,7 @@ def _abort(recovery: Recovery) -> None:
         _interrupt(recovery)
 
 
-def _interrupt(recovery: Recovery) -> None:
+def _interrupt(recovery: RecoveryHooks) -> None:
     main = threading.main_thread().ident
     if recovery.is_interruptible and main is not None:
         signal.pthread_kill(main, _INTERRUPT)

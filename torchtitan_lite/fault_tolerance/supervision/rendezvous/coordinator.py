@@ -29,7 +29,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import 
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Answer,
     FailureKind,
-    Phase,
+    NodeState,
     Report,
     RunState,
 )
@@ -150,7 +150,7 @@ class Coordinator:
         self._left_s = {m: s for m, s in self._left_s.items() if now_s - s <= LOST_S}
         self._left_s[machine] = now_s
         is_known = self._machines.pop(machine, None) is not None
-        has_finished = report.phase is Phase.ENDED and not reason
+        has_finished = report.phase is NodeState.ENDED and not reason
         if has_finished and self._state in (RunState.REBUILDING, RunState.RUNNING):
             self._finished[report.node_rank] = report.attempt
         if not is_known or machine not in self._members or self._state is RunState.ENDED:
@@ -367,18 +367,18 @@ class Coordinator:
 
     def _has_ended(self, report: Report) -> bool:
         """Return whether all ranks of a machine have finished in the present attempt."""
-        return report.attempt == self._attempt and report.phase is Phase.ENDED
+        return report.attempt == self._attempt and report.phase is NodeState.ENDED
 
     def _has_stopped(self, one: _Machine) -> bool:
         """Return whether a member does not train in the present attempt any more."""
         if one.report.attempt == self._attempt:
-            return one.report.phase in (Phase.PARKED, Phase.FAILED)
+            return one.report.phase in (NodeState.PARKED, NodeState.FAILED)
         return one.was_joined
 
     def _form(self, now_s: float) -> None:
         """Start the next attempt if there are enough machines, all of them parked."""
         former = [self._machines[m] for m in self._members if m in self._machines]
-        busy = (Phase.JOINED, Phase.FAILED)
+        busy = (NodeState.JOINED, NodeState.FAILED)
         if any(one.report.phase in busy for one in self._machines.values()):
             return
         if not self._is_judged:

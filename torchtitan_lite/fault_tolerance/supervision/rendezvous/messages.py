@@ -18,7 +18,7 @@ MAX_CHARS = 2000
 _MAX_NUMBER = 1 << 40
 
 
-class Phase(StrEnum):
+class NodeState(StrEnum):
     """Phase of a machine."""
 
     PARKED = "parked"
@@ -92,7 +92,7 @@ class Report(_Message):
     """Ranks per machine with which it was started."""
     fingerprint: str
     """Fingerprint of the configuration."""
-    phase: Phase = Phase.PARKED
+    phase: NodeState = NodeState.PARKED
     attempt: int = 0
     """The last attempt of which it was a member; 0 if there is none."""
     node_rank: int = -1

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.cli import main
-from torchtitan_lite.training.checks.rank_counts import main as check_config
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.outputs import PARTICIPATES, RECEIVES_STATE
 from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
@@ -24,6 +23,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.plan import (
     training_plan,
 )
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
+from torchtitan_lite.training.checks.rank_counts import main as check_config
 
 CHATTER = b"2026-01-01T00:00:00.000 [INFO] [torchft::manager] - [Replica 0] start quorum"
 

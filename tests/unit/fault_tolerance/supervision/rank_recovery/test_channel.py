@@ -2,13 +2,13 @@
 
 import socket
 
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import Channel
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 
 
 def test_an_offer_to_an_end_that_does_not_read_is_dropped_whole() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        channel, other = Channel(ours), Channel(theirs)
+        channel, other = AgentChannel(ours), AgentChannel(theirs)
         num_accepted = 0
         # This blocks forever if the offer waits.
         while channel.offer(lease=num_accepted, text="x" * 40_000):
@@ -28,7 +28,7 @@ def test_an_offer_to_an_end_that_does_not_read_is_dropped_whole() -> None:
 
 def test_messages_arrive_in_order_until_the_other_end_closes() -> None:
     ours, theirs = socket.socketpair()
-    channel, other = Channel(ours), Channel(theirs)
+    channel, other = AgentChannel(ours), AgentChannel(theirs)
     assert channel.receive(wait=False) == []
     other.send(parked=True)
     other.send(failed="x" * 100_000)

@@ -37,7 +37,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import Rendezvo
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     MAX_CHARS,
     Answer,
-    Phase,
+    NodeState,
     Report,
     RunState,
 )
@@ -93,13 +93,16 @@ class _Agent(MachineAgent):
         return self._link.report
 
     def report(self, phase: Phase, **changes: Any) -> None:
+
+
+    def report(self, phase: NodeState, **changes: Any) -> None:
         """Change the phase that is reported, and more."""
         self._link.update(phase=phase, **changes)
 
     def joins(self, attempt: int) -> None:
         """Join an attempt."""
         self._attempt_number = attempt
-        self._link.update(phase=Phase.JOINED)
+        self._link.update(phase=NodeState.JOINED)
 
     def follow(self, answer: Answer, until: Callable[[Report], object]) -> Report:
         """Follow an answer until the next report is as expected, and return that."""
@@ -232,13 +235,13 @@ def test_writers_end_first_when_the_lease_ends(
     assert writer.wait(5) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("phase", [Phase.PARKED, Phase.ENDED])
+@pytest.mark.parametrize("phase", [NodeState.PARKED, NodeState.ENDED])
 def test_writers_end_before_a_machine_leaves_unless_it_has_finished(
-    phase: Phase, agent: _Agent, writer: subprocess.Popen[bytes]
+    phase: NodeState, agent: _Agent, writer: subprocess.Popen[bytes]
 ) -> None:
     agent.report(phase)
     agent.end()
-    if phase is Phase.ENDED:
+    if phase is NodeState.ENDED:
         time.sleep(0.5)
         assert writer.poll() is None
     else:
@@ -306,7 +309,7 @@ def test_a_signal_does_not_split_ranks_that_may_leave(agent: _Agent) -> None:
     agent.answered(named)
     assert agent.may_forward()
     # Once it is ready, the rendezvous may have decided that all ranks leave.
-    agent.report(Phase.JOINED, ready_for="r1")
+    agent.report(NodeState.JOINED, ready_for="r1")
     assert not agent.may_forward()
     agent.answered(replace(quiet, state=RunState.REBUILDING))
     assert not agent.may_forward()
@@ -322,7 +325,7 @@ def test_a_signal_waits_until_ranks_that_left_train_again(agent: _Agent) -> None
     agent.stop()
     agent.answered(replace(_READY, resize=""))
     assert not agent.may_forward()
-    agent.report(Phase.PARKED)
+    agent.report(NodeState.PARKED)
     assert agent.may_wait(_READY)
     # Also before the store of the next attempt is known, but not on a spare machine.
     agent.joins(2)

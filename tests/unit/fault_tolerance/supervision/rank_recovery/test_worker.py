@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.ranks import FORK_SERVER
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import Channel
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import (
     CHANNEL,
-    Recovery,
+    RecoveryHooks,
     serve,
 )
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import lease_clock_s
@@ -26,7 +26,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import lease_
 def _serve(there: socket.socket, train_s: float, module: str) -> None:
     """Be the process of a rank, whose warm-up imports `module`."""
 
-    def train(recovery: Recovery, changed: list[str]) -> int:
+    def train(recovery: RecoveryHooks, changed: list[str]) -> int:
         if changed == ["unreachable"]:
             raise ConnectionRefusedError("the store")
         if changed == ["wrong"]:
@@ -52,39 +52,39 @@ def _serve(there: socket.socket, train_s: float, module: str) -> None:
 
 
 @contextmanager
-def _started(train_s: float, module: str = "json") -> Iterator[tuple[Channel, Any]]:
+def _started(train_s: float, module: str = "json") -> Iterator[tuple[AgentChannel, Any]]:
     here, there = socket.socketpair()
     with here, there:
         process = FORK_SERVER.Process(target=_serve, args=(there, train_s, module))
         process.start()
         there.close()
         try:
-            yield Channel(here), process
+            yield AgentChannel(here), process
         finally:
             process.kill()
             process.join()
 
 
-def _start(train_s: float) -> Iterator[tuple[Channel, Any]]:
+def _start(train_s: float) -> Iterator[tuple[AgentChannel, Any]]:
     with _started(train_s) as (channel, process):
         assert channel.receive(wait=True) == [{"parked": True}]
         yield channel, process
 
 
 @pytest.fixture
-def quick() -> Iterator[tuple[Channel, Any]]:
+def quick() -> Iterator[tuple[AgentChannel, Any]]:
     """A process whose training ends at once."""
     yield from _start(0.0)
 
 
 @pytest.fixture
-def slow() -> Iterator[tuple[Channel, Any]]:
+def slow() -> Iterator[tuple[AgentChannel, Any]]:
     """A process whose training lasts."""
     yield from _start(600.0)
 
 
 def test_an_attempt_may_follow_one_that_has_ended(
-    quick: tuple[Channel, Any],
+    quick: tuple[AgentChannel, Any],
 ) -> None:
     channel, process = quick
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_an_attempt_may_follow_one_that_has_ended(
 
 
 def test_an_error_before_the_process_groups_exist_is_reported(
-    quick: tuple[Channel, Any],
+    quick: tuple[AgentChannel, Any],
 ) -> None:
     channel, _ = quick
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_an_error_of_the_imports_is_reported() -> None:
 
 
 def test_a_swallowed_interrupt_is_repeated(
-    quick: tuple[Channel, Any],
+    quick: tuple[AgentChannel, Any],
 ) -> None:
     channel, _ = quick
     channel.send(start={}, arguments=["swallow"])
@@ -132,7 +132,7 @@ def test_a_swallowed_interrupt_is_repeated(
 
 
 def test_a_rank_kills_itself_when_its_lease_ends(
-    slow: tuple[Channel, Any],
+    slow: tuple[AgentChannel, Any],
 ) -> None:
     channel, process = slow
     # A parked process needs no lease.

@@ -9,7 +9,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import C
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Answer,
     FailureKind,
-    Phase,
+    NodeState,
     Report,
     RunState,
 )
@@ -60,7 +60,7 @@ class Rig:
         if is_member and answer.attempt > report.attempt:
             report = replace(
                 report,
-                phase=Phase.JOINED,
+                phase=NodeState.JOINED,
                 attempt=answer.attempt,
                 node_rank=answer.node_rank,
                 store_port=29000 + answer.attempt if answer.node_rank == 0 else 0,
@@ -72,13 +72,13 @@ class Rig:
                 has_lost_lease=False,
                 failure=FailureKind.NONE,
             )
-        elif answer.state is RunState.FORMING and report.phase is not Phase.PARKED:
+        elif answer.state is RunState.FORMING and report.phase is not NodeState.PARKED:
             if report.machine in self.stays:
                 # They wait for ranks of other machines, which are aborted first.
                 failure = FailureKind.EXCEPTION
                 report = replace(report, failure=failure, failure_text="connection closed")
-            report = replace(report, phase=Phase.PARKED)
-        elif is_member and report.phase is Phase.JOINED and report.has_progress:
+            report = replace(report, phase=NodeState.PARKED)
+        elif is_member and report.phase is NodeState.JOINED and report.has_progress:
             report = self._resized(report, answer)
         if answer.request == report.request and answer.request_state.is_final:
             self.ended[report.request] = answer.request_state, answer.request_reason
@@ -92,7 +92,7 @@ class Rig:
         if answer.resize_state is ResizeState.READY:
             report = replace(report, leaving_for=answer.resize_mesh)
             if report.machine not in self.stays:
-                report = replace(report, phase=Phase.PARKED, has_left=True)
+                report = replace(report, phase=NodeState.PARKED, has_left=True)
         return report
 
     def train(self, *names: str) -> None:
@@ -140,7 +140,7 @@ class Rig:
 def park(rig: Rig, *names: str) -> None:
     """Stop the ranks of machines whose leases have ended."""
     for name in names:
-        rig.machines[name] = replace(rig.machines[name], phase=Phase.PARKED)
+        rig.machines[name] = replace(rig.machines[name], phase=NodeState.PARKED)
 
 
 def fail(
@@ -156,7 +156,7 @@ def fail(
 ) -> None:
     rig.send(
         name,
-        phase=Phase.FAILED,
+        phase=NodeState.FAILED,
         failure=kind,
         failure_text=text,
         failure_signature=signature,

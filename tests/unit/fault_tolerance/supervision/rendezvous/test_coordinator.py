@@ -11,7 +11,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import 
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import Busy, Rejected
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     FailureKind,
-    Phase,
+    NodeState,
     Report,
     RunState,
 )
@@ -65,7 +65,7 @@ def test_a_spare_takes_the_place_of_a_lost_machine_only_after_its_lease() -> Non
     assert "lost b" in rig.answers["a"].reason
     # It returns, and neither is a member nor ends the attempt.
     rig.silent.clear()
-    rig.machines["b"] = replace(rig.machines["b"], phase=Phase.PARKED)
+    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.PARKED)
     rig.run(5)
     assert rig.places() == {"a": 0, "c": 1} and rig.attempt() == 2
 
@@ -98,7 +98,7 @@ def test_an_exception_that_the_end_of_a_lease_explains_blames_nobody() -> None:
     rig = Rig("a", "b")
     rig.start()
     rig.restart_server(outage_s=LOST_S)
-    rig.machines["b"] = replace(rig.machines["b"], phase=Phase.PARKED, has_lost_lease=True)
+    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.PARKED, has_lost_lease=True)
     closed = "rank 0: Connection closed by peer"
     fail(rig, "a", FailureKind.EXCEPTION, closed)
     rig.run(5)
@@ -112,7 +112,7 @@ def test_the_first_of_several_exceptions_is_the_cause() -> None:
     fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed", age_s=0.6)
     rig.send(
         "b",
-        phase=Phase.PARKED,
+        phase=NodeState.PARKED,
         failure=FailureKind.EXCEPTION,
         failure_text="rank 1: InjectedError",
         failure_age_s=0.9,
@@ -271,7 +271,7 @@ def test_the_next_run_waits_until_the_machines_of_the_last_one_have_left() -> No
     rig = Rig("a", "b")
     rig.start()
     for name in "ab":
-        rig.machines[name] = replace(rig.machines[name], phase=Phase.ENDED)
+        rig.machines[name] = replace(rig.machines[name], phase=NodeState.ENDED)
     rig.run(1)
     assert rig.state() is RunState.ENDED and rig.answers["a"].status == 0
     rig.add("c", run_id="next")
@@ -286,7 +286,7 @@ def test_a_machine_that_joins_when_all_ranks_have_finished_is_of_the_next_run() 
     rig = Rig("a", "b", "c")
     rig.start()
     for name in "ab":
-        rig.machines[name] = replace(rig.machines[name], phase=Phase.ENDED)
+        rig.machines[name] = replace(rig.machines[name], phase=NodeState.ENDED)
         rig.leave(name)
     # The spare machine has not left yet.
     rig.add("d")
@@ -344,7 +344,7 @@ def test_a_machine_that_loses_its_lease_twice_in_a_row_is_replaced() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     for attempt in (2, 3):
-        rig.send("b", phase=Phase.PARKED, has_lost_lease=True)
+        rig.send("b", phase=NodeState.PARKED, has_lost_lease=True)
         rig.run(8)
         assert rig.attempt() == attempt and rig.answers["a"].reason == "b was cut off"
     assert rig.places() == {"a": 0, "c": 1}
@@ -354,7 +354,7 @@ def test_a_machine_that_loses_its_lease_again_and_again_without_a_spare_ends_the
     rig = Rig("a", "b")
     rig.start()
     for _ in range(20):
-        rig.send("b", phase=Phase.PARKED, has_lost_lease=True)
+        rig.send("b", phase=NodeState.PARKED, has_lost_lease=True)
         rig.run(8, until=lambda: rig.state() is RunState.RUNNING)
         if rig.state() is RunState.ENDED:
             break
@@ -367,7 +367,7 @@ def test_leases_that_all_machines_lose_only_delay_the_next_attempt() -> None:
     for attempt in range(2, 20):
         for name in "ab":
             rig.machines[name] = replace(
-                rig.machines[name], phase=Phase.PARKED, has_lost_lease=True
+                rig.machines[name], phase=NodeState.PARKED, has_lost_lease=True
             )
         rig.run(0.5)
         assert rig.attempt() == attempt - 1
@@ -380,7 +380,7 @@ def test_a_machine_at_fault_is_replaced_at_once_and_does_not_return() -> None:
     rig.start()
     fail(rig, "b", FailureKind.USER_ERROR, "rank 1: exit status 4", status=MACHINE_FAULT)
     rig.silent = {"b"}
-    rig.send("b", phase=Phase.PARKED)
+    rig.send("b", phase=NodeState.PARKED)
     rig.run(5)
     assert rig.places()["c"] == 1 and rig.attempt() == 2
     with pytest.raises(Rejected, match="at fault"):
@@ -440,7 +440,7 @@ def test_the_last_machine_may_leave_and_a_late_report_does_not_bring_it_back(is_
 def test_a_machine_that_has_finished_may_leave_while_others_still_save(is_restarted: bool) -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    rig.machines["a"] = replace(rig.machines["a"], phase=Phase.ENDED)
+    rig.machines["a"] = replace(rig.machines["a"], phase=NodeState.ENDED)
     if is_restarted:
         rig.restart_server()
         # It is not known yet.
@@ -450,7 +450,7 @@ def test_a_machine_that_has_finished_may_leave_while_others_still_save(is_restar
         rig.leave("a")
     rig.run(LOST_S + 5)
     assert rig.state() is RunState.RUNNING and rig.attempt() == 1
-    rig.machines["b"] = replace(rig.machines["b"], phase=Phase.ENDED)
+    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.ENDED)
     rig.run(1)
     assert rig.state() is RunState.ENDED and rig.answers["b"].status == 0
 
@@ -458,7 +458,7 @@ def test_a_machine_that_has_finished_may_leave_while_others_still_save(is_restar
 def test_the_place_of_a_machine_that_has_finished_is_filled_if_another_fails() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    rig.machines["a"] = replace(rig.machines["a"], phase=Phase.ENDED)
+    rig.machines["a"] = replace(rig.machines["a"], phase=NodeState.ENDED)
     rig.run(1)
     rig.leave("a")
     fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
@@ -469,7 +469,7 @@ def test_the_place_of_a_machine_that_has_finished_is_filled_if_another_fails() -
 def test_a_late_report_does_not_count() -> None:
     rig = Rig("a", "b")
     rig.start()
-    late = replace(rig.machines["b"], phase=Phase.FAILED, failure=FailureKind.DEATH, sequence=1)
+    late = replace(rig.machines["b"], phase=NodeState.FAILED, failure=FailureKind.DEATH, sequence=1)
     rig.coordinator.report(late, rig.now_s)
     rig.run(2)
     assert rig.attempt() == 1 and rig.state() is RunState.RUNNING

@@ -9,7 +9,7 @@ from torchtitan_lite.core.errors import MACHINE_FAULT
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import LEAVE_S, ResizeState
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     FailureKind,
-    Phase,
+    NodeState,
     RunState,
 )
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import HOLD_S, LEASE_S, LOST_S
@@ -87,7 +87,7 @@ def test_a_lost_lease_ends_a_resize_that_not_all_machines_have_joined() -> None:
     rig.run(5, until=lambda: rig.attempt() == 2)
     rig.silent = {"a"}
     rig.run(1)
-    rig.send("b", phase=Phase.PARKED, has_lost_lease=True)
+    rig.send("b", phase=NodeState.PARKED, has_lost_lease=True)
     rig.silent = set()
     rig.run(5)
     assert rig.ended.get("r1") == (ResizeState.FAILED, "b was cut off")
@@ -179,7 +179,7 @@ def test_a_machine_at_fault_is_replaced_and_the_run_returns_to_its_mesh() -> Non
     rig.run(5)
     fail(rig, "b", FailureKind.USER_ERROR, "rank 2: a faulty GPU", status=MACHINE_FAULT)
     rig.silent.add("b")
-    rig.send("b", phase=Phase.PARKED)
+    rig.send("b", phase=NodeState.PARKED)
     rig.run(5)
     assert rig.places()["c"] == 1 and rig.answers["a"].mesh == "1"
 

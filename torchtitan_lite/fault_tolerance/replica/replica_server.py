@@ -67,7 +67,7 @@ class ReplicaIdentity:
     world_size: int
 
 
-class Coordinator:
+class ReplicaServer:
     """Server of one replica, at a free port of `host`."""
 
     def __init__(

@@ -37,10 +37,18 @@ from torchtitan_lite.fault_tolerance.replica.coordinator import (
     ReplicaIdentity,
     quorum_for_rank,
 )
+from torchtitan_lite.fault_tolerance.replica import replica_server as module
 from torchtitan_lite.fault_tolerance.replica.lighthouse_link import (
     AgreedQuorum,
     AuthenticatedLighthouse,
     TorchftLighthouse,
+)
+from torchtitan_lite.fault_tolerance.replica.replica_server import (
+    SERVICE,
+    CoordinatorClient,
+    ReplicaIdentity,
+    ReplicaServer,
+    quorum_for_rank,
 )
 
 SECRET = "a secret of the tests"
@@ -73,7 +81,7 @@ class Replica:
         timeout_s: float = 5,
     ) -> None:
         identity = ReplicaIdentity(run_id, replica_id, f"store of {replica_id}", num_ranks)
-        self.coordinator = Coordinator(
+        self.coordinator = ReplicaServer(
             identity, lambda: link(lighthouse, secret, run_id), secret=secret, host=_HOST
         )
         self.coordinator.start(timeout_s)
@@ -519,7 +527,7 @@ def test_a_member_sends_at_most_ten_pings_per_second(
         _answered_s={},
     )
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(Coordinator._ping_regularly(own, 1, member, num_members))
+        asyncio.run(ReplicaServer._ping_regularly(own, 1, member, num_members))
     assert slept_s == [interval_s]
 
 
