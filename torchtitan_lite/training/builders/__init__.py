@@ -26,12 +26,15 @@ from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.fault_tolerance.replica import hang_listeners
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel.pipeline_stages import join_stages
-from torchtitan_lite.training.builders.job import build_job, build_text_generator, join_replicas
+from torchtitan_lite.training.builders.job import build_job
 from torchtitan_lite.training.builders.model import (
     build_model,
     spec_on_device,
     with_counted_parameters,
 )
+from torchtitan_lite.training.builders.replicas import join_replicas
+from torchtitan_lite.training.builders.run_context import RunContext
+from torchtitan_lite.training.builders.samples import build_text_generator
 from torchtitan_lite.training.builders.state import RestoredState, build_state
 from torchtitan_lite.training.metrics import (
     Event,
@@ -93,24 +96,27 @@ def build(
         stack.callback(restored.checkpoints.close)
         state = restored.state
         phases.follow(lambda: state.step)
-        metrics = stack.enter_context(_open_metrics(config, mesh, folder, restored, faults))
+        run = RunContext(
+            config=config,
+            spec=spec,
+            mesh=mesh,
+            folder=folder,
+            faults=faults,
+            phases=phases,
+            stack=stack,
+        )
+        metrics = stack.enter_context(_open_metrics(run, restored))
         has_samples = config.validation.enable and config.validation.samples > 0
         text_generator = build_text_generator(config, spec, data, mesh) if has_samples else None
         job = build_job(
-            config,
-            spec,
-            mesh,
+            run,
             stop,
-            stack,
             parts=parts,
             data=data,
             restored=restored,
-            phases=phases,
             metrics=metrics,
             goodput_tracker=tracker,
             text_generator=text_generator,
-            folder=folder,
-            faults=faults,
             state_check=state_check,
         )
         _report_origin(restored, job, metrics)
@@ -199,13 +205,12 @@ def _build_data(config: Config, spec: ModelSpec, mesh: Mesh, stack: ExitStack) -
     return data
 
 
-def _open_metrics(
-    config: Config, mesh: Mesh, folder: Path, restored: RestoredState, faults: OutputFaults
-) -> Metrics:
+def _open_metrics(run: RunContext, restored: RestoredState) -> Metrics:
+    config, mesh = run.config, run.mesh
     return run_on_all_ranks(
         lambda: open_metrics(
             config.metrics,
-            folder=folder,
+            folder=run.folder,
             rank=mesh.rank,
             is_leader=mesh.is_leader,
             total_steps=config.training.steps,
@@ -214,7 +219,7 @@ def _open_metrics(
             run_config=config.model_dump(),
             world_size=mesh.world_size,
             replica=config.fault_tolerance.replica,
-            faults=faults,
+            faults=run.faults,
         )
     )
 

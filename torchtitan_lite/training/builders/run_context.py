@@ -1,0 +1,27 @@
+"""What the builders of a run share."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.config import Config
+from torchtitan_lite.core.output_files import OutputFaults
+from torchtitan_lite.core.phases import Phases
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.nn.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """A run before it has a state: what it is asked to do, on which mesh, and where it writes."""
+
+    config: Config
+    spec: ModelSpec
+    mesh: Mesh
+    folder: Path
+    """For the outputs of this replica."""
+    faults: OutputFaults
+    """Failures of output files."""
+    phases: Phases
+    stack: ExitStack
+    """Closes at the end of the run what the builders open."""
