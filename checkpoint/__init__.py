@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     )
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.manifest import Manifest, layouts_of, read_manifest_alone
-    from torchtitan_lite.checkpoint.recorded_config import recorded_config, to_record
+    from torchtitan_lite.checkpoint.recorded import recorded_config, to_record
     from torchtitan_lite.checkpoint.save_context import (
         NUM_SAVE_SIGNALS,
         Checkpointable,
@@ -148,7 +148,7 @@ _MODULES = {
         "replica_run_id",
         "shared_run_id",
     ),
-    "recorded_config": ("recorded_config", "to_record"),
+    "recorded": ("recorded_config", "to_record"),
     "snapshots": ("SavedValues", "Snapshot", "StoredSnapshot", "read_tensor"),
     "tensors": (
         "DTYPES",

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import grimp
 import tomli
 
 PAGE = Path("docs/architecture.md")
@@ -59,19 +58,16 @@ def _picture() -> str:
 
 
 def _imports(names: list[str]) -> dict[str, set[str]]:
-    graph = grimp.build_graph(_PACKAGE)
-    found: dict[str, set[str]] = {name: set() for name in names}
-    for module in graph.modules:
-        importer = _part(module)
-        for imported in graph.find_modules_directly_imported_by(module):
-            other = _part(imported)
-            if importer in found and other in found and importer != other:
-                found[importer].add(other)
+    """Return which packages each one imports, in functions too."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        folder = _folder(name)
+        paths = folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
+        nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+        modules = (node.module or "" for node in nodes if isinstance(node, ast.ImportFrom))
+        others = {module.split(".")[1] for module in modules if module.startswith(f"{_PACKAGE}.")}
+        found[name] = others & {*names} - {name}
     return found
-
-
-def _part(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
 
 
 def _reached(name: str, imported: Mapping[str, set[str]]) -> Iterator[str]:

@@ -158,21 +158,21 @@ def test_an_extra_is_imported_where_it_is_used():
         if name not in REQUIRED
     }
     assert needs_extra == {
-        "lighthouse/servicer.py",
-        "lighthouse/client.py",
-        "lighthouse/messages.py",
-        "lighthouse/server.py",
-        "publish/vllm_engine.py",
-        "rendezvous/link.py",
-        "rendezvous/server.py",
-        "replica/replica_server.py",
-        "replica/lighthouse_link.py",
-        "replica/semi_synchronous.py",
-        "replica/healing/transport.py",
-        "replica/torchft_manager.py",
-        "rpc/client.py",
-        "rpc/gate.py",
-        "rpc/server.py",
+        "fault_tolerance/lighthouse/servicer.py",
+        "fault_tolerance/lighthouse/client.py",
+        "fault_tolerance/lighthouse/messages.py",
+        "fault_tolerance/lighthouse/server.py",
+        "serving/publish/vllm_engine.py",
+        "fault_tolerance/supervision/rendezvous/link.py",
+        "fault_tolerance/supervision/rendezvous/server.py",
+        "fault_tolerance/replica/replica_server.py",
+        "fault_tolerance/replica/lighthouse_link.py",
+        "fault_tolerance/replica/semi_synchronous.py",
+        "fault_tolerance/replica/healing/transport.py",
+        "fault_tolerance/replica/torchft_manager.py",
+        "distributed/rpc/client.py",
+        "distributed/rpc/gate.py",
+        "distributed/rpc/server.py",
     }
 
 

@@ -9,7 +9,10 @@ import torchtitan_lite.checkpoint
 
 _TOP = Path(__file__).parents[3]
 _PACKAGE = "torchtitan_lite.checkpoint"
-_SUBPACKAGES = ("background", "hugging_face", "interchange", "shared_memory", "storage")
+_SUBPACKAGES = (
+    *("background", "shared_memory", "storage"),
+    *("convert", "convert.hugging_face", "convert.dcp"),
+)
 _ALLOWED = {_PACKAGE, *(f"{_PACKAGE}.{name}" for name in _SUBPACKAGES)}
 _TORCH_FREE = [
     _PACKAGE,

@@ -29,7 +29,7 @@ from torchtitan_lite.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.training.anomalies import History
 from torchtitan_lite.training.train_state import TrainState
 
-_FIXTURE = Path(__file__).parents[1] / "assets" / "fixture.jsonl"
+_FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
 
 MakeState = Callable[..., TrainState]
 

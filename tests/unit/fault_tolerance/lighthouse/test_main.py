@@ -13,7 +13,7 @@ import pytest
 from tests.unit.fault_tolerance.lighthouse.clients import connect_clients
 from torchtitan_lite.fault_tolerance.lighthouse import client
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 TOKEN = "a secret of the tests"
 _COMMAND = [sys.executable, "-m", "torchtitan_lite.fault_tolerance.lighthouse"]
 
