@@ -11,7 +11,9 @@ from typing import Any
 
 from scripts.benchmark_page import Result
 
-MODULE = Path(__file__).parents[1] / "torchtitan_lite" / "failure_model" / "measurements.py"
+MODULE = (
+    Path(__file__).parents[1] / "torchtitan_lite" / "tools" / "failure_model" / "measurements.py"
+)
 _GIB = 2**30
 _MIB = 2**20
 

@@ -91,7 +91,9 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
     assert {"lighthouse.log", "replica_1-attempt_2-node_0.log"} <= logs
     called = (site / "calls").read_text()
     assert "--config x.toml --fault_tolerance.enable true --fault_tolerance.replica_id 2" in called
-    (lighthouse,) = re.findall(r"^-m torchtitan_lite\.lighthouse (.*)$", called, re.MULTILINE)
+    (lighthouse,) = re.findall(
+        r"^-m torchtitan_lite\.fault_tolerance\.lighthouse (.*)$", called, re.MULTILINE
+    )
     # "localhost" resolves to a loopback address, to which other nodes cannot connect.
     assert lighthouse_parser().parse_args(lighthouse.split()).bind == "[::]:29510"
     assert "listens on all interfaces; set LIGHTHOUSE_BIND" in output

@@ -18,8 +18,8 @@ _PACKAGE = _REPOSITORY / "torchtitan_lite"
 def copied(tmp_path: Path) -> Path:
     """The package without its links, as some archivers leave it."""
     package = tmp_path / "torchtitan_lite"
-    package.mkdir()
-    for name in ("__init__.py", "_links.py"):
+    (package / "core").mkdir(parents=True)
+    for name in ("__init__.py", "core/__init__.py", "core/_links.py"):
         shutil.copy(_PACKAGE / name, package / name)
     return package
 

@@ -10,7 +10,7 @@ import torchtitan_lite
 
 _FOLDER = Path(torchtitan_lite.__file__).parent / "checkpoint"
 # DCP's chunks are arbitrary boxes: there is no layout for the planner.
-_MODULES = sorted(set(_FOLDER.rglob("*.py")) - set(_FOLDER.glob("interchange/*")))
+_MODULES = sorted(set(_FOLDER.rglob("*.py")) - set(_FOLDER.glob("convert/dcp/*")))
 _PLANNER = {
     "torchtitan_lite.distributed.redistribute",
     "torchtitan_lite.distributed.redistribute.read_plan",
