@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.data.validation import ValidationData
+from torchtitan_lite.data.held_out import ValidationData
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.harness.tolerances import ATTENTION_FLOAT64
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
-from torchtitan_lite.nn.attention import AttentionMask, BlockContext, Chunk, SDPAKernel
+from torchtitan_lite.nn.attention import AttentionMask, BlockContext, ChunkWindow, SDPAKernel
 from torchtitan_lite.nn.attention_sinks import _plain
 from torchtitan_lite.nn.grouped_query import GroupedQuery, Temperature
 from torchtitan_lite.nn.rope import Rope, rotate
@@ -107,7 +107,7 @@ def test_temperatures_grow_in_float32_whatever_the_default_dtype() -> None:
 
 def test_a_chunk_sees_its_own_positions_up_to_the_query() -> None:
     positions = torch.arange(10)
-    seen_SS = Chunk(4).sees(positions[:, None], positions)
+    seen_SS = ChunkWindow(4).sees(positions[:, None], positions)
     for query in range(10):
         assert seen_SS[query].nonzero().flatten().tolist() == list(range(query // 4 * 4, query + 1))
 

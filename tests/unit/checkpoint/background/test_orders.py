@@ -13,7 +13,7 @@ import pytest
 from tests.harness.snapshots import Trainers, snapshot, trainers, verify
 from tests.unit.core.test_run_lease import put
 from torchtitan_lite.checkpoint.background import writer as writing
-from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
+from torchtitan_lite.checkpoint.background.channel import WriterChannel, WriterSettings
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
 from torchtitan_lite.checkpoint.background.writer import Writer
@@ -31,7 +31,7 @@ class _Writer(Writer):
     def __init__(self, run: Trainers, rank: int, **settings: Any) -> None:
         (orders, self._to_writer), (self._from_writer, responses) = os.pipe(), os.pipe()
         self._descriptors = [orders, self._to_writer, self._from_writer, responses]
-        self.channel = Channel(orders, responses)
+        self.channel = WriterChannel(orders, responses)
         save = RankSave(run.regions[rank], open_storage(str(run.root)))
         super().__init__(save, WriterSettings(**settings), self.channel)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint.background.channel import Channel
+from torchtitan_lite.checkpoint.background.channel import WriterChannel
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess
 
 
@@ -56,7 +56,7 @@ def test_a_detached_process_ends_on_its_own(process: BackgroundProcess) -> None:
 def test_a_channel_waits_although_nobody_can_signal_any_more() -> None:
     """The end of a pipe is always readable."""
     ends = [*os.pipe(), *os.pipe()]
-    channel: Any = object.__new__(Channel)
+    channel: Any = object.__new__(WriterChannel)
     channel._incoming, channel._signals, channel._orders = ends[0], ends[2], []
     channel.ended_at, channel.stop_requested = None, False
     os.write(ends[3], bytes([signal.SIGTERM]))

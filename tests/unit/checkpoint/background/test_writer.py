@@ -22,7 +22,6 @@ from tests.harness.launch import wait_until
 from tests.harness.ranks import REPOSITORY
 from tests.harness.snapshots import orphan, snapshot, trainers, verify
 from torchtitan_lite.checkpoint.background import writer as writer_module
-from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
 from torchtitan_lite.checkpoint.background.channel import WriterChannel, WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess, WriterProcess

@@ -18,7 +18,7 @@ from torchtitan_lite.distributed.rpc.state_server import StateServer
 from torchtitan_lite.fault_tolerance.replica import fault_tolerant
 from torchtitan_lite.fault_tolerance.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.fault_tolerance.replica.healing.live_state import LiveState
-from torchtitan_lite.fault_tolerance.replica.healing.transport import PURPOSE, StateSource
+from torchtitan_lite.fault_tolerance.replica.healing.transport import PURPOSE, HealSource
 from torchtitan_lite.fault_tolerance.replica.participation import LeaveRequested
 from torchtitan_lite.fault_tolerance.replica.quorum_checks import ProgressFloor
 
@@ -120,7 +120,7 @@ def _replicas(
     manager: _Manager,
     *,
     fence: _Fence | None = None,
-    source: StateSource | None = None,
+    source: HealSource | None = None,
     stored: int = 0,
     stop_requested: Callable[[], bool] = lambda: False,
     peer: Any = None,
@@ -237,7 +237,7 @@ def test_a_lagging_replica_heals(run: Run, mesh: Mesh, joined_before: bool) -> N
         replicas = _replicas(run, mesh, _Manager(quorums), peer=endpoint(server))
         if joined_before:
             replicas.agree()
-        replicas._transport.source = StateSource(server.url, donor.cursor)
+        replicas._transport.source = HealSource(server.url, donor.cursor)
         replicas.agree()
     finally:
         server.close()

@@ -28,15 +28,7 @@ from torchtitan_lite.distributed.rpc.client import RpcClient
 from torchtitan_lite.fault_tolerance.lighthouse.member import Member
 from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
 from torchtitan_lite.fault_tolerance.lighthouse.server import LighthouseService
-from torchtitan_lite.fault_tolerance.replica import coordinator as module
 from torchtitan_lite.fault_tolerance.replica import lighthouse_link
-from torchtitan_lite.fault_tolerance.replica.coordinator import (
-    SERVICE,
-    Coordinator,
-    CoordinatorClient,
-    ReplicaIdentity,
-    quorum_for_rank,
-)
 from torchtitan_lite.fault_tolerance.replica import replica_server as module
 from torchtitan_lite.fault_tolerance.replica.lighthouse_link import (
     AgreedQuorum,
@@ -549,7 +541,7 @@ def _alone() -> Iterator[Any]:
     """A coordinator without a server."""
     identity = ReplicaIdentity("a run", "a", "store", 1)
     unused: Any = None
-    coordinator: Any = Coordinator(identity, unused, secret=SECRET, host=_HOST)
+    coordinator: Any = ReplicaServer(identity, unused, secret=SECRET, host=_HOST)
     yield coordinator
     coordinator.stop()
 
@@ -628,7 +620,7 @@ async def _at_once(seconds: float) -> None: ...
 
 def _own_coordinator() -> Any:
     unused: Any = None
-    return Coordinator(
+    return ReplicaServer(
         ReplicaIdentity("a run", _OWN, "a:1", 2), unused, secret="", host="127.0.0.1"
     )
 

@@ -26,8 +26,6 @@ from torchtitan_lite.core.errors import CheckpointError, DataError, MeshError, U
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.serving.inference import LoadedModel, encode_prompts, loaded_model, open_model
-from torchtitan_lite.training.train_state import model_tensors
-from torchtitan_lite.serving.inference import LoadedModel, encode_prompts, open_model
 
 PROMPTS = ["import os", "def main() -> None:"]
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import"}]

@@ -12,7 +12,6 @@ import pytest
 from torchtitan_lite.config.tables.anomalies import AnomaliesConfig
 from torchtitan_lite.core.errors import TrainingDiverged
 from torchtitan_lite.fault_tolerance.replica.participation import Share
-from torchtitan_lite.training.anomalies import Action, AnomalyDetector, History
 from torchtitan_lite.training.anomalies import AnomalyDetector, History, StepAction
 from torchtitan_lite.training.anomalies.detector import deviations_above
 from torchtitan_lite.training.step.anomalous_steps import _roll_back

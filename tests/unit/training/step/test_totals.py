@@ -15,7 +15,7 @@ from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.fault_tolerance.replica import SingleReplica
-from torchtitan_lite.training.anomalies import Action, AnomalyDetector, History
+from torchtitan_lite.training.anomalies import AnomalyDetector, History, StepAction
 from torchtitan_lite.training.step.totals import (
     NORM_EPS,
     PendingTotals,
@@ -23,8 +23,6 @@ from torchtitan_lite.training.step.totals import (
     StepValues,
     reduce_step,
 )
-from torchtitan_lite.training.anomalies import AnomalyDetector, History, StepAction
-from torchtitan_lite.training.step.totals import NORM_EPS, PendingTotals, StepValues, reduce_step
 
 _MAX_NORM = 0.5
 

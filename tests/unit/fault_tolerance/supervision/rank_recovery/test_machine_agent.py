@@ -92,9 +92,6 @@ class _Agent(MachineAgent):
         """The report that is sent next."""
         return self._link.report
 
-    def report(self, phase: Phase, **changes: Any) -> None:
-
-
     def report(self, phase: NodeState, **changes: Any) -> None:
         """Change the phase that is reported, and more."""
         self._link.update(phase=phase, **changes)
@@ -381,7 +378,7 @@ def test_a_machine_that_has_finished_waits_for_the_others_while_it_has_a_lease(
     process = FakeProcess()
     process.state, process.status = RankState.ENDED, ExitStatus(0)
     assert agent.monitored(process) is state
-    assert agent.current_report.phase is Phase.ENDED
+    assert agent.current_report.phase is NodeState.ENDED
 
 
 def test_a_machine_reports_the_newest_attempt_that_it_knows(agent: _Agent) -> None:

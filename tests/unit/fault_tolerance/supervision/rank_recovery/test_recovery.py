@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery import worker
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import Channel
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import (
     CHANNEL,
-    Recovery,
+    RecoveryHooks,
     TrainingAborted,
     serve,
 )
@@ -26,13 +26,13 @@ def sent() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def recovery(sent: list[dict[str, Any]]) -> Recovery:
+def recovery(sent: list[dict[str, Any]]) -> RecoveryHooks:
     channel: Any = SimpleNamespace(send=lambda **message: sent.append(message))
-    return Recovery(channel)
+    return RecoveryHooks(channel)
 
 
 def test_each_training_reports_its_first_step_and_its_first_error(
-    recovery: Recovery, sent: list[dict[str, Any]]
+    recovery: RecoveryHooks, sent: list[dict[str, Any]]
 ) -> None:
     for _ in range(2):
         sent.clear()
@@ -45,7 +45,7 @@ def test_each_training_reports_its_first_step_and_its_first_error(
         assert sent == [{"progress": True}, {"failed": "OSError: the disk", "may_pass": False}]
 
 
-def test_an_order_to_leave_does_not_outlast_the_training(recovery: Recovery) -> None:
+def test_an_order_to_leave_does_not_outlast_the_training(recovery: RecoveryHooks) -> None:
     with recovery.report_failure():
         recovery.order_to_leave()
         assert recovery.is_leaving
@@ -53,7 +53,7 @@ def test_an_order_to_leave_does_not_outlast_the_training(recovery: Recovery) -> 
         assert not recovery.is_leaving
 
 
-def test_each_training_can_be_interrupted_at_once_and_nothing_else(recovery: Recovery) -> None:
+def test_each_training_can_be_interrupted_at_once_and_nothing_else(recovery: RecoveryHooks) -> None:
     for _ in range(2):
         with pytest.raises(TrainingAborted), recovery.interruptible():
             recovery.on_interrupt(0, None)
@@ -90,13 +90,13 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
     here, there = socket.socketpair()
     lease = SimpleNamespace(is_training=False)
     log: list[str] = []
-    own = Channel(there)
+    own = AgentChannel(there)
 
-    def open_channel(end: socket.socket) -> Channel:
+    def open_channel(end: socket.socket) -> AgentChannel:
         end.close()
         return own
 
-    monkeypatch.setattr(worker, "Channel", open_channel)
+    monkeypatch.setattr(worker, "AgentChannel", open_channel)
     monkeypatch.setattr(worker, "Lease", lambda: lease)
     monkeypatch.setattr(worker, "forget_groups", lambda: log.append("forgotten"))
     monkeypatch.setattr(worker, "print_into_rank_log", lambda: None)
@@ -104,14 +104,14 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(CHANNEL, str(os.dup(there.fileno())))
 
     def agent() -> None:
-        channel = Channel(here)
+        channel = AgentChannel(here)
         for _ in range(2):
             # It is parked, and then has ended.
             log.append(f"{channel.receive(wait=True)} training: {lease.is_training}")
             channel.send(**({"start": {}, "arguments": []} if len(log) == 1 else {"exit": 3}))
         channel.close()
 
-    def train(recovery: Recovery, arguments: list[str]) -> int:
+    def train(recovery: RecoveryHooks, arguments: list[str]) -> int:
         assert lease.is_training
         return 0
 

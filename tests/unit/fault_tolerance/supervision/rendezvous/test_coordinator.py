@@ -526,14 +526,14 @@ def test_what_ended_an_attempt_does_not_explain_the_end_of_the_next(lost: dict[s
 def test_a_machine_that_finished_an_earlier_attempt_has_to_finish_the_present_one() -> None:
     rig = Rig("a", "b")
     rig.start()
-    rig.send("b", phase=Phase.ENDED)
+    rig.send("b", phase=NodeState.ENDED)
     rig.silent.add("b")
     fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
     rig.run(5, until=lambda: rig.answers["a"].attempt == 2)
-    assert rig.send("a", phase=Phase.ENDED).state is RunState.RUNNING
+    assert rig.send("a", phase=NodeState.ENDED).state is RunState.RUNNING
     rig.silent.clear()
     rig.run(2)
-    assert rig.send("b", phase=Phase.ENDED).state is RunState.ENDED
+    assert rig.send("b", phase=NodeState.ENDED).state is RunState.ENDED
 
 
 def test_the_first_of_two_failures_is_the_cause_however_often_they_are_reported() -> None:

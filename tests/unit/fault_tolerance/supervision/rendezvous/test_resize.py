@@ -231,7 +231,7 @@ def test_a_late_leave_explains_no_later_failure() -> None:
     _request(rig, name="a")
     rig.run(LEAVE_S + 10, until=lambda: rig.state() is RunState.FORMING)
     rig.send(
-        "b", phase=Phase.PARKED, failure=FailureKind.DEATH, failure_text="rank 1: out of memory"
+        "b", phase=NodeState.PARKED, failure=FailureKind.DEATH, failure_text="rank 1: out of memory"
     )
     rig.run(5)
     assert rig.attempt() == 2 and _present(rig) == ("r1", ResizeState.ACCEPTED)
@@ -239,7 +239,7 @@ def test_a_late_leave_explains_no_later_failure() -> None:
     rig.train("a", "b")
     rig.run(2)
     fields = {"failure": FailureKind.EXCEPTION, "failure_text": "rank 1: InjectedError"}
-    rig.send("b", phase=Phase.FAILED, ready_for="r1", **fields)
+    rig.send("b", phase=NodeState.FAILED, ready_for="r1", **fields)
     rig.run(5)
     assert rig.attempt() == 3 and rig.answers["b"].is_blamed
     assert rig.answers["a"].reason == "b: rank 1: InjectedError"
