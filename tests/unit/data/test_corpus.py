@@ -348,7 +348,7 @@ def test_a_file_that_is_empty_when_it_is_read_is_named(tmp_path: Path) -> None:
     path.touch()
     corpus = open_corpus(CorpusConfig(dataset_path=str(path)))
     with pytest.raises(DataError, match="some.jsonl is empty"):
-        list(corpus.rows(["text"]))
+        next(corpus.rows(["text"]).rows)
 
 
 def test_a_streamed_corpus_needs_a_tokenizer_that_fits_the_model(tmp_path: Path) -> None:
