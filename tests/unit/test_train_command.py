@@ -7,7 +7,6 @@ import pytest
 from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.cli import train as command
 from torchtitan_lite.config import Config
-from torchtitan_lite.config.__main__ import main as check_ranks
 from torchtitan_lite.core.errors import TRANSIENT, ConfigError
 from torchtitan_lite.core.run_lease import FolderInUse
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
@@ -15,6 +14,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import 
     RunMesh,
 )
 from torchtitan_lite.training import run_folder
+from torchtitan_lite.training.checks.rank_counts import main as check_ranks
 
 
 def test_no_process_starts_in_a_folder_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 from torchtitan_lite.core.errors import PublishError
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.serving.publish.subscriber import _FAILED, _together
-from torchtitan_lite.training.builders import job
+from torchtitan_lite.training.builders import hooks
+from torchtitan_lite.training.builders.run_context import RunContext
 
 
 def test_a_failure_reaches_the_other_processes() -> None:
@@ -48,9 +49,9 @@ def test_the_first_version_is_published_at_the_start(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(job, "Publisher", Recorded)
+    monkeypatch.setattr(hooks, "Publisher", Recorded)
     for name in ("published_tensors", "describe_model", "recorded_dims"):
-        monkeypatch.setattr(job, name, lambda *given: None)
+        monkeypatch.setattr(hooks, name, lambda *given: None)
     config: Any = SimpleNamespace(
         job=SimpleNamespace(dump_folder=str(tmp_path)),
         fault_tolerance=SimpleNamespace(enable=False),
@@ -60,8 +61,17 @@ def test_the_first_version_is_published_at_the_start(
     state: Any = SimpleNamespace(step=4, model=None)
     unused: Any = None
     with ExitStack() as stack:
-        hook: Any = job._publish_hook(
-            config, stack, spec=unused, state=state, mesh=mesh, folder=tmp_path
+        hook: Any = hooks._publish_hook(
+            RunContext(
+                config=config,
+                spec=unused,
+                mesh=mesh,
+                folder=tmp_path,
+                faults=unused,
+                phases=unused,
+                stack=stack,
+            ),
+            state,
         )
         assert steps == ([4] if at_start else [])
         for committed in (False, True):
