@@ -1,5 +1,6 @@
 """What `train` checks before it starts processes, and before it resizes a run."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -45,3 +46,8 @@ def test_a_config_is_checked_for_all_numbers_of_ranks(capsys: pytest.CaptureFixt
     assert check_ranks(["2", *arguments]) == 0
     assert check_ranks(["3", *arguments]) == 1
     assert capsys.readouterr().err
+
+
+def test_a_spare_imports_training() -> None:
+    command._import_training()
+    assert "torchtitan_lite.training.trainer" in sys.modules

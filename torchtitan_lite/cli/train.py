@@ -173,8 +173,8 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _import_training() -> None:
     """Import what `train_rank` does."""
-    for name in ("config.constraints", "builders", "final_export", "summary", "trainer"):
-        import_module(f"torchtitan_lite.{name}")
+    for name in ("builders", "checks.constraints", "final_export", "summary", "trainer"):
+        import_module(f"torchtitan_lite.training.{name}")
     # The data imports it when it opens a tokenizer.
     import_module("tokenizers")
 
