@@ -30,10 +30,7 @@ _SHARED = (
     "--checkpoint.interval=4",
     "--checkpoint.last_save_in_hf=true",
 )
-_EXPERTS = (
-    "--config=configs/deepseek_v3_debug.toml",
-    "--parallelism.expert_parallel_degree=2",
-)
+_EXPERTS = ("--model.name=deepseek_v3", "--parallelism.expert_parallel_degree=2")
 _LORA = ("--model.converters=lora", "--lora.rank=4")
 
 
