@@ -31,7 +31,6 @@ _SHARED = (
     "--checkpoint.last_save_in_hf=true",
 )
 _EXPERTS = ("--model.name=deepseek_v3", "--parallelism.expert_parallel_degree=2")
-_LORA = ("--model.converters=lora", "--lora.rank=4")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ RUNS: Mapping[str, Sequence[Part]] = {
     "compiled, recomputed": [
         Part(1, ("--compile.enable=true", "--activation_checkpoint.mode=selective"))
     ],
-    "LoRA, FSDP": [Part(2, _LORA)],
     "Muon, FSDP": [Part(2, ("--optimizer.name=Muon",))],
     "FSDP, resumed with TP": [Part(2, (), 4), Part(2, _TP_2)],
     "two replicas": [Part(replicas=2)],
