@@ -152,8 +152,11 @@ class BackgroundProcess:
                     self._unsent[0] = self._unsent[0][written:]
                     return
                 self._unsent.popleft()
-        except (BlockingIOError, BrokenPipeError, ValueError):
+        except BlockingIOError:
             return
+        except (BrokenPipeError, ValueError):
+            # A process that cannot be started again would gather orders without end.
+            self._unsent.clear()
 
     def _reap(self) -> None:
         if self._process is not None:

@@ -43,6 +43,16 @@ def test_an_ended_process_is_forgotten(process: BackgroundProcess) -> None:
     assert process.pid is None and process.close() == []
 
 
+def test_orders_to_a_dead_process_are_not_gathered(process: BackgroundProcess) -> None:
+    process.start()
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    process._process.wait()
+    for number in range(3):
+        assert not process._send({"order": number})
+    assert not process._unsent
+
+
 def test_a_detached_process_ends_on_its_own(process: BackgroundProcess) -> None:
     process.start()
     child = process._process
