@@ -7,7 +7,7 @@ python -m scripts.architecture_page --check   exit 1 if they are out of date
 import argparse
 import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +26,24 @@ def main() -> None:
     before = PAGE.read_text(encoding="utf-8")
     head, _, rest = before.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
-    after = f"{head}{_BEGIN}\n{_picture()}\n\n{_table()}\n\n{_END}{tail}"
+    names = _packages()
+    after = f"{head}{_BEGIN}\n{_picture(names)}\n\n{_table(names)}\n\n{_END}{tail}"
     if check and after != before:
         sys.exit(f"{PAGE} is out of date: run python -m scripts.architecture_page")
     if not check:
         PAGE.write_text(after, encoding="utf-8")
 
 
-def layers() -> list[list[str]]:
-    """Return the packages of each layer by their names in the package, the highest layer first."""
+def _packages() -> list[str]:
+    """Return the packages by their names in this one, those of the highest layer first."""
     settings: dict[str, Any] = tomli.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
     contract = settings["tool"]["importlinter"]["contracts"][0]
-    return [
-        [name.strip().removeprefix(f"{_PACKAGE}.") for name in layer.split("|")]
-        for layer in contract["layers"]
-    ]
+    names = (name for layer in contract["layers"] for name in layer.split("|"))
+    return [name.strip().removeprefix(f"{_PACKAGE}.") for name in names]
 
 
-def _picture() -> str:
+def _picture(names: Sequence[str]) -> str:
     """Return a chart of the packages: an arrow for each import that no path of others implies."""
-    names = [name for layer in layers() for name in layer]
     imported = _imports(names)
     lines = ["```mermaid", "flowchart TD"]
     for name in names:
@@ -57,7 +55,7 @@ def _picture() -> str:
     return "\n".join([*lines, "```"])
 
 
-def _imports(names: list[str]) -> dict[str, set[str]]:
+def _imports(names: Sequence[str]) -> dict[str, set[str]]:
     """Return which packages each one imports, in functions too."""
     found: dict[str, set[str]] = {}
     for name in names:
@@ -76,9 +74,9 @@ def _reached(name: str, imported: Mapping[str, set[str]]) -> Iterator[str]:
         yield from _reached(other, imported)
 
 
-def _table() -> str:
+def _table(names: Sequence[str]) -> str:
     lines = ["| part | what it owns |", "|---|---|"]
-    for name in (name for layer in layers() for name in layer):
+    for name in names:
         lines.append(f"| **`{name}`** | {_sentence(name)} |")
         lines += [
             f"| `{name}.{inner}` | {_sentence(f'{name}/{inner}')} |" for inner in _inner(name)
