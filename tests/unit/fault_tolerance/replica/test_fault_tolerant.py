@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness.threads import run_on_threads
+from tests.unit.fault_tolerance.replica.step_votes import RecordedFence, StepVote
 from tests.unit.fault_tolerance.replica.test_healing import Run, endpoint, same
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
 from torchtitan_lite.core.errors import ReplicaError
@@ -38,7 +39,7 @@ def _quorum(quorum_id: int = 1, *, size: int = 2, heal: bool = False) -> Any:
     )
 
 
-class _Manager:
+class _Manager(StepVote):
     """The manager of a replica whose requests have `outcomes`, one after the other: the exception
     of a failed request, or the quorum."""
 
@@ -47,7 +48,6 @@ class _Manager:
     def __init__(self, outcomes: Sequence[Any] = (), connected_s: float = 31.0) -> None:
         self._outcomes = list(outcomes)
         self._connected_s = connected_s
-        self._error: Exception | None = None
         self.quorum = _quorum(0, size=9)
         self.num_requests = 0
 
@@ -74,33 +74,6 @@ class _Manager:
     def participating_rank(self) -> int:
         return self.quorum.replica_rank
 
-    def errored(self) -> Any:
-        return None if self._error is None else SimpleNamespace(original_exception=self._error)
-
-    def abort_step(self, reason: str) -> None:
-        self._error = RuntimeError(reason)
-
-    def should_commit(self) -> bool:
-        return self._error is None
-
-
-class _Fence:
-    """A fence that gives `reasons` to wait, one after the other, and then admits each quorum."""
-
-    token, is_claimed = 7, True
-
-    def __init__(self, reasons: Sequence[str] = (), *, is_superseded: bool = False) -> None:
-        self._reasons = list(reasons)
-        self._is_superseded = is_superseded
-        self.admitted: list[int] = []
-
-    def admit(self, *, quorum_id: int, **unused: Any) -> str:
-        self.admitted.append(quorum_id)
-        return self._reasons.pop(0) if self._reasons else ""
-
-    def is_superseded(self) -> bool:
-        return self._is_superseded
-
 
 @pytest.fixture(autouse=True)
 def _poll_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +92,7 @@ def _replicas(
     mesh: Mesh | None,
     manager: _Manager,
     *,
-    fence: _Fence | None = None,
+    fence: RecordedFence | None = None,
     source: HealSource | None = None,
     stored: int = 0,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -129,7 +102,7 @@ def _replicas(
     unused: Any = None
     untyped: dict[str, Any] = {
         "manager": manager,
-        "fence": fence or _Fence(),
+        "fence": fence or RecordedFence(),
         "transport": SimpleNamespace(source=source),
     }
     given: Any = mesh
@@ -185,11 +158,11 @@ def test_a_replica_does_not_train_with_too_few_others(run: Run, mesh: Mesh) -> N
     ("quorum", "fence", "reason"),
     [
         (_quorum(size=1), None, "too few replicas joined"),
-        (_quorum(), _Fence(["another lighthouse"]), "another lighthouse"),
+        (_quorum(), RecordedFence(["another lighthouse"]), "another lighthouse"),
     ],
 )
 def test_waiting_for_others_has_a_limit(
-    run: Run, mesh: Mesh, quorum: Any, fence: _Fence | None, reason: str
+    run: Run, mesh: Mesh, quorum: Any, fence: RecordedFence | None, reason: str
 ) -> None:
     replicas = _replicas(run, mesh, _Manager([quorum]), fence=fence, quorum_timeout_s=_NO_TIME_S)
     with pytest.raises(ReplicaError, match=rf"No quorum of at least 2 .* .* seconds: {reason}"):
@@ -215,7 +188,7 @@ def test_a_stop_request_ends_the_wait_for_others(
 
 
 def test_a_quorum_is_admitted_and_reported_once(run: Run, mesh: Mesh) -> None:
-    fence = _Fence(["not yet"])
+    fence = RecordedFence(["not yet"])
     manager = _Manager([_quorum(1), _quorum(1), _quorum(1), _quorum(2)])
     replicas = _replicas(run, mesh, manager, fence=fence)
     for _ in range(3):
@@ -285,7 +258,7 @@ def test_consecutive_aborted_steps_end_a_replica(
 def test_a_step_is_aborted_if_ranks_differ_or_the_run_was_taken_over(
     run: Run, mesh: Mesh, is_superseded: bool, changes: dict[str, float]
 ) -> None:
-    fence = _Fence(is_superseded=is_superseded)
+    fence = RecordedFence(is_superseded=is_superseded)
     replicas = _replicas(run, mesh, _Manager([_quorum(), _quorum()]), fence=fence)
     replicas.agree()
     assert not _vote(replicas, run, **changes)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.fault_tolerance.replica.step_votes import StepVote
 from tests.unit.fault_tolerance.replica.test_healing import Run
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
 from torchtitan_lite.core.phases import Phases
@@ -22,14 +23,13 @@ from torchtitan_lite.fault_tolerance.replica.semi_synchronous import (
 _FURTHEST = 2**40 + 8
 
 
-class _Manager:
+class _Manager(StepVote):
     """The manager of one rank of this replica, in a quorum with another one that is at
     `_FURTHEST`."""
 
     def __init__(self, *, loses_max: bool) -> None:
         self.quorum = SimpleNamespace(heal=False, replica_rank=0, replica_world_size=2)
         self._loses_max = loses_max
-        self._error: Exception | None = None
 
     def all_reduce_sum(self, flat: torch.Tensor) -> Any:
         flat *= 2
@@ -41,15 +41,6 @@ class _Manager:
         else:
             flat.fill_(_FURTHEST)
         return SimpleNamespace(wait=lambda: None)
-
-    def errored(self) -> Any:
-        return None if self._error is None else SimpleNamespace(original_exception=self._error)
-
-    def abort_step(self, reason: str) -> None:
-        self._error = RuntimeError(reason)
-
-    def should_commit(self) -> bool:
-        return self._error is None
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Any:
         return SimpleNamespace(wait=lambda: True)

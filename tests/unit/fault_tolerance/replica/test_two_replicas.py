@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.fault_tolerance.replica.step_votes import RecordedFence
 from tests.unit.fault_tolerance.replica.test_healing import Run
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
 from torchtitan_lite.core.errors import ReplicaError
@@ -75,23 +76,13 @@ class _Pair:
         return SimpleNamespace(wait=lambda: None, is_done=lambda: True)
 
 
-class _Fence:
-    token, is_claimed = 1, True
-
-    def admit(self, **quorum: object) -> str:
-        return ""
-
-    def is_superseded(self) -> bool:
-        return False
-
-
 @pytest.fixture
 def joined(mesh: Mesh) -> Callable[..., FaultTolerantReplicas]:
     """Return a function (manager, settings) -> a replica of that manager."""
 
     def join(manager: _Pair, **transport: Any) -> FaultTolerantReplicas:
         untyped: Any = manager
-        fence: Any = _Fence()
+        fence: Any = RecordedFence()
         source: Any = SimpleNamespace(**{"source": None} | transport)
         unused: Any = None
         return FaultTolerantReplicas(
