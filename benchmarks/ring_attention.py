@@ -24,8 +24,9 @@ from torchtitan_lite.config.tables.comm import CommConfig
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, start_mesh
-from torchtitan_lite.models.llama3 import FLAVORS, Llama3Dims, build, spec_of
+from torchtitan_lite.models.llama3 import FLAVORS, Llama3Dims, spec_of
 from torchtitan_lite.nn.decoder import DecoderBlock
+from torchtitan_lite.nn.decoder_family import build_decoder
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.parallel import context
 
@@ -97,7 +98,7 @@ class ShardedAttention:
 
     def __init__(self, mesh: Mesh, parallelism: ParallelismConfig, dims: Llama3Dims, length: int):
         spec = spec_of(dims, parallelism.context_parallel_rotate_method)
-        self._model = build(dims)
+        self._model = build_decoder(dims)
         initialize(self._model, spec.init, _SEED)
         context.apply(self._model, mesh, parallelism)
         block = self._model.layers["0"]

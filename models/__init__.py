@@ -8,7 +8,7 @@ Nothing else in the repository names it.
 import importlib
 import json
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -173,10 +173,22 @@ def _parse_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
             f"{', '.join(sorted(known))}."
         )
     try:
-        return cast(_Dims, TypeAdapter(kind).validate_python(config.dims))
+        dims = cast(_Dims, TypeAdapter(kind).validate_python(config.dims))
     except ValidationError as error:
-        found = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ConfigError(f"model.dims of {config.name}: {'; '.join(found)}.") from None
+        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"model.dims of {config.name}: {'; '.join(problems)}.") from None
+    # pydantic drops unknown keys of dataclasses.
+    if unknown := list(_unknown_keys(config.dims, asdict(dims))):
+        raise ConfigError(f"model.dims of {config.name}: {'; '.join(unknown)}.")
+    return dims
+
+
+def _unknown_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in given.items():
+        if key not in known:
+            yield f"{key} is not one of {', '.join(known)}"
+        elif isinstance(value, Mapping) and isinstance(known[key], Mapping):
+            yield from (f"{key}.{text}" for text in _unknown_keys(value, known[key]))
 
 
 def _unknown(key: str, given: str, known: list[str]) -> str:

@@ -12,16 +12,20 @@ from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
 from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
-    MoEKeys,
     decoder_hugging_face_keys,
-    decoder_values,
-    has_plain_experts,
+    expert_keys,
     ignored_keys,
-    read_decoder,
 )
 from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
 from torchtitan_lite.nn.feed_forward import Dense
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
+from torchtitan_lite.nn.hugging_face_config import (
+    HuggingFaceConfig,
+    differences,
+    is_model_of,
+    named_architecture,
+    rope_values,
+)
+from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
 from torchtitan_lite.nn.latent import Latent
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope, YarnScaling
@@ -30,6 +34,7 @@ from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
 _V2, _V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 ARCHITECTURES = (_V3, _V2)
 """Architectures in transformers that `dims_of_hugging_face` supports."""
+_FACTS = decoder_facts()
 _MAX_DEPTH = 4
 """Layers for multi-token prediction that a folder may have."""
 _NORM_EPS = 1e-6
@@ -287,8 +292,8 @@ def build(dims: DeepseekV3Dims) -> Decoder:
 def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
     """Read the dimensions from a config.json. Raises ConfigError with everything unsupported."""
     config = HuggingFaceConfig(values)
-    is_v3 = config.architecture(ARCHITECTURES) == _V3
-    sizes = read_decoder(config)
+    is_v3 = named_architecture(values, ARCHITECTURES) == _V3
+    sizes = read_facts(_FACTS, config)
     config.only("num_key_value_heads", sizes["num_heads"], None)
     config.only("tie_word_embeddings", False)
     config.only("rope_interleave", True)
@@ -338,24 +343,19 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
 
 
 def _hugging_face(dims: DeepseekV3Dims) -> HuggingFaceModel | None:
-    moe = dims.moe
-    is_v3 = moe.score == "sigmoid"
-    whole_experts = moe.shared_hidden_dim and moe.shared_hidden_dim % moe.hidden_dim == 0
-    is_plain = moe.num_groups == 1 or (moe.group_score == "max") != is_v3
-    fits = is_v3 or not moe.normalize_weights
-    is_plain = is_plain and has_plain_experts(moe)
-    if not (whole_experts and is_plain and fits and dims.latent_norm_eps == _NORM_EPS):
+    values = _hugging_face_config(dims)
+    if not is_model_of(values, dims, dims_of_hugging_face):
         return None
-    bias = ("gate.e_score_correction_bias",) if is_v3 else ()
+    bias = "gate.e_score_correction_bias" if dims.moe.score == "sigmoid" else None
     return HuggingFaceModel(
-        config=_hugging_face_config(dims),
+        config=values,
         # The model may have been imported from a folder without them.
         always_written=("num_nextn_predict_layers",) if dims.mtp_depth else (),
         keys=decoder_hugging_face_keys(
             dims.layers,
             tied_embeddings=False,
             has_predictions=dims.mtp_depth > 0,
-            moe=MoEKeys(
+            experts=expert_keys(
                 "mlp",
                 {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
                 shared="shared_experts",
@@ -393,7 +393,7 @@ def _hugging_face_config(dims: DeepseekV3Dims) -> dict[str, Any]:
     return {
         "architectures": [_V3 if is_v3 else _V2],
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        **decoder_values(dims),
+        **write_facts(_FACTS, dims),
         "q_lora_rank": dims.q_lora_rank,
         **{theirs: getattr(dims, ours) for ours, theirs in _ATTENTION.items()},
         "first_k_dense_replace": dims.num_dense_layers,

@@ -1,88 +1,30 @@
-"""Llama 3 (arXiv:2407.21783): dimensions, flavors, module and initial weights."""
+"""Llama 3 (arXiv:2407.21783): dimensions, flavors and its config.json in transformers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchtitan_lite.config.tables.model import ModelConfig
-from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
-from torchtitan_lite.nn.attention import Backend
-from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
-from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
-from torchtitan_lite.nn.decoder_hugging_face import (
-    decoder_hugging_face_keys,
-    decoder_values,
-    ignored_keys,
-    read_decoder,
+from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
+from torchtitan_lite.nn.hugging_face_facts import (
+    Architecture,
+    Fixed,
+    HeadWidth,
+    Rotation,
+    Value,
+    decoder_facts,
 )
-from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
-from torchtitan_lite.nn.feed_forward import Dense
-from torchtitan_lite.nn.grouped_query import GroupedQuery
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
-from torchtitan_lite.nn.rope import Rope, RopeScaling
-from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
-
-ARCHITECTURES = ("LlamaForCausalLM",)
-"""Architectures in transformers that `dims_of_hugging_face` supports."""
+from torchtitan_lite.nn.rope import RopeScaling
+from torchtitan_lite.nn.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3Dims:
+class Llama3Dims(GroupedDecoderDims):
     """The dimensions of one flavor."""
 
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    hidden_dim: int
-    """Width of the feed-forward block."""
     vocab_size: int = 128256
-    pad_token_id: int | None = None
-    """Token whose embedding gets no gradient as an input."""
-    head_dim: int | None = None
-    """Unset: dim / num_heads."""
-    norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     max_seq_len: int = 131072
-    tied_embeddings: bool = False
-    attention_backend: Backend = "sdpa"
-    document_mask: bool = False
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.head_dim is None and self.dim % self.num_heads:
-            raise ConfigError(
-                f"num_heads ({self.num_heads}) must divide dim ({self.dim}), or set head_dim."
-            )
-        # Raises ConfigError for sizes that do not fit.
-        _ = self.attention
-
-    @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.dim // self.num_heads
-
-    @property
-    def attention(self) -> GroupedQuery:
-        """The attention of every layer."""
-        return GroupedQuery(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_size,
-            rotation=Rope(
-                head_dim=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling
-            ),
-        )
-
-    @property
-    def layers(self) -> list[DecoderLayer]:
-        """All layers."""
-        layer = DecoderLayer(
-            attention=self.attention, feed_forward=Dense(hidden_dim=self.hidden_dim)
-        )
-        return [layer] * self.num_layers
 
 
 # The released sizes stretch their rotations from a context of 8,192 (Llama 3.1 and 3.2).
@@ -160,62 +102,29 @@ FLAVORS = {
 }
 
 
+_FAMILY = GroupedDecoderFamily(
+    name="llama3",
+    dims=Llama3Dims,
+    torchtitan_rotates_pairs=True,
+    architectures=(
+        Architecture(
+            name="LlamaForCausalLM",
+            model_type="llama",
+            facts=(
+                *decoder_facts(),
+                HeadWidth(),
+                Value("hidden_dim", "intermediate_size"),
+                Fixed("mlp_bias", False),
+                Rotation(10000.0, scaled=("llama3",)),
+            ),
+        ),
+    ),
+)
+ARCHITECTURES = _FAMILY.architecture_names
+spec_of = _FAMILY.spec_of
+dims_of_hugging_face = _FAMILY.dims_of_hugging_face
+
+
 def model_spec(config: ModelConfig) -> ModelSpec:
     """Return the spec of `config.flavor` with the configured attention."""
     return spec_of(flavor_dims(FLAVORS, config), config.flavor)
-
-
-def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
-    """Return the spec of any dimensions."""
-    return decoder_model_spec(
-        dims,
-        name="llama3",
-        flavor=flavor,
-        # It turns pairs of neighbours, as Meta's release does (docs/adr/0003).
-        torchtitan_keys=decoder_torchtitan_keys(
-            dims.layers, dims.attention.torchtitan_keys(pairs=True)
-        ),
-        hugging_face=HuggingFaceModel(
-            config=_hugging_face_config(dims),
-            keys=decoder_hugging_face_keys(dims.layers, tied_embeddings=dims.tied_embeddings),
-            ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),
-            differences=lambda config: differences(dims, dims_of_hugging_face(config)),
-        ),
-    )
-
-
-def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama3Dims:
-    """Read the dimensions from a config.json. Raises ConfigError with everything unsupported."""
-    config = HuggingFaceConfig(values)
-    config.architecture(ARCHITECTURES)
-    sizes = read_decoder(config)
-    theta, scaling = config.rope(10000.0, scaled=("llama3",))
-    usual = sizes["dim"] // sizes["num_heads"]
-    head_dim = config.integer("head_dim", usual)
-    hidden_dim = config.integer("intermediate_size")
-    config.check()
-    assert scaling is None or isinstance(scaling, RopeScaling)
-    return Llama3Dims(
-        **sizes,
-        hidden_dim=hidden_dim,
-        head_dim=None if head_dim == usual else head_dim,
-        rope_theta=theta,
-        rope_scaling=scaling,
-    )
-
-
-def _hugging_face_config(dims: Llama3Dims) -> dict[str, Any]:
-    return {
-        "architectures": list(ARCHITECTURES),
-        "model_type": "llama",
-        **decoder_values(dims),
-        "head_dim": dims.head_size,
-        "intermediate_size": dims.hidden_dim,
-        "mlp_bias": False,
-        **rope_values(dims.rope_theta, dims.rope_scaling),
-    }
-
-
-def build(dims: Llama3Dims) -> Decoder:
-    """Build the module, with parameters as the current default device creates them."""
-    return build_decoder(dims)

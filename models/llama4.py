@@ -12,14 +12,19 @@ from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
 from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
     decoder_hugging_face_keys,
-    decoder_values,
     ignored_keys,
-    read_decoder,
 )
 from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
 from torchtitan_lite.nn.feed_forward import Dense
 from torchtitan_lite.nn.grouped_query import GroupedQuery, Temperature
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
+from torchtitan_lite.nn.hugging_face_config import (
+    HuggingFaceConfig,
+    differences,
+    is_model_of,
+    named_architecture,
+    rope_values,
+)
+from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope, RopeScaling
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, HuggingFaceModel, ModelSpec
@@ -29,6 +34,7 @@ ARCHITECTURES = (_TEXT, _VISION)
 """Architectures in transformers that `dims_of_hugging_face` supports: the text model alone, and
 releases, of which it is a part."""
 _FIRST_NOPE_LAYER = 3
+_FACTS = decoder_facts(norm_eps=1e-5, num_kv_heads=8)
 _RELEASED = "language_model."
 """Beginning of the names of the text model's weights in releases."""
 
@@ -237,13 +243,13 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:
     """Read the dimensions from a config.json, of a release those of its text model. Raises
     ConfigError with everything unsupported."""
     config = HuggingFaceConfig(values)
-    if config.architecture(ARCHITECTURES) == _VISION:
+    if named_architecture(values, ARCHITECTURES) == _VISION:
         text = values.get("text_config")
         if not isinstance(text, dict):
             raise ConfigError("config.json has no text_config, which describes the text model.")
         quantization = {"quantization_config": config.given("quantization_config")}
         config = HuggingFaceConfig(quantization | text)
-    sizes = read_decoder(config, norm_eps=1e-5, num_kv_heads=8)
+    sizes = read_facts(_FACTS, config)
     num_layers = sizes["num_layers"]
     theta, scaling = config.rope(500000.0, scaled=("llama3",))
     width = config.integer("intermediate_size")
@@ -350,15 +356,12 @@ def _as_read(dims: Llama4Dims) -> Llama4Dims:
 
 
 def _hugging_face(dims: Llama4Dims) -> HuggingFaceModel | None:
-    moe = dims.moe
-    wanted = replace(
-        _moe(moe.num_experts, moe.hidden_dim),
-        bias_update_rate=moe.bias_update_rate,
-        balance_loss_weight=moe.balance_loss_weight,
-        z_loss_weight=moe.z_loss_weight,
-        capacity_factor=moe.capacity_factor,
-    )
-    if moe != wanted:
+    values = _hugging_face_config(dims)
+
+    def as_read(values: Mapping[str, Any]) -> Llama4Dims:
+        return _as_read(dims_of_hugging_face(values))
+
+    if not is_model_of(values, _as_read(dims), as_read):
         return None
     keys = (
         *decoder_hugging_face_keys(
@@ -367,16 +370,14 @@ def _hugging_face(dims: Llama4Dims) -> HuggingFaceModel | None:
         *_moe_keys(),
     )
     return HuggingFaceModel(
-        config=_hugging_face_config(dims),
+        config=values,
         keys=tuple(map(_as_released_too, keys)),
         ignored=(
             *ignored_keys(tied_embeddings=dims.tied_embeddings),
             "vision_model.*",
             "multi_modal_projector.*",
         ),
-        differences=lambda config: differences(
-            _as_read(dims), _as_read(dims_of_hugging_face(config))
-        ),
+        differences=lambda config: differences(_as_read(dims), as_read(config)),
     )
 
 
@@ -417,7 +418,7 @@ def _hugging_face_config(dims: Llama4Dims) -> dict[str, Any]:
     return {
         "architectures": [_TEXT],
         "model_type": "llama4_text",
-        **decoder_values(dims),
+        **write_facts(_FACTS, dims),
         "head_dim": dims.head_dim,
         "intermediate_size": dims.moe.hidden_dim,
         "intermediate_size_mlp": dims.hidden_dim,

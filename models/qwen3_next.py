@@ -12,15 +12,20 @@ from torchtitan_lite.nn.attention import AttentionDims, Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
 from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
-    MoEKeys,
     decoder_hugging_face_keys,
-    decoder_values,
+    expert_keys,
     ignored_keys,
-    read_decoder,
 )
 from torchtitan_lite.nn.gated_delta import GatedDelta
 from torchtitan_lite.nn.grouped_query import GroupedQuery
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
+from torchtitan_lite.nn.hugging_face_config import (
+    HuggingFaceConfig,
+    differences,
+    is_model_of,
+    named_architecture,
+    rope_values,
+)
+from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope
 from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
@@ -34,7 +39,8 @@ _LINEAR = {
     "linear_value_head_dim": 128,
 }
 """Sizes of Gated DeltaNet, here and in transformers, with its defaults."""
-_EXPERTS = MoEKeys(
+_FACTS = decoder_facts()
+_EXPERTS = expert_keys(
     "mlp",
     {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
     shared="shared_expert",
@@ -190,8 +196,8 @@ def build(dims: Qwen3NextDims) -> Decoder:
 def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
     """Read the dimensions from a config.json. Raises ConfigError with everything unsupported."""
     config = HuggingFaceConfig(values)
-    config.architecture(ARCHITECTURES)
-    sizes = read_decoder(config)
+    named_architecture(values, ARCHITECTURES)
+    sizes = read_facts(_FACTS, config)
     theta, _ = config.rope(10000.0, is_partial=True)
     # Every block has experts.
     config.only("decoder_sparse_step", 1)
@@ -239,49 +245,39 @@ def _layer_types(num_layers: int, interval: int) -> list[str]:
     ]
 
 
-def _is_known_routing(moe: MoEDims) -> bool:
-    """Return whether transformers routes like `moe`."""
-    return moe.shared_gate and moe == MoEDims(
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        hidden_dim=moe.hidden_dim,
-        shared_hidden_dim=moe.shared_hidden_dim,
-        shared_gate=True,
-        normalize_weights=moe.normalize_weights,
-        balance_loss_weight=moe.balance_loss_weight,
-        bias_update_rate=moe.bias_update_rate,
-        capacity_factor=moe.capacity_factor,
-    )
-
-
 def _hugging_face(dims: Qwen3NextDims) -> HuggingFaceModel | None:
-    moe = dims.moe
-    if not _is_known_routing(moe):
+    values = _hugging_face_config(dims)
+    if not is_model_of(values, dims, dims_of_hugging_face):
         return None
     return HuggingFaceModel(
-        config={
-            "architectures": list(ARCHITECTURES),
-            "model_type": "qwen3_next",
-            **decoder_values(dims),
-            "head_dim": dims.head_dim,
-            "partial_rotary_factor": dims.rotated_share,
-            **rope_values(dims.rope_theta, None),
-            "full_attention_interval": dims.full_attention_interval,
-            "layer_types": _layer_types(dims.num_layers, dims.full_attention_interval),
-            **{name: getattr(dims, name) for name in _LINEAR},
-            "linear_conv_kernel_dim": dims.linear_kernel_size,
-            "num_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.hidden_dim,
-            "shared_expert_intermediate_size": moe.shared_hidden_dim,
-            "norm_topk_prob": moe.normalize_weights,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
+        config=values,
         keys=decoder_hugging_face_keys(
-            dims.layers, tied_embeddings=dims.tied_embeddings, moe=_EXPERTS
+            dims.layers, tied_embeddings=dims.tied_embeddings, experts=_EXPERTS
         ),
         # As in transformers, weights of multi-token prediction are not loaded.
         ignored=(*ignored_keys(tied_embeddings=dims.tied_embeddings), "mtp.*"),
         differences=lambda config: differences(dims, dims_of_hugging_face(config)),
     )
+
+
+def _hugging_face_config(dims: Qwen3NextDims) -> dict[str, Any]:
+    moe = dims.moe
+    return {
+        "architectures": list(ARCHITECTURES),
+        "model_type": "qwen3_next",
+        **write_facts(_FACTS, dims),
+        "head_dim": dims.head_dim,
+        "partial_rotary_factor": dims.rotated_share,
+        **rope_values(dims.rope_theta, None),
+        "full_attention_interval": dims.full_attention_interval,
+        "layer_types": _layer_types(dims.num_layers, dims.full_attention_interval),
+        **{name: getattr(dims, name) for name in _LINEAR},
+        "linear_conv_kernel_dim": dims.linear_kernel_size,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.hidden_dim,
+        "shared_expert_intermediate_size": moe.shared_hidden_dim,
+        "norm_topk_prob": moe.normalize_weights,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }

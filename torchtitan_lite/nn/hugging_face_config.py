@@ -1,7 +1,7 @@
 """Strict reading of a transformers config.json: an unknown setting that changes the mathematics is
 an error."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,23 @@ _YARN = {
 """The same of YaRN."""
 
 
+_EFFECTIVE = {"head_dim": "head_size"}
+"""Dimensions that may be unset, and the property with the value that is used."""
+
+
+def named_architecture(values: Mapping[str, Any], known: Sequence[str]) -> str:
+    """Return the architecture of a config.json, one of `known`. Raises ConfigError if it is
+    another one."""
+    given = values.get("architectures")
+    for name in given if isinstance(given, list) else ():
+        if name in known:
+            return name
+    raise ConfigError(
+        f"config.json is of a model that cannot be built here: its architecture is {given!r:.200}, "
+        f"and {' or '.join(known)} is needed."
+    )
+
+
 class HuggingFaceConfig:
     """The values of a config.json. Problems are collected, and raised by `check`."""
 
@@ -43,16 +60,6 @@ class HuggingFaceConfig:
         self._values = values
         self._quantization: str | None = None
         self.problems: list[str] = []
-
-    def architecture(self, known: Sequence[str]) -> str:
-        """Return the architecture, one of `known`."""
-        given = self._values.get("architectures")
-        found = next((one for one in given if one in known), "") if isinstance(given, list) else ""
-        if not found:
-            self.problems.append(
-                f"its architecture is {given!r:.200}, and {' or '.join(known)} is needed"
-            )
-        return found
 
     def given(self, key: str) -> Any:
         """Return the value unchanged; None if absent."""
@@ -193,10 +200,24 @@ def differences(ours: "DataclassInstance", theirs: "DataclassInstance") -> list[
     """Return the dimensions in which two models of a family differ, except run settings."""
     found = []
     for field in fields(ours):
-        here, there = getattr(ours, field.name), getattr(theirs, field.name)
+        name = _EFFECTIVE.get(field.name, field.name)
+        here, there = (getattr(dims, name, getattr(dims, field.name)) for dims in (ours, theirs))
         if is_dataclass(here) and is_dataclass(there):
             assert not isinstance(here, type) and not isinstance(there, type)
             found += differences(here, there)
         elif here != there and field.name not in _RUN_TIME:
             found.append(f"{field.name} is {there} in its config.json and {here} here")
     return found
+
+
+def is_model_of(
+    values: Mapping[str, Any],
+    dims: "DataclassInstance",
+    read: Callable[[Mapping[str, Any]], "DataclassInstance"],
+) -> bool:
+    """Whether the model of a config.json, which `read` reads, has these dimensions: whether
+    transformers has such a model."""
+    try:
+        return not differences(dims, read(values))
+    except ConfigError:
+        return False

@@ -31,8 +31,10 @@ from torchtitan_lite.models import (
     hugging_face_dims,
     hugging_face_model,
     model_spec,
+    plain_dims,
     read_hugging_face_config,
 )
+from torchtitan_lite.models.llama3 import FLAVORS as LLAMA
 from torchtitan_lite.models.qwen3 import FLAVORS, spec_of
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.moe import MoEDims
@@ -219,6 +221,23 @@ def test_unsupported_routing_is_not_exported() -> None:
     assert spec_of(dims, "shared").hugging_face is None
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "mixtral", "llama4", "deepseek_v3"])
+def test_losses_of_the_router_do_not_prevent_an_export(family: str) -> None:
+    flavor = next(
+        name
+        for name, dims in import_module(f"torchtitan_lite.models.{family}").FLAVORS.items()
+        if dims.moe is not None
+    )
+    config = ModelConfig(
+        name=family,
+        flavor=flavor,
+        router_balance_loss_weight=0.01,
+        router_z_loss_weight=0.01,
+        router_bias_update_rate=0.01,
+    )
+    assert model_spec(config).hugging_face is not None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -266,6 +285,10 @@ def test_sizes_of_an_unknown_flavor_are_checked() -> None:
     for dims, message in (
         ({"dim": 8, "width": 3}, "model.dims of llama3 has width. Known are"),
         ({"dim": "8"}, "model.dims of llama3: "),
+        (
+            plain_dims(LLAMA["tiny"]) | {"rope_scaling": {"factor": 2.0, "beta_fast": 1.0}},
+            "model.dims of llama3: rope_scaling.beta_fast is not one of factor, low_freq_factor",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             model_spec(ModelConfig(flavor="mine", dims=dims))

@@ -16,6 +16,7 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import families, llama3, model_spec
 from torchtitan_lite.nn.decoder import Decoder
+from torchtitan_lite.nn.decoder_family import build_decoder
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.loss import cross_entropy
@@ -56,7 +57,7 @@ def test_the_rules_of_a_flavor_initialize_every_parameter(flavor: str) -> None:
 
 def test_residual_projections_start_smaller_in_deeper_layers() -> None:
     dims = replace(DIMS, dim=128, head_dim=16, hidden_dim=256)
-    model = llama3.build(dims)
+    model = build_decoder(dims)
     initialize(model, llama3.spec_of(dims, "wide").init, seed=0)
     weights = dict(model.named_parameters())
     cut_at_3 = 0.9866  # Deviation of a normal distribution truncated at three deviations.
@@ -94,7 +95,7 @@ def test_flops_per_token_equal_torchs_count(tied: bool) -> None:
 
 def test_tied_embeddings_stay_one_parameter_when_the_model_moves() -> None:
     with torch.device("meta"):
-        model = llama3.build(replace(DIMS, tied_embeddings=True))
+        model = build_decoder(replace(DIMS, tied_embeddings=True))
     model.to_empty(device="cpu")
     assert model.output.weight is model.tok_embeddings.weight
     model.double()

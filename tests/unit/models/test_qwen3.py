@@ -25,6 +25,7 @@ from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import model_spec, qwen3
 from torchtitan_lite.models.qwen3 import Qwen3Dims
 from torchtitan_lite.nn.decoder import Decoder
+from torchtitan_lite.nn.decoder_family import build_decoder
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.moe import MoE, MoEDims
@@ -98,7 +99,7 @@ def test_the_shard_plan_splits_head_norms_over_heads() -> None:
     plan = qwen3.spec_of(DENSE, "tiny").shard_plan
     cuts = {
         name: next((rule.style for rule in plan if fnmatchcase(name, rule.pattern)), None)
-        for name, _ in qwen3.build(DENSE).named_parameters()
+        for name, _ in build_decoder(DENSE).named_parameters()
     }
     assert cuts["layers.1.attention.q_norm.weight"] == "heads"
     assert cuts["layers.1.attention.k_norm.weight"] == "heads"
@@ -123,7 +124,7 @@ def test_tensor_parallelism_skips_experts_and_shards_shared_experts() -> None:
 def test_experts_start_like_the_feed_forward() -> None:
     moe = MoEDims(num_experts=5, top_k=2, hidden_dim=48)
     dims = replace(SPARSE, dim=128, head_dim=16, moe=moe)
-    model = qwen3.build(dims)
+    model = build_decoder(dims)
     initialize(model, qwen3.spec_of(dims, "wide").init, seed=0)
     weights = dict(model.named_parameters())
     cut_at_3 = 0.9866  # Deviation of a normal distribution truncated at three deviations.
@@ -232,7 +233,7 @@ _GROUPED_FLOPS = {
 
 def _drawn(dims: Qwen3Dims, dtype: torch.dtype = torch.float64) -> Decoder:
     """Return a model with initialized weights, in training mode."""
-    model = qwen3.build(dims)
+    model = build_decoder(dims)
     initialize(model, qwen3.spec_of(dims, "tiny").init, seed=11)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype)

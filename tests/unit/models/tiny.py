@@ -14,6 +14,7 @@ from torchtitan_lite.models.llama3 import Llama3Dims
 from torchtitan_lite.models.llama4 import Llama4Dims
 from torchtitan_lite.models.qwen3_next import Qwen3NextDims
 from torchtitan_lite.nn.decoder import Decoder
+from torchtitan_lite.nn.decoder_family import build_decoder
 from torchtitan_lite.nn.grouped_query import Temperature
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.moe import MoEDims
@@ -138,7 +139,7 @@ def tiny_spec(**changes: Any) -> ModelSpec:
 
 def tiny_decoder(dtype: torch.dtype = torch.float64, **changes: Any) -> Decoder:
     """Return a model with initialized weights, in training mode."""
-    model = llama3.build(replace(DIMS, **changes))
+    model = build_decoder(replace(DIMS, **changes))
     initialize(model, tiny_spec(**changes).init, seed=11)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

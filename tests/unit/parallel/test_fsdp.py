@@ -27,6 +27,7 @@ from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.decoder import Decoder
+from torchtitan_lite.nn.decoder_family import build_decoder
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.parallel import fsdp, parallelize
 
@@ -243,7 +244,7 @@ def test_blocks_whose_experts_alone_are_sharded_are_freed_after_forward() -> Non
     def frees() -> list[bool]:
         mesh = Mesh(detect_device("cpu"), ParallelDims(tp=2))
         with torch.device("meta"):
-            model = qwen3.build(QWEN3_EXPERTS)
+            model = build_decoder(QWEN3_EXPERTS)
         parallelize(
             model,
             qwen3.spec_of(QWEN3_EXPERTS, "tiny"),

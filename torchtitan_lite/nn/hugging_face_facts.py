@@ -1,0 +1,224 @@
+"""Facts of a transformers config.json, which are read into dimensions and written back: an
+architecture is a list of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal, Protocol
+
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, rope_values
+from torchtitan_lite.nn.rope import RopeScaling, YarnScaling
+from torchtitan_lite.nn.spec import HuggingFaceKey
+
+
+class Fact(Protocol):
+    """One or more keys of a config.json. Dimensions of experts are named `moe.NAME`."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        """Add to `dims`, which have the facts before this one, what `config` says."""
+        ...
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        """Return the keys for `dims`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number or a flag."""
+
+    ours: str
+    theirs: str
+    kind: Literal["integer", "number", "flag"] = "integer"
+    default: Any = None
+    """Value if the key is absent, or a function of the dimensions before; None: it is needed."""
+    former: str | None = None
+    """Name of the key in other releases."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        default: Any = self.default(dims) if callable(self.default) else self.default
+        if self.former is not None and config.given(self.former) is not None:
+            default = config.given(self.former)
+        if self.kind == "integer":
+            dims[self.ours] = config.integer(self.theirs, default)
+        elif self.kind == "number":
+            dims[self.ours] = config.number(self.theirs, default)
+        else:
+            dims[self.ours] = config.flag(self.theirs, default=default)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {self.theirs: attrgetter(self.ours)(dims)}
+
+
+class Fixed:
+    """A key of which only some values are supported; the first of them is written, and is that of a
+    config without the key."""
+
+    def __init__(self, theirs: str, *allowed: Any, is_written: bool = True) -> None:
+        self._theirs, self._allowed, self._is_written = theirs, allowed, is_written
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        config.only(self._theirs, *self._allowed)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {self._theirs: self._allowed[0]} if self._is_written else {}
+
+
+class HeadWidth:
+    """The width of a head, unset where it is that of dim / num_heads."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        usual = width_per_head(dims)
+        width = config.integer("head_dim", usual)
+        dims["head_dim"] = None if width == usual else width
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {"head_dim": dims.head_size}
+
+
+class PadToken:
+    """The token whose embedding transformers does not train as an input. A negative one counts from
+    the end, as in `nn.Embedding`; one without an embedding is no input."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        given, vocab_size = config.given("pad_token_id"), dims["vocab_size"]
+        is_input = type(given) is int and -vocab_size <= given < vocab_size
+        dims["pad_token_id"] = given % vocab_size if is_input else None
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {} if dims.pad_token_id is None else {"pad_token_id": dims.pad_token_id}
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The base and the scaling of RoPE, where all layers have the same."""
+
+    default_theta: float | None = None
+    scaled: tuple[str, ...] = ()
+    """Supported kinds of scaling."""
+    default_scaling: RopeScaling | YarnScaling | None = None
+    """Scaling of a config without settings of RoPE."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        dims["rope_theta"], scaling = config.rope(self.default_theta, scaled=self.scaled)
+        if not (config.given("rope_parameters") or config.given("rope_scaling")):
+            scaling = self.default_scaling
+        # A family whose RoPE is never scaled need not have the dimension.
+        if self.scaled:
+            dims["rope_scaling"] = scaling
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        values = rope_values(dims.rope_theta, dims.rope_scaling if self.scaled else None)
+        if dims.rope_scaling is None and self.default_scaling is not None:
+            values["rope_scaling"] = {"rope_type": "default"}
+        return values
+
+
+@dataclass(frozen=True)
+class LayerTypes:
+    """Kinds of layers that take turns, from the first layer on."""
+
+    turns: tuple[str, ...]
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        config.only("layer_types", self._kinds(dims["num_layers"]), None)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {"layer_types": self._kinds(dims.num_layers)}
+
+    def _kinds(self, num_layers: int) -> list[str]:
+        return [self.turns[layer % len(self.turns)] for layer in range(num_layers)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How transformers stores the models of one `model_type`."""
+
+    name: str
+    """Entry of `architectures`."""
+    model_type: str
+    facts: tuple[Fact, ...]
+    experts: tuple[HuggingFaceKey, ...] = ()
+    """Names of the parameters of experts. Empty: its layers are dense."""
+    quantization: str | None = None
+    """Kind of quantized weights that are read."""
+
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the dimensions of a config.json by their names, those of experts in a dict `moe`.
+        Raises ConfigError with everything unsupported."""
+        config = HuggingFaceConfig(values)
+        if self.quantization is not None:
+            config.accept_quantization(self.quantization)
+        found = read_facts(self.facts, config)
+        config.check()
+        dims = {name: value for name, value in found.items() if "." not in name}
+        if self.experts:
+            start = "moe."
+            dims["moe"] = {
+                name.removeprefix(start): value
+                for name, value in found.items()
+                if name.startswith(start)
+            }
+        return dims
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        """Return the config.json of `dims`."""
+        head = {"architectures": [self.name], "model_type": self.model_type}
+        return head | write_facts(self.facts, dims)
+
+
+def read_facts(facts: Iterable[Fact], config: HuggingFaceConfig) -> dict[str, Any]:
+    """Read dimensions by name. What is unsupported is recorded in `config`."""
+    dims: dict[str, Any] = {}
+    for fact in facts:
+        fact.read(config, dims)
+    return dims
+
+
+def write_facts(facts: Iterable[Fact], dims: Any) -> dict[str, Any]:
+    """Return the keys of a config.json for `dims`."""
+    return {key: value for fact in facts for key, value in fact.write(dims).items()}
+
+
+def decoder_facts(
+    *,
+    attention_bias: bool = False,
+    norm_eps: float = 1e-6,
+    num_kv_heads: int | None = None,
+) -> Sequence[Fact]:
+    """Return the facts that all decoders have. `norm_eps` and `num_kv_heads` (by default as many as
+    query heads) are those of a config without them."""
+
+    def default_kv_heads(dims: Mapping[str, Any]) -> int:
+        return num_kv_heads or dims["num_heads"]
+
+    return (
+        Value("dim", "hidden_size"),
+        Value("num_layers", "num_hidden_layers"),
+        Value("num_heads", "num_attention_heads"),
+        Value("vocab_size", "vocab_size"),
+        Value("num_kv_heads", "num_key_value_heads", default=default_kv_heads),
+        Value("norm_eps", "rms_norm_eps", "number", norm_eps),
+        Value("max_seq_len", "max_position_embeddings"),
+        Value("tied_embeddings", "tie_word_embeddings", "flag", default=False),
+        PadToken(),
+        Fixed("hidden_act", "silu"),
+        Fixed("attention_bias", attention_bias),
+        Fixed("mlp_bias", False, is_written=False),
+        _AttentionDropout(),
+    )
+
+
+class _AttentionDropout:
+    """Written as none. A run configures its own dropout, so what a config.json says is not read."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        pass
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {"attention_dropout": 0.0}
+
+
+def width_per_head(dims: Mapping[str, Any]) -> int:
+    """Return the default width of a head."""
+    return dims["dim"] // dims["num_heads"]
