@@ -34,6 +34,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.distributed.mesh import Mesh
 
 _VALUES_HEADROOM = 4
@@ -136,6 +137,7 @@ def _open(
         shared_run_folder="" if context.history is None else str(context.history.run_folder),
         replica=0 if context.history is None else context.history.replica,
         leases=context.leases,
+        imports=tuple(REGISTRY.imports) if REGISTRY.storages else (),
     )
     region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict(), pairing)
     copier = None

@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.format import parse_step_name, step_name
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.urls import is_url
 
 WAYS = "the folder of a step, the folder of a run's checkpoints, or the run's output folder"
 """For messages and help."""
@@ -21,8 +22,9 @@ _DEFAULT_FOLDER = "checkpoint"
 
 
 def checkpoint_root(folder: str, dump_folder: Path) -> str:
-    """Return the folder or the URL of a run's checkpoints: `folder` is checkpoint.folder."""
-    return folder if "://" in folder else str(dump_folder / folder)
+    """Return the folder or the URL of a run's checkpoints: `folder` is checkpoint.folder. Raises
+    ConfigError for a URL without "//"."""
+    return folder if is_url(folder) else str(dump_folder / folder)
 
 
 def find_steps(path: str) -> tuple[str, list[str]]:
@@ -66,7 +68,7 @@ def _folders(path: str) -> Iterator[str]:
     """Yield where the steps can be: in `path`, or where a run with this output folder has saved
     them."""
     yield path
-    if "://" in path:
+    if is_url(path):
         yield f"{path}/{_DEFAULT_FOLDER}"
         return
     for config in (Path(path, _CONFIG), *sorted(Path(path).glob(f"replica_*/{_CONFIG}"))):

@@ -10,7 +10,6 @@ import json
 import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,7 +24,7 @@ refuse_other_name(__name__)
 
 from torchtitan_lite.config.tables.model import ModelConfig  # noqa: E402
 from torchtitan_lite.core.errors import ConfigError  # noqa: E402
-from torchtitan_lite.core.registry import REGISTRY, import_module  # noqa: E402
+from torchtitan_lite.core.registry import REGISTRY, import_module, unknown_name  # noqa: E402
 from torchtitan_lite.nn.spec import ModelSpec  # noqa: E402
 
 
@@ -49,7 +48,7 @@ def family(name: str) -> Any:
 def check_family(config: ModelConfig) -> None:
     """Raise ConfigError with the known names if the family does not exist."""
     if config.name not in families():
-        raise ConfigError(_unknown("model.name", config.name, families()))
+        raise ConfigError(unknown_name("model.name", config.name, families()))
 
 
 def is_flavor(name: str, flavor: str) -> bool:
@@ -68,7 +67,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
             "Leave out one of them."
         )
     if config.flavor not in module.FLAVORS and not config.dims:
-        raise ConfigError(_unknown("model.flavor", config.flavor, list(module.FLAVORS)))
+        raise ConfigError(unknown_name("model.flavor", config.flavor, list(module.FLAVORS)))
     return module.model_spec(config)
 
 
@@ -189,10 +188,3 @@ def _unknown_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterato
             yield f"{key} is not one of {', '.join(known)}"
         elif isinstance(value, Mapping) and isinstance(known[key], Mapping):
             yield from (f"{key}.{text}" for text in _unknown_keys(value, known[key]))
-
-
-def _unknown(key: str, given: str, known: list[str]) -> str:
-    by_lower = {name.lower(): name for name in known}
-    nearest = get_close_matches(given.lower(), by_lower, n=1)
-    hint = f' Did you mean "{by_lower[nearest[0]]}"?' if nearest else ""
-    return f'{key} = "{given}" is not one of {", ".join(known)}.{hint}'

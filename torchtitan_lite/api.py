@@ -11,6 +11,8 @@ from torchtitan_lite.core.registry import (
     register_metrics_sink,
     register_model,
     register_online_dataset,
+    register_optimizer,
+    register_storage,
 )
 from torchtitan_lite.data.online import OnlineDataset, OnlineSample
 from torchtitan_lite.distributed.device import detect_device
@@ -63,6 +65,8 @@ __all__ = [
     "register_metrics_sink",
     "register_model",
     "register_online_dataset",
+    "register_optimizer",
+    "register_storage",
     "saved_tensors",
     "start_mesh",
     "stop_on_signals",

@@ -21,7 +21,8 @@ from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError, ConfigError
+from torchtitan_lite.core.registry import import_module
 
 
 def main(region_path: str, files: Files | None = None) -> int:
@@ -41,9 +42,11 @@ def main(region_path: str, files: Files | None = None) -> int:
         if not lock.acquire(max_wait_s(settings.preemption_grace_s)):
             raise CheckpointError(f"Process {lock.owner()} holds {lock.path}.")
         lower_priority(settings.nice, io_idle=settings.io_idle)
+        for module in settings.imports:
+            import_module(module, "experimental.custom_import")
         storage = open_storage(str(region.description.get("root")), files)
         save = RankSave(region, storage)
-    except (CheckpointError, OSError, ValueError, TypeError) as error:
+    except (CheckpointError, ConfigError, ImportError, OSError, ValueError, TypeError) as error:
         channel.send(failed=-1, error=f"{type(error).__name__}: {error}")
         return 1
     Writer(save, settings, channel).run()

@@ -47,6 +47,8 @@ class WriterSettings:
     """Index of this replica in the run."""
     leases: tuple[str, ...] = ()
     """Leases of the run's folders, as paths or URLs."""
+    imports: tuple[str, ...] = ()
+    """Modules of the user that register a storage."""
     recovers: bool = True
     """Remove leftovers of other processes: no other run saves there."""
 

@@ -6,7 +6,6 @@ attempt, so parts of an earlier attempt at the same step never enter a later one
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite.checkpoint.storage.files import Files
@@ -22,6 +21,7 @@ from torchtitan_lite.core.errors import (
     DamagedSnapshot,
     StorageUnavailable,
 )
+from torchtitan_lite.core.urls import local_path
 
 _KINDS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _NUMBERS = (errno.ELOOP, errno.EIO, errno.ENODATA)
@@ -151,16 +151,16 @@ def open_storage(root: str, files: Files | None = None) -> Storage:
     """Open the storage at `root`: a folder, or a URL that fsspec supports ("s3://bucket/run").
 
     Tests pass `files` to replace the local filesystem. Raises CheckpointError if the URL's
-    filesystem is not installed.
+    filesystem is not installed, ConfigError for a URL without "//".
     """
-    if "://" in root and not root.startswith("file://"):
+    if (path := local_path(root)) is None:
         # A local folder does not need the time and memory of fsspec.
         from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
 
         return ObjectStore(root)
     from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 
-    return LocalStorage(Path(root.removeprefix("file://")), files or Files())
+    return LocalStorage(path, files or Files())
 
 
 def exists(storage: Storage, path: str) -> bool:

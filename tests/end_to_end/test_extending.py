@@ -59,6 +59,15 @@ def test_example_package(tmp_path: Path) -> None:
     more = ("--custom-import=my_package.extensions", "--max-new-tokens=4")
     text = run_command(*generate, *more, folder=tmp_path)
     assert "3 apples" in text
+    # The writer processes know the storage, too.
+    vault = f"vault://{tmp_path}/vault"
+    stored = ("--job.dump_folder=outputs/stored", f"--checkpoint.folder={vault}")
+    run_command(*command, *stored, "--checkpoint.async_mode=async", folder=tmp_path)
+    resumed = run_command(*command, *stored, "--training.steps=5", folder=tmp_path)
+    assert "step 5/5" in resumed and "step 4/5" not in resumed
+    inspected = ("inspect", vault, "--verify", more[0])
+    text = run_command(*inspected, folder=tmp_path)
+    assert "step-5" in text and "tok_embeddings.weight.average" not in text
 
 
 @pytest.mark.parametrize(

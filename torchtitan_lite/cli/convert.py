@@ -47,10 +47,10 @@ from torchtitan_lite.checkpoint.storage import (
     open_parent_storage,
     open_storage,
 )
-from torchtitan_lite.cli.parsers import local_path
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import INTERRUPTED, CheckpointError, DataError, UserError
 from torchtitan_lite.core.log import configure_logging, logger
+from torchtitan_lite.core.urls import local_path
 from torchtitan_lite.data.tokenizer import special_ids
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.models import hugging_face_model, model_spec
@@ -90,7 +90,8 @@ def _prepare(options: argparse.Namespace) -> HuggingFaceImport:
             "model.safetensors.index.json."
         )
     # Assets are read from a local folder, so they cannot be in an object store.
-    assets = None if "://" in options.out_dir else local_path(options.out_dir) / "assets"
+    folder_here = local_path(options.out_dir)
+    assets = None if folder_here is None else folder_here.expanduser().absolute() / "assets"
     model = hugging_face_model(read_config(storage, name), str(assets or folder))
     if options.mtp_depth:
         model = model.model_copy(update={"mtp_depth": options.mtp_depth})

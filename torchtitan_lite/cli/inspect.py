@@ -44,6 +44,7 @@ from torchtitan_lite.core.errors import (
     DamagedSnapshot,
     UserError,
 )
+from torchtitan_lite.core.urls import is_url
 
 
 def run(
@@ -105,7 +106,7 @@ def _print(options: argparse.Namespace, record: Mapping[str, Any], text: str) ->
 def _steps(path: str) -> tuple[Storage, list[str]]:
     """Return the location of the checkpoints, and their names. Raises CheckpointError if there
     are none."""
-    root, names = find_steps(path if "://" in path else str(Path(path).absolute()))
+    root, names = find_steps(path if is_url(path) else str(Path(path).absolute()))
     if not names:
         raise CheckpointError(f"{path} contains no checkpoint. Give {WAYS}.")
     return open_storage(root), names

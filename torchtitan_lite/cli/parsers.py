@@ -12,6 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.urls import local_path
+
 PROGRAM = "torchtitan-lite"
 DTYPES = ("bf16", "fp16", "fp32")
 """Data types of converted weights."""
@@ -418,7 +421,7 @@ def _convert(commands) -> None:
         module="convert",
         function="from_hugging_face",
     )
-    from_hf.add_argument("hf_dir", type=local_path, help="the folder with config.json")
+    from_hf.add_argument("hf_dir", type=_folder, help="the folder with config.json")
     from_hf.add_argument("out_dir", help="folder or URL in which step-0 is written")
     from_hf.add_argument(
         "--mtp-depth",
@@ -440,10 +443,10 @@ def _convert(commands) -> None:
         function="to_hugging_face",
     )
     to_hf.add_argument("checkpoint", help="folder of a run, of its checkpoints or of a step")
-    to_hf.add_argument("out_dir", type=local_path, help="a folder that does not exist yet")
+    to_hf.add_argument("out_dir", type=_folder, help="a folder that does not exist yet")
     _add_ema(to_hf)
     to_hf.add_argument("--max-shard-size", type=size, default="5GB", help="(default: 5GB)")
-    to_hf.add_argument("--assets", type=local_path, help="folder with the tokenizer's files")
+    to_hf.add_argument("--assets", type=_folder, help="folder with the tokenizer's files")
     to_hf.add_argument(
         "--drop-expert-bias",
         action="store_true",
@@ -594,6 +597,7 @@ def _inspect(commands) -> None:
     )
     add("--yes", action="store_true", help="with --free: do not ask")
     add("--json", action="store_true", help="print JSON")
+    _add_custom_import(inspect)
 
 
 def _report(commands) -> None:
@@ -646,8 +650,8 @@ def _add_custom_import(parser: Parser) -> None:
     parser.add_argument(
         "--custom-import",
         metavar="MODULE",
-        help="module that registers the model family, as experimental.custom_import; the name that "
-        "a checkpoint records is not imported",
+        help="module that registers the model family, the optimizer or the storage, as "
+        "experimental.custom_import; the name that a checkpoint records is not imported",
     )
 
 
@@ -696,11 +700,15 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def local_path(text: str) -> Path:
+def _folder(text: str) -> Path:
     """Parse a local path and make it absolute. Raises ArgumentTypeError for a URL."""
-    if "://" in text:
+    try:
+        path = local_path(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
+    if path is None:
         raise argparse.ArgumentTypeError(f"{text} is a URL; a folder on this machine is needed")
-    return Path(text).expanduser().absolute()
+    return path.expanduser().absolute()
 
 
 def size(text: str) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.urls import local_path
 
 _SETTLE_S = 1.0
 """After a write that is not conditional, time in which another process that has seen no file may
@@ -86,8 +87,8 @@ class LeaseFile(Protocol):
 
 def lease_files(folder: str, pattern: str) -> list[LeaseFile]:
     """Return the files whose names match a glob pattern in a folder or at a URL. Raises OSError."""
-    if "://" not in folder:
-        return [_LocalFile(path) for path in sorted(Path(folder).glob(pattern))]
+    if (path := local_path(folder)) is not None:
+        return [_LocalFile(file) for file in sorted(path.glob(pattern))]
     root = _StoredFile(f"{folder.rstrip('/')}/{pattern}")
     return [_StoredFile(f"{folder.rstrip('/')}/{name}") for name in root.matching()]
 
@@ -95,9 +96,9 @@ def lease_files(folder: str, pattern: str) -> list[LeaseFile]:
 def open_lease_file(folder: str, name: str) -> LeaseFile:
     """Return the file `name` in a folder or at a URL. Raises ConfigError for a URL whose package is
     not installed."""
-    if "://" in folder:
-        return _StoredFile(f"{folder.rstrip('/')}/{name}")
-    return _LocalFile(Path(folder) / name)
+    if (path := local_path(folder)) is not None:
+        return _LocalFile(path / name)
+    return _StoredFile(f"{folder.rstrip('/')}/{name}")
 
 
 class _LocalFile:

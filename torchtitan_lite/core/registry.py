@@ -1,5 +1,5 @@
-"""What a user's own package adds to a run: model families, data sets, losses, hooks and metrics
-sinks.
+"""What a user's own package adds to a run: model families, data sets, losses, optimizers, hooks,
+metrics sinks and storages.
 
 `experimental.custom_import` names a module; it is imported before the configuration is checked, and
 its top level calls the `register_*` functions here. `job.custom_config_module` names a module whose
@@ -11,8 +11,9 @@ checkpoint records.
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,8 +41,13 @@ class Registry:
     datasets: dict[str, Dataset] = field(default_factory=dict)
     online_datasets: dict[str, Callable[[str | None], Any]] = field(default_factory=dict)
     losses: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+    optimizers: dict[str, Callable[[list[dict[str, Any]], Any], Any]] = field(default_factory=dict)
+    storages: dict[str, type] = field(default_factory=dict)
+    """Scheme of a URL -> filesystem of fsspec."""
     hooks: list[Callable[[Any], Any]] = field(default_factory=list)
     sinks: list[Callable[[Any], Any]] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
+    """Modules that the user has named, in the order of their first import."""
 
 
 REGISTRY = Registry()
@@ -97,6 +103,36 @@ def register_loss(name: str, make: Callable[[Any], Any]) -> None:
     REGISTRY.losses[name] = make
 
 
+def register_optimizer(name: str, make: Callable[[list[dict[str, Any]], Any], Any]) -> None:
+    """Add the optimizer `name`, which `optimizer.name` selects: `make(groups, config)`, given the
+    table [optimizer], returns a `torch.optim.Optimizer`. The groups have this rank's shards of the
+    parameters as plain tensors, so the update of an element may depend on that element alone.
+
+    The rate of each step is in `group["lr"]`. The state of a parameter consists of tensors of its
+    shape and data type, and of `step`, a tensor without dimensions.
+
+    Raises ConfigError if another function has that name.
+    """
+    if REGISTRY.optimizers.get(name, make) != make:
+        raise ConfigError(f'The optimizer "{name}" is registered twice.')
+    REGISTRY.optimizers[name] = make
+
+
+def register_storage(scheme: str, filesystem: type) -> None:
+    """Add the scheme of a URL: `checkpoint.folder = "SCHEME://..."` is stored by `filesystem`, a
+    subclass of `fsspec.AbstractFileSystem`, as every other location of that scheme.
+
+    Raises ConfigError if another class has that scheme.
+    """
+    if REGISTRY.storages.get(scheme, filesystem) != filesystem:
+        raise ConfigError(f'The storage "{scheme}://" is registered twice.')
+    # Only who registers a storage needs the package.
+    import fsspec
+
+    REGISTRY.storages[scheme] = filesystem
+    fsspec.register_implementation(scheme, filesystem, clobber=True)
+
+
 def register_hook(make: Callable[[Any], Any]) -> None:
     """Add a hook: `make(context)`, given a `hooks.HookContext`, returns a function that is called
     as `hook(state, report)` after each step, on every rank. A hook reads the state and never
@@ -112,6 +148,14 @@ def register_metrics_sink(make: Callable[[Any], Any]) -> None:
         REGISTRY.sinks.append(make)
 
 
+def unknown_name(key: str, given: str, known: Sequence[str]) -> str:
+    """Describe that the value of a key is not one of `known`, with the most similar one."""
+    by_lower = {name.lower(): name for name in known}
+    nearest = get_close_matches(given.lower(), by_lower, n=1)
+    hint = f' Did you mean "{by_lower[nearest[0]]}"?' if nearest else ""
+    return f'{key} = "{given}" is not one of {", ".join(known)}.{hint}'
+
+
 def import_module(name: str, key: str) -> ModuleType:
     """Import the module that `key` names; packages in the working directory are found too.
 
@@ -123,6 +167,8 @@ def import_module(name: str, key: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    if name not in REGISTRY.imports:
+        REGISTRY.imports.append(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -16,10 +16,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.tables.optimizer import OptimizerConfig
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.registry import REGISTRY, unknown_name
 from torchtitan_lite.distributed.device import Device
 from torchtitan_lite.distributed.torch_compat import as_dtensor, foreach_mul_, local_tensor
 from torchtitan_lite.optim.muon import Muon, Orthogonalization, sharded_orthogonalization
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
+
+BUILT_IN = ("AdamW", "Adam", "SGD", "Adagrad", "Muon")
+"""Values of optimizer.name that no one registers."""
 
 _COUNT = "step"
 """The only slot that does not have its parameter's shape."""
@@ -53,7 +58,11 @@ def build_optimizer(
 
     `no_decay` are the model's patterns of parameters without weight decay, `no_muon` those of
     matrices that Muon leaves to AdamW. `orthogonalization` builds what Muon does to its matrices.
+
+    Raises ConfigError if there is no such optimizer.
     """
+    if problem := name_problem(config.name):
+        raise ConfigError(problem)
     undecayed = () if config.decay_norms_biases_embeddings else tuple(no_decay)
     excluded = tuple(no_muon)
     by_muon: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
@@ -72,6 +81,18 @@ def build_optimizer(
             groups = [{**group, _LR_RATIO: config.adamw_lr / config.lr} for group in groups]
         made.append((partial(element_wise_optimizer, config, device), groups))
     return ShardedOptimizer(made, ema_decay=config.ema_decay)
+
+
+def name_problem(name: str) -> str | None:
+    """Describe why there is no optimizer of this name; None if there is one."""
+    if name in BUILT_IN:
+        if name in REGISTRY.optimizers:
+            return f'optimizer.name = "{name}": that name is built in. Register another one.'
+        return None
+    if name in REGISTRY.optimizers:
+        return None
+    known = unknown_name("optimizer.name", name, [*BUILT_IN, *sorted(REGISTRY.optimizers)])
+    return f"{known} Set experimental.custom_import to the module that registers another one."
 
 
 def uses_muon(name: str, parameter: torch.Tensor, no_muon: Iterable[str]) -> bool:
@@ -111,6 +132,8 @@ def element_wise_optimizer(
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, **how)
     if config.name == "Adagrad":
         return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps, **how)
+    if config.name in REGISTRY.optimizers:
+        return REGISTRY.optimizers[config.name](groups, config)
     kind = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
     betas = (config.beta1, config.beta2)
     return kind(groups, lr=config.lr, betas=betas, eps=config.eps, **how)
@@ -170,6 +193,7 @@ class ShardedOptimizer:
             inner = make(of_parts, parameters)
             self.inner.append(inner)
             self._inner_of |= dict.fromkeys((self._parts[p] for p in parameters), inner)
+        self._is_state_checked = False
         # The scale is float32, so a kernel in float64 would lose precision.
         self._divides_gradients = all(
             group.get("fused") and part.dtype.itemsize <= torch.float32.itemsize
@@ -195,6 +219,8 @@ class ShardedOptimizer:
             foreach_mul_([one for one in gradients if one.numel()], gradient_factor)
             for inner in self.inner:
                 inner.step()
+        if not self._is_state_checked:
+            self._check_state()
         self._update_averages(1 - self._ema_decay)
 
     def can_step_unless(self, device: torch.device) -> bool:
@@ -229,6 +255,30 @@ class ShardedOptimizer:
                 dtype = torch.promote_types(part.dtype, torch.float32)
                 self._averages[part] = part.detach().to(dtype, copy=True)
         return [part.grad for part in self._parts.values() if part.grad is not None]
+
+    def _check_state(self) -> None:
+        """Raise ConfigError for state of a registered optimizer that cannot be saved on one mesh
+        and loaded on another."""
+        self._is_state_checked = True
+        for part, inner in self._inner_of.items():
+            for slot, value in inner.state.get(part, {}).items():
+                is_count = slot == _COUNT and isinstance(value, torch.Tensor) and not value.ndim
+                is_like_part = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (
+                    part.shape,
+                    part.dtype,
+                )
+                if not is_count and not is_like_part:
+                    described = (
+                        f"{value.dtype} {list(value.shape)}"
+                        if isinstance(value, torch.Tensor)
+                        else type(value).__name__
+                    )
+                    raise ConfigError(
+                        f"The optimizer {type(inner).__name__} keeps {slot!r} ({described}) for a "
+                        f"parameter of {part.dtype} {list(part.shape)}. Checkpoints hold tensors "
+                        f'of the parameter\'s shape and data type, and "{_COUNT}", a tensor '
+                        "without dimensions."
+                    )
 
     def _update_averages(self, weight: float | torch.Tensor) -> None:
         """Move the averages towards the parameters by `weight`."""

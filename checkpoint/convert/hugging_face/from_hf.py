@@ -35,6 +35,7 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, cast, tensor_bytes
+from torchtitan_lite.core.urls import local_path
 from torchtitan_lite.distributed.mesh import ParallelDims
 
 BLOCK_BYTES = 8 << 20
@@ -120,7 +121,8 @@ class HuggingFaceImport:
 
     def _alone(self) -> AbstractContextManager[None]:
         """Lock the target against processes of this machine; an object store has no locks."""
-        return nullcontext() if "://" in self.storage.root else lock_folder(Path(self.storage.root))
+        path = local_path(self.storage.root)
+        return nullcontext() if path is None else lock_folder(path)
 
     def _base(self) -> dict[str, Any]:
         return {

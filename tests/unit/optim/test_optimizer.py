@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from tests.harness.tolerances import NORM_FLOAT32, OPTIMIZER_FLOAT32, SCHEDULE
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.config.tables.lr_scheduler import LRSchedulerConfig
 from torchtitan_lite.config.tables.optimizer import OptimizerConfig
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.registry import REGISTRY, register_optimizer
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.optim import (
@@ -383,3 +386,87 @@ def test_averages_and_counts_are_loaded_in_float32(slot: str) -> None:
 def test_a_rank_without_gradients_has_the_norm_zero_in_float64() -> None:
     norm = square_norm([])
     assert norm.item() == 0 and norm.dtype == torch.float64
+
+
+class _SignSGD(torch.optim.Optimizer):
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
+        super().__init__(groups, {"lr": config.lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("average", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
+                parameter.sub_(state["average"].sign(), alpha=group["lr"])
+
+
+class _KeepsAnInteger(_SignSGD):
+    def step(self) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["num_steps"] = 1
+
+
+class _KeepsARow(_SignSGD):
+    def step(self) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["row"] = parameter[:1].clone()
+
+
+@pytest.fixture
+def registered() -> Iterator[dict[str, Any]]:
+    yield REGISTRY.optimizers
+    REGISTRY.optimizers.clear()
+
+
+def _one_step(name: str, factor: float = 1.0) -> tuple[nn.Linear, Any]:
+    linear = nn.Linear(3, 2, bias=False)
+    nn.init.ones_(linear.weight)
+    config = OptimizerConfig(name=name, lr=0.5)
+    optimizer = build_optimizer(config, linear, (), detect_device("cpu"))
+    linear.weight.grad = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]])
+    optimizer.step(0.25, factor)
+    return linear, optimizer
+
+
+def test_a_registered_optimizer_updates_shards_and_its_state_is_saved(registered) -> None:
+    register_optimizer("SignSGD", _SignSGD)
+    linear, optimizer = _one_step("SignSGD", factor=2.0)
+    signs = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0]])
+    assert torch.equal(linear.weight, 1 - 0.25 * signs)
+    slots = optimizer.slots(linear.weight)
+    assert torch.equal(slots["average"], torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]]))
+    assert not optimizer.can_step_unless(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (
+            _KeepsAnInteger,
+            r"_KeepsAnInteger keeps 'num_steps' \(int\) for a parameter of .*\[2, 3\]",
+        ),
+        (_KeepsARow, r"_KeepsARow keeps 'row' \(torch.float32 \[1, 3\]\)"),
+    ],
+)
+def test_state_that_no_checkpoint_could_hold_is_an_error(
+    make: Any, kept: str, registered: dict[str, Any]
+) -> None:
+    register_optimizer("mine", make)
+    with pytest.raises(ConfigError, match=kept):
+        _one_step("mine")
+
+
+def test_names_of_optimizers_are_checked(registered: dict[str, Any]) -> None:
+    register_optimizer("SignSGD", _SignSGD)
+    with pytest.raises(ConfigError, match="not one of AdamW, .*Muon, SignSGD. Did you mean"):
+        _one_step("signsg")
+    with pytest.raises(ConfigError, match="is registered twice"):
+        register_optimizer("SignSGD", _KeepsARow)
+    register_optimizer("Adam", _SignSGD)
+    with pytest.raises(ConfigError, match="built in. Register another"):
+        _one_step("Adam")

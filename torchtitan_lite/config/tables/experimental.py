@@ -8,6 +8,6 @@ class ExperimentalConfig(Section):
 
     custom_import: str = ""
     """Module to import before the configuration is checked. It registers model families, data sets,
-    losses, hooks and metrics sinks."""
+    losses, optimizers, hooks, metrics sinks and storages."""
     custom_args_module: str = ""
     """Old name of `job.custom_config_module`."""

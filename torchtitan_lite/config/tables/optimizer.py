@@ -8,11 +8,12 @@ from torchtitan_lite.config.tables.section import NoEffect, Section, at_least, b
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: Literal["AdamW", "Adam", "SGD", "Adagrad", "Muon"] = "AdamW"
-    """AdamW (arXiv:1711.05101), Adam (arXiv:1412.6980), SGD with momentum `beta1`, Adagrad (JMLR
-    12:2121, 2011), whose sums of squared gradients start at 0 and whose rate is only that of the
-    schedule, or Muon (arXiv:2502.16982), with AdamW for all parameters that are not matrices of
-    hidden layers. The last two are not in torchtitan 0.2.2."""
+    name: str = "AdamW"
+    """"AdamW" (arXiv:1711.05101), "Adam" (arXiv:1412.6980), "SGD" with momentum `beta1`, "Adagrad"
+    (JMLR 12:2121, 2011), whose sums of squared gradients start at 0 and whose rate is only that of
+    the schedule, "Muon" (arXiv:2502.16982), with AdamW for all parameters that are not matrices of
+    hidden layers, or a name that `experimental.custom_import` registers. Adagrad and Muon are not
+    in torchtitan 0.2.2."""
     lr: Annotated[float, at_least(0)] = 8e-4
     """Highest learning rate, between warmup and decay."""
     beta1: Annotated[float, at_least(0), below(1)] = 0.9

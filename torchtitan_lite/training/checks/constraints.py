@@ -22,10 +22,12 @@ from torchtitan_lite.config.tables.validation import ValidationConfig
 from torchtitan_lite.core.errors import CheckpointError, ConfigError, MeshError
 from torchtitan_lite.core.optional_dependencies import missing
 from torchtitan_lite.core.registry import REGISTRY
+from torchtitan_lite.core.urls import is_url, local_path
 from torchtitan_lite.distributed.mesh import ParallelDims, resolve_degrees
 from torchtitan_lite.distributed.rpc.authentication import TOKEN, secret_problem
 from torchtitan_lite.models import check_family
 from torchtitan_lite.nn.spec import ModelSpec
+from torchtitan_lite.optim.optimizer import name_problem
 from torchtitan_lite.parallel.float8 import unsupported_reason
 from torchtitan_lite.training.checks.mesh_constraints import (
     mesh_problems,
@@ -62,7 +64,7 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _checkpoint(config)
     problems += _anomalies(config)
     problems += _files(config)
-    problems += _dump_folder(config)
+    problems += _folders(config)
     problems += _replicas(config)
     problems += _publish(config)
     problems += semi_sync_problems(config)
@@ -248,6 +250,8 @@ def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     given = config.optimizer
+    if problem := name_problem(given.name):
+        yield problem
     asked = [
         f"optimizer.{key} = {toml_literal(getattr(given, key))}"
         for key, field in type(given).model_fields.items()
@@ -511,7 +515,17 @@ def _replicas(config: Config) -> Iterator[str]:
         )
 
 
-def _dump_folder(config: Config) -> Iterator[str]:
+def _folders(config: Config) -> Iterator[str]:
+    try:
+        is_url(config.checkpoint.folder)
+    except ConfigError as error:
+        yield f"checkpoint.folder: {error}"
+    if "://" in config.job.dump_folder:
+        yield (
+            f'job.dump_folder = "{config.job.dump_folder}" is a URL, and logs and metrics are '
+            "written to a folder. Set it to a path; checkpoint.folder may be a URL."
+        )
+        return
     folder = Path(config.job.dump_folder).absolute()
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     asked = f'job.dump_folder = "{config.job.dump_folder}" cannot be written'
@@ -531,10 +545,17 @@ def _files(config: Config) -> Iterator[str]:
     for index, corpus in enumerate(config.training.corpora):
         paths[f"training.corpora[{index}].dataset_path"] = corpus.dataset_path
     for key, path in paths.items():
-        # A URL is looked up by fsspec when it is read.
-        if path is None or "://" in path:
+        if path is None:
             continue
-        named = Path(path).expanduser()
+        try:
+            named = local_path(path)
+        except ConfigError as error:
+            yield f"{key}: {error}"
+            continue
+        if named is None:
+            # A URL is looked up by fsspec when it is read.
+            continue
+        named = named.expanduser()
         # An existing name may have brackets, which mean something else in a glob.
         if named.exists() or glob(str(named), recursive=True):
             continue

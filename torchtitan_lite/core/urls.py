@@ -1,0 +1,35 @@
+"""Locations that users give: paths of this machine, and URLs of what fsspec opens."""
+
+import re
+from pathlib import Path
+
+from torchtitan_lite.core.errors import ConfigError
+
+_SCHEMES = (
+    *("abfs", "abfss", "adl", "az", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https"),
+    *("memory", "oci", "oss", "r2", "s3", "s3a", "sftp", "webhdfs"),
+)
+_WITHOUT_SLASHES = re.compile(rf"({'|'.join(_SCHEMES)}):/?(?!/)(.*)")
+
+
+def is_url(location: str) -> bool:
+    """Whether a location is a URL.
+
+    Raises ConfigError for the scheme of a URL without "//", which would otherwise name a folder.
+    """
+    if wrong := _WITHOUT_SLASHES.fullmatch(location):
+        scheme, rest = wrong.groups()
+        start = f"{scheme}:///" if scheme == "file" else f"{scheme}://"
+        raise ConfigError(
+            f'"{location}" is not a URL: write {start}{rest}, or ./{location} for a folder of that '
+            "name."
+        )
+    return "://" in location
+
+
+def local_path(location: str) -> Path | None:
+    """Return the path that a location names, also as file://PATH; None for any other URL. Raises as
+    `is_url`."""
+    if is_url(location) and not location.startswith("file://"):
+        return None
+    return Path(location.removeprefix("file://"))
