@@ -4,13 +4,14 @@
 """
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from torchtitan_lite.config.tables.section import (
+    BuiltIn,
     NoEffect,
     Section,
     Unsupported,
@@ -35,6 +36,8 @@ class Key:
     """Why the key has no effect, if so."""
     is_unsupported: bool = False
     """Whether it belongs to an unsupported feature, which it can only switch off."""
+    choices: tuple[str, ...] = ()
+    """Values that are known to be supported."""
 
     @property
     def meaning(self) -> str:
@@ -91,12 +94,22 @@ def groups(
                     section=section,
                     no_effect=why,
                     is_unsupported=any(isinstance(one, Unsupported) for one in field.metadata),
+                    choices=_choices(type_, field.metadata),
                 )
             )
     if keys:
         own = _one_line(section.__doc__)
         yield Group(path=path, repeated=repeated, meaning=own, keys=tuple(keys))
     yield from below
+
+
+def _choices(type_: Any, metadata: Iterable[Any]) -> tuple[str, ...]:
+    kind, _ = split_none(type_)
+    if kind is bool:
+        return ("true", "false")
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return next((tuple(mark) for mark in metadata if isinstance(mark, BuiltIn)), ())
 
 
 def all_keys(section: type[BaseModel]) -> dict[str, Key]:

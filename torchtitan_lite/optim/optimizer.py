@@ -15,16 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.config.tables.optimizer import OptimizerConfig
+from torchtitan_lite.config.tables.optimizer import OPTIMIZERS, OptimizerConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.registry import REGISTRY, unknown_name
 from torchtitan_lite.distributed.device import Device
 from torchtitan_lite.distributed.torch_compat import as_dtensor, foreach_mul_, local_tensor
 from torchtitan_lite.optim.muon import Muon, Orthogonalization, sharded_orthogonalization
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
-
-BUILT_IN = ("AdamW", "Adam", "SGD", "Adagrad", "Muon")
-"""Values of optimizer.name that no one registers."""
 
 _COUNT = "step"
 """The only slot that does not have its parameter's shape."""
@@ -85,13 +82,13 @@ def build_optimizer(
 
 def name_problem(name: str) -> str | None:
     """Describe why there is no optimizer of this name; None if there is one."""
-    if name in BUILT_IN:
+    if name in OPTIMIZERS:
         if name in REGISTRY.optimizers:
             return f'optimizer.name = "{name}": that name is built in. Register another one.'
         return None
     if name in REGISTRY.optimizers:
         return None
-    known = unknown_name("optimizer.name", name, [*BUILT_IN, *sorted(REGISTRY.optimizers)])
+    known = unknown_name("optimizer.name", name, [*OPTIMIZERS, *sorted(REGISTRY.optimizers)])
     return f"{known} Set experimental.custom_import to the module that registers another one."
 
 

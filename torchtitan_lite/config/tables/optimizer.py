@@ -2,13 +2,16 @@
 
 from typing import Annotated, Literal
 
-from torchtitan_lite.config.tables.section import NoEffect, Section, at_least, below
+from torchtitan_lite.config.tables.section import BuiltIn, NoEffect, Section, at_least, below
+
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adagrad", "Muon")
+"""The optimizers that need no module of the user."""
 
 
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: str = "AdamW"
+    name: Annotated[str, BuiltIn(OPTIMIZERS)] = "AdamW"
     """"AdamW" (arXiv:1711.05101), "Adam" (arXiv:1412.6980), "SGD" with momentum `beta1`, "Adagrad"
     (JMLR 12:2121, 2011), whose sums of squared gradients start at 0 and whose rate is only that of
     the schedule, "Muon" (arXiv:2502.16982), with AdamW for all parameters that are not matrices of

@@ -76,6 +76,10 @@ class NoEffect:
     reason: str
 
 
+class BuiltIn(tuple[str, ...]):
+    """The values of a key that need no module of the user, which may register others."""
+
+
 def at_least(minimum: float) -> AfterValidator:
     """Require at least `minimum`; the error has the value."""
     return _bounded(lambda given: given >= minimum, f"at least {minimum}")

@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from torchtitan_lite.config.tables.data import DataConfig
-from torchtitan_lite.config.tables.section import Section, above, at_least
+from torchtitan_lite.config.tables.section import BuiltIn, Section, above, at_least
 
 
 class PrecisionConfig(Section):
@@ -28,7 +28,7 @@ CROSS_ENTROPY = "cross_entropy"
 class TrainingConfig(PrecisionConfig, DataConfig):
     """Data, length and data types of training."""
 
-    loss: str = CROSS_ENTROPY
+    loss: Annotated[str, BuiltIn((CROSS_ENTROPY,))] = CROSS_ENTROPY
     """"cross_entropy", or a name that `experimental.custom_import` registers. Validation always
     measures the cross entropy."""
     steps: Annotated[int, at_least(1)] = 10000
