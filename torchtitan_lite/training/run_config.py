@@ -8,6 +8,8 @@ from typing import Any
 from torchtitan_lite.config import Config, loading
 from torchtitan_lite.core.errors import ConfigError
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
 
 def parse_command_line(
     argv: Sequence[str], usage: Callable[[], str] | None = None
@@ -17,7 +19,7 @@ def parse_command_line(
     `--help` prints `usage` and every key, `--help SECTION` the keys of one section; both raise
     SystemExit(0). Raises ConfigError with every problem.
     """
-    return loading.parse_command_line(argv, usage, complete=_read_hugging_face_dims)
+    return loading.parse_command_line(argv, usage, complete=_complete)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -26,13 +28,40 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError with every problem: unknown keys and sections, values of a wrong type or out
     of range, and unsupported features.
     """
-    return loading.load_config(path, overrides, complete=_read_hugging_face_dims)
+    return loading.load_config(path, overrides, complete=_complete)
 
 
 def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
     """Validate the tables `given` from `source` and apply command-line `overrides`. Raises as
     `load_config` does."""
-    return loading.config_from(given, source, overrides, complete=_read_hugging_face_dims)
+    return loading.config_from(given, source, overrides, complete=_complete)
+
+
+def _complete(tables: dict[str, Any]) -> str | None:
+    """Add to the tables of a file what a Hugging Face folder says. Returns the problem, if any."""
+    return _read_hugging_face_dims(tables) or _find_initial_weights(tables)
+
+
+def _find_initial_weights(tables: dict[str, Any]) -> str | None:
+    """Set `checkpoint.initial_load_path` to the Hugging Face folder of the model if
+    `initial_load_in_hf` asks for it, as in torchtitan. Returns the problem, if any."""
+    model, checkpoint = tables.get("model"), tables.get("checkpoint")
+    if not isinstance(checkpoint, dict) or checkpoint.get("initial_load_in_hf") is not True:
+        return None
+    if checkpoint.get("enable") is not True or checkpoint.get("initial_load_path") is not None:
+        return None
+    asked = "checkpoint.initial_load_in_hf = true without initial_load_path"
+    folder = model.get("hf_assets_path") if isinstance(model, dict) else None
+    if not isinstance(folder, str):
+        return f"{asked} loads the weights in model.hf_assets_path, which is not set. Set either."
+    weights = Path(folder).expanduser()
+    if not any((weights / name).is_file() for name in _WEIGHTS):
+        return (
+            f"{asked} loads the weights in model.hf_assets_path, and {folder} has neither "
+            f"{' nor '.join(_WEIGHTS)}. Set initial_load_path to the folder that has them."
+        )
+    checkpoint["initial_load_path"] = folder
+    return None
 
 
 def _read_hugging_face_dims(tables: dict[str, Any]) -> str | None:

@@ -359,6 +359,14 @@ def test_an_export_at_the_end_needs_a_checkpoint_that_transformers_can_read(conf
     assert "router_bias_update_rate = 0.01) has no place in a Hugging Face folder" in text
 
 
+def test_locations_are_paths_or_whole_urls(config) -> None:
+    wrong = ["--checkpoint.folder", "s3:bucket/run", "--job.dump_folder", "s3://bucket/run"]
+    text = config_error(config(*wrong, "--training.dataset_path", "gs:/texts"))
+    assert 'checkpoint.folder: "s3:bucket/run" is not a URL: write s3://bucket/run, or' in text
+    assert 'job.dump_folder = "s3://bucket/run" is a URL, and logs' in text
+    assert 'training.dataset_path: "gs:/texts" is not a URL' in text
+
+
 def test_missing_files_are_all_named(config, tmp_path: Path) -> None:
     (tmp_path / "there.txt").touch()
     arguments = ["--model.hf_assets_path", "no/assets", "--checkpoint.enable"]

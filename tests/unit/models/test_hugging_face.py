@@ -24,6 +24,7 @@ from tests.harness.hugging_face import (
     update_config,
 )
 from tests.harness.tolerances import PRETRAINED_DELTA, PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
+from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import (
@@ -38,6 +39,7 @@ from torchtitan_lite.models.llama3 import FLAVORS as LLAMA
 from torchtitan_lite.models.qwen3 import FLAVORS, spec_of
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.training.checks.constraints import check_against
 from torchtitan_lite.training.run_config import load_config
 
 RELEASED = [
@@ -342,3 +344,29 @@ def test_all_that_is_not_supported_is_named_for_each_family(family: str, tmp_pat
         hugging_face_dims(read_hugging_face_config(tmp_path))
     for problem in ("hidden_size is '48'", "hidden_act is 'gelu'"):
         assert problem in str(caught.value)
+
+
+def _starts_in_hf(folder: Path, *more: str) -> Config:
+    (folder / "run.toml").write_text(
+        f'[model]\nflavor = "hf"\nhf_assets_path = "{folder}"\n'
+        "[checkpoint]\nenable = true\ninitial_load_in_hf = true\n" + "\n".join(more)
+    )
+    return load_config(folder / "run.toml")
+
+
+def test_weights_come_from_the_folder_of_the_model_as_in_torchtitan(tmp_path: Path) -> None:
+    make_folder(tmp_path, "llama")
+    assert _starts_in_hf(tmp_path).checkpoint.initial_load_path == str(tmp_path)
+    other = _starts_in_hf(tmp_path, 'initial_load_path = "elsewhere"')
+    assert other.checkpoint.initial_load_path == "elsewhere"
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match="initial_load_in_hf.* has neither model.safetensors nor"):
+        _starts_in_hf(tmp_path)
+
+
+def test_a_checkpoint_is_not_taken_for_a_hugging_face_folder(tmp_path: Path) -> None:
+    make_folder(tmp_path, "llama")
+    (tmp_path / "step-3").mkdir()
+    config = _starts_in_hf(tmp_path, f'initial_load_path = "{tmp_path}/step-3"')
+    with pytest.raises(ConfigError, match="step-3. is not a Hugging Face folder. Leave"):
+        check_against(config, 1)

@@ -4,7 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator
 
-from torchtitan_lite.config.tables.section import Section, between, only
+from torchtitan_lite.config.tables.section import NoEffect, Section, between, only
+
+_NO_BUDGET = 'mode = "memory_budget" is not supported by this version'
 
 
 class ActivationCheckpointConfig(Section):
@@ -22,8 +24,8 @@ class ActivationCheckpointConfig(Section):
     "op" (torchtitan: `["moe.router.gate"]`)."""
     early_stop: bool = False
     """Stop recomputing once backward has what it needs."""
-    memory_budget: Annotated[float, between(0, 1)] = 0.5
-    """Without effect: "memory_budget" is not supported by this version."""
+    memory_budget: Annotated[float, between(0, 1), NoEffect(_NO_BUDGET)] = 0.5
+    """Accepted and without effect: mode "memory_budget" is not supported by this version."""
     visualize_memory_budget_pareto: Annotated[bool, only(False, "the memory budget's picture")] = (
         False
     )

@@ -48,7 +48,8 @@ class CheckpointConfig(Section):
     initial_load_model_only: bool = True
     """Load only the weights of `initial_load_path`, and start at step 0."""
     initial_load_in_hf: bool = False
-    """Accepted for compatibility: the format of `initial_load_path` is detected."""
+    """Without `initial_load_path`: start from the weights in `model.hf_assets_path`. With it: it
+    must be a Hugging Face folder. By default, its format is detected."""
     initial_load_in_hf_quantized: Annotated[
         bool, only(False, "loading quantized Hugging Face weights")
     ] = False
@@ -76,7 +77,9 @@ class CheckpointConfig(Section):
     """"async": save in the background, from shared memory (torchtitan's default: "disabled").
     "async_with_pinned_mem": the same, because memory that a GPU copies to is always pinned.
     "disabled": training waits until a save is written."""
-    enable_ft_dataloader_checkpoints: bool = True
-    """Accepted for compatibility: the data position is always part of a checkpoint."""
+    enable_ft_dataloader_checkpoints: Annotated[
+        bool, only(True, "a checkpoint of replicas without the position in the data")
+    ] = True
+    """Only true is accepted: the position in the data is part of every checkpoint."""
     create_seed_checkpoint: Annotated[bool, only(False, "a seed checkpoint")] = False
     """Not needed: initial weights are the same on every mesh."""

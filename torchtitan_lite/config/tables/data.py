@@ -18,6 +18,7 @@ from torchtitan_lite.config.tables.section import (
 DEFAULT_DATASET = "python_stdlib"
 TEXT_DATASETS = (DEFAULT_DATASET, "c4", "c4_validation")
 """Data sets known by name; none contains conversations."""
+_PINNED = NoEffect("batches for a GPU are always in pinned memory")
 _WORKERS = NoEffect("tokens are read from a memory map, and a background thread reads ahead")
 
 
@@ -73,8 +74,8 @@ class DataLoaderConfig(Section):
     persistent_workers: Annotated[bool, _WORKERS] = False
     """Accepted and without effect: there are no worker processes."""
 
-    pin_memory: bool = False
-    """Accepted for compatibility: batches for a GPU are always in pinned memory, others never."""
+    pin_memory: Annotated[bool, _PINNED] = False
+    """Accepted and without effect: batches for a GPU are always in pinned memory, others never."""
 
     prefetch_factor: Annotated[int | None, _WORKERS] = None
     """Accepted and without effect: the next step's batches are read ahead."""

@@ -45,8 +45,10 @@ class ParallelismConfig(Section):
     row per rank with its actions in order, such as 0F3 for stage 0, forward, microbatch 3; B
     backward, or I and W its parts for input and weights. It determines the stages of each rank and
     the number of microbatches per step."""
-    pipeline_parallel_expert_parallel_overlap: bool = True
-    """Accepted and without effect: the schedule or the file determines the order."""
+    pipeline_parallel_expert_parallel_overlap: Annotated[
+        bool, only(True, "a schedule other than the chosen one, without the overlap of experts,")
+    ] = True
+    """Only true is accepted: the schedule or the file determines what overlaps."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """Module names per stage, in the order of forward."""
     context_parallel_degree: Annotated[int, at_least(1)] = 1

@@ -8,7 +8,6 @@ from torchtitan_lite.data import OpenedData
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.models import recorded_dims
 from torchtitan_lite.nn.spec import PipelineSchedule
-from torchtitan_lite.serving.publish.publisher import Publisher, describe_model, published_tensors
 from torchtitan_lite.training.anomalies.process_checks import ProcessChecks
 from torchtitan_lite.training.builders.run_context import RunContext
 from torchtitan_lite.training.builders.samples import validation_samples
@@ -76,6 +75,13 @@ def _profiler_hook(run: RunContext, *, resume_step: int) -> Hook:
 
 
 def _publish_hook(run: RunContext, state: TrainState) -> Hook:
+    # Few runs publish; the others do not load what it needs.
+    from torchtitan_lite.serving.publish.publisher import (
+        Publisher,
+        describe_model,
+        published_tensors,
+    )
+
     config = run.config
     run_id = run_on_all_ranks(lambda: shared_run_id(Path(config.job.dump_folder)))
     if config.fault_tolerance.enable:

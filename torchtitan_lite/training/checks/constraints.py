@@ -64,6 +64,7 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _checkpoint(config)
     problems += _anomalies(config)
     problems += _files(config)
+    problems += _initial_format(config)
     problems += _folders(config)
     problems += _replicas(config)
     problems += _publish(config)
@@ -512,6 +513,22 @@ def _replicas(config: Config) -> Iterator[str]:
             f"quorum_timeout_s ({section.quorum_timeout_s:g}), after which a replica ends, so that "
             f"it would never train without one that is lost. Raise quorum_timeout_s, or lower "
             f"join_timeout_s."
+        )
+
+
+def _initial_format(config: Config) -> Iterator[str]:
+    path = config.checkpoint.initial_load_path
+    if path is None or not config.checkpoint.initial_load_in_hf:
+        return
+    try:
+        is_expected = is_hugging_face(*open_parent_storage(path))
+    except (CheckpointError, ConfigError, OSError):
+        # Reported where it is loaded, which a run that resumes does not do.
+        return
+    if not is_expected:
+        yield (
+            f'checkpoint.initial_load_in_hf = true, but initial_load_path = "{path}" is not a '
+            "Hugging Face folder. Leave initial_load_in_hf out: the format is detected."
         )
 
 
