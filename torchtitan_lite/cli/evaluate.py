@@ -19,7 +19,7 @@ from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, resolve_degrees, start_mesh
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.parallel import build_pipeline_schedule
-from torchtitan_lite.parallel.fsdp import compute_dtype_of
+from torchtitan_lite.parallel.precision import precision_policy
 from torchtitan_lite.serving.inference import Weights, open_weights, tokenizer_of
 from torchtitan_lite.training.builders import build_model, spec_on_device
 from torchtitan_lite.training.checks.constraints import check_against
@@ -117,7 +117,7 @@ def _measured(
         cross_entropy(logits_per_chunk=mesh.device.logits_per_chunk),
         mesh,
         config.parallelism,
-        hidden_dtype=compute_dtype_of(config.training, mesh.device),
+        hidden_dtype=precision_policy(config.training, mesh.device).compute,
     )
     begin = time.perf_counter()
     loss = validate(model, schedule, data, mesh)

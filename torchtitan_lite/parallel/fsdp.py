@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.config.tables.training import PrecisionConfig
-from torchtitan_lite.distributed.device import Device
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.torch_compat import shards_on
 from torchtitan_lite.nn.moe import Experts
 from torchtitan_lite.nn.spec import ModelSpec, modules_matching
 from torchtitan_lite.parallel.expert import has_own_mesh
+from torchtitan_lite.parallel.precision import precision_policy
 
 
 def apply(
@@ -46,18 +46,16 @@ def apply(
     its rounding. Everything else runs the code of several ranks; for example, a pipeline would
     cast again for each microbatch.
     """
-    compute_dtype = compute_dtype_of(precision, mesh.device)
-    parameter_dtype = getattr(torch, precision.dtype)
-    mixed = compute_dtype != parameter_dtype
+    dtypes = precision_policy(precision, mesh.device)
     experts_apart = has_own_mesh(spec, mesh)
     is_alone = mesh.degrees.batch * mesh.degrees.cp == 1 and not (
         experts_apart and mesh.expert_mesh.size(2) > 1
     )
     if is_alone and not precision.enable_cpu_offload:
-        if not mixed:
+        if not dtypes.is_mixed:
             return
         if mesh.degrees.tp == mesh.degrees.pp == 1:
-            _cast_where_read(model, compute_dtype)
+            _cast_where_read(model, dtypes.compute)
             return
     placement = None
     apart: dict[str, Any] | None = None
@@ -71,13 +69,8 @@ def apply(
         "mesh": _sharding_mesh(mesh),
         "shard_placement_fn": placement,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute_dtype if mixed else None,
-            # At least float32: a sum over many ranks in bfloat16 loses most of the terms.
-            reduce_dtype=(
-                torch.promote_types(compute_dtype, torch.float32)
-                if compute_dtype.itemsize < torch.float32.itemsize
-                else None
-            ),
+            param_dtype=dtypes.compute if dtypes.is_mixed else None,
+            reduce_dtype=dtypes.reduction if dtypes.reduction != dtypes.compute else None,
             # The tables of cosines and sines stay in float32, as they are on a single rank.
             cast_forward_inputs=False,
         ),
@@ -113,13 +106,6 @@ def apply(
     fully_shard(model, **settings, reshard_after_forward=policy == "always")
     if not is_alone:
         _sum_gradients(model)
-
-
-def compute_dtype_of(precision: PrecisionConfig, device: Device) -> torch.dtype:
-    """Return the dtype of parameters in forward and backward."""
-    if precision.mixed_precision_param != "auto":
-        return getattr(torch, precision.mixed_precision_param)
-    return torch.bfloat16 if device.kind == "cuda" else getattr(torch, precision.dtype)
 
 
 def _cast_where_read(model: nn.Module, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from torchtitan_lite.data.chat_prompt import ChatPrompt
 from torchtitan_lite.distributed.mesh import AXES
 from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import start_command
-from torchtitan_lite.parallel.fsdp import compute_dtype_of
+from torchtitan_lite.parallel.precision import precision_policy
 from torchtitan_lite.training.builders import Built, build_text_generator
 from torchtitan_lite.training.builders.samples import sample_prompt
 from torchtitan_lite.training.metrics import Event
@@ -50,7 +50,7 @@ def start_rows(built: Built, config: Config) -> dict[str, str]:
     processes = f"{mesh.world_size} process{'es' * (mesh.world_size > 1)}"
     if config.fault_tolerance.enable:
         processes += f" in replica {config.fault_tolerance.replica_id}"
-    compute = str(compute_dtype_of(config.training, mesh.device)).removeprefix("torch.")
+    compute = str(precision_policy(config.training, mesh.device).compute).removeprefix("torch.")
     stored = config.training.dtype
     dtype = stored if compute == stored else f"{stored} parameters, {compute} compute"
     sizes = job.batch_sizes

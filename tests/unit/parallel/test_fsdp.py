@@ -30,6 +30,7 @@ from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.decoder_family import build_decoder
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.parallel import fsdp, parallelize
+from torchtitan_lite.parallel.precision import precision_policy
 
 _MIXED = PrecisionConfig(mixed_precision_param="bfloat16")
 _OFFLOADED = _MIXED.model_copy(update={"enable_cpu_offload": True})
@@ -157,7 +158,7 @@ def test_the_compute_dtype_on_the_cpu_defaults_to_that_of_the_weights(
     settings: dict[str, Any], expected: torch.dtype
 ) -> None:
     precision = PrecisionConfig.model_validate(settings)
-    assert fsdp.compute_dtype_of(precision, detect_device("cpu")) == expected
+    assert precision_policy(precision, detect_device("cpu")).compute == expected
 
 
 def test_the_compute_dtype_on_a_gpu_defaults_to_bfloat16() -> None:
@@ -168,9 +169,9 @@ def test_the_compute_dtype_on_a_gpu_defaults_to_bfloat16() -> None:
         fused_optimizer=True,
         peak_flops=None,
     )
-    assert fsdp.compute_dtype_of(PrecisionConfig(), gpu) == torch.bfloat16
+    assert precision_policy(PrecisionConfig(), gpu).compute == torch.bfloat16
     plain = PrecisionConfig(mixed_precision_param="float32")
-    assert fsdp.compute_dtype_of(plain, gpu) == torch.float32
+    assert precision_policy(plain, gpu).compute == torch.float32
 
 
 def test_offloaded_shards_are_freed_after_forward_but_the_last(mesh: Mesh) -> None:

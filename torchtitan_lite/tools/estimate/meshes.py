@@ -13,7 +13,7 @@ from torchtitan_lite.data import batch_sizes
 from torchtitan_lite.distributed.device import LOGITS_PER_CHUNK, Accelerator
 from torchtitan_lite.distributed.mesh import ParallelDims
 from torchtitan_lite.nn.spec import ModelSpec
-from torchtitan_lite.parallel.fsdp import compute_dtype_of
+from torchtitan_lite.parallel.precision import precision_policy
 from torchtitan_lite.tools.estimate.memory import KINDS, Kind
 from torchtitan_lite.tools.estimate.mesh_step import MeshStep
 from torchtitan_lite.tools.estimate.trace import CPU_DEVICE
@@ -101,7 +101,7 @@ def sizes_of(config: Config, spec: ModelSpec) -> ModelSizes:
         vocab_size=spec.vocab_size,
         choices=getattr(moe, "top_k", 0),
         parameter_bytes=item,
-        compute_bytes=compute_dtype_of(config.training, CPU_DEVICE).itemsize,
+        compute_bytes=precision_policy(config.training, CPU_DEVICE).compute.itemsize,
         flops_per_token=spec.cost(config.training.seq_len).flops_per_token,
     )
 

@@ -41,8 +41,8 @@ from torchtitan_lite.optim.muon import Orthogonalization, specs_of
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.orthogonalization import BUCKET_BYTES, assign_matrices
 from torchtitan_lite.parallel import build_pipeline_schedule
-from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.parallel.pipeline_stages import join_stages
+from torchtitan_lite.parallel.precision import precision_policy
 from torchtitan_lite.tools.estimate.memory import KINDS, ByKind, Kind, StorageLog
 from torchtitan_lite.tools.estimate.routing import BalancedRouting
 from torchtitan_lite.tools.estimate.work import (
@@ -157,7 +157,7 @@ def _trace(
         recorder.loss(token_loss),
         mesh,
         config.parallelism,
-        hidden_dtype=compute_dtype_of(config.training, mesh.device),
+        hidden_dtype=precision_policy(config.training, mesh.device).compute,
         is_compiled=False,
     )
     with fake_tensors():

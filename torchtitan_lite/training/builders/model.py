@@ -15,8 +15,8 @@ from torchtitan_lite.nn.attention_sinks import SinkKernel
 from torchtitan_lite.nn.initialize import allocate_memory, initialize, on_meta
 from torchtitan_lite.nn.spec import ModelCost, ModelSpec
 from torchtitan_lite.parallel import parallelize
-from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages, stage_modules
+from torchtitan_lite.parallel.precision import precision_policy
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.training.checks.trained_model import trained_spec
 
@@ -39,7 +39,7 @@ def spec_on_device(config: Config, device: Device) -> ModelSpec:
     if not (spec.document_mask or any(map(_needs_scores, modules))):
         return spec
     head_dims = [module.head_dim for module in modules if isinstance(module, Attention)]
-    is_wide = compute_dtype_of(config.training, device).itemsize > torch.float32.itemsize
+    is_wide = precision_policy(config.training, device).compute.itemsize > torch.float32.itemsize
     if is_wide or min(head_dims, default=0) < _MIN_FLEX_HEAD_DIM:
         return spec
     model = config.model.model_copy(update={"attention_backend": "flex"})

@@ -11,7 +11,7 @@ from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.spec import MicrobatchLoss, PipelineSchedule
 from torchtitan_lite.parallel import build_pipeline_schedule
-from torchtitan_lite.parallel.fsdp import compute_dtype_of
+from torchtitan_lite.parallel.precision import precision_policy
 from torchtitan_lite.training.builders.run_context import RunContext
 from torchtitan_lite.training.debug import (
     ScheduleInside,
@@ -40,7 +40,7 @@ def build_schedule(
         ),
         mesh,
         config.parallelism,
-        hidden_dtype=compute_dtype_of(config.training, mesh.device),
+        hidden_dtype=precision_policy(config.training, mesh.device).compute,
         is_compiled=config.compile.covers("model"),
         training_loss=_registered_loss(config),
     )
