@@ -125,7 +125,7 @@ def open_buddies(
     peers = [json.loads(one) for one in all_gather_bytes(json.dumps(about).encode())]
     # Known to this session's ranks only; with a token, also useless without that.
     secret = broadcast_bytes(secrets.token_hex(16).encode()).decode()
-    problem = next((one["problem"] for one in peers if one["problem"]), "")
+    problem = next((peer["problem"] for peer in peers if peer["problem"]), "")
     found = None
     if not problem and listener is not None:
         config, identity = context.config, context.identity

@@ -50,7 +50,7 @@ class HistoryClaim:
     @property
     def names(self) -> set[str]:
         """Names of the replicas."""
-        return {replica_name(one) for one in self.members}
+        return {replica_name(member) for member in self.members}
 
     def next(self, lighthouse: str, quorum_id: int, members: tuple[str, ...]) -> "HistoryClaim":
         """Return the claim of a quorum that continues from this one."""
@@ -223,8 +223,8 @@ def _parse(content: bytes, token: int, path: Path) -> HistoryClaim:
         texts = (claim.lighthouse, *claim.members)
         if (
             claim.token != token
-            or any(type(one) is not int for one in numbers)
-            or any(type(one) is not str for one in texts)
+            or any(type(number) is not int for number in numbers)
+            or any(type(text) is not str for text in texts)
         ):
             raise ValueError("a value has a wrong type")
     except (TypeError, ValueError, LookupError) as error:

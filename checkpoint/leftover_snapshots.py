@@ -338,7 +338,7 @@ def _snapshot(
         for name, (layout, shape, dtype) in one.get("tensors", {}).items():
             tensors[name] = TensorSpec(layouts[layout], tuple(shape), DTYPES[dtype])
         rng |= one.get("rng", {})
-    first = next(one for one in reports if "values" in one)
+    first = next(report for report in reports if "values" in report)
     step = found.position.step
     slots = {
         region_name(saver): (one.region, one.slots[found.position]) for saver, one in mine.items()
@@ -371,5 +371,5 @@ def _encoded(report: Any, is_reported: bool) -> bytes:
 
 
 def _close(regions: Mapping[Any, _OpenRegion]) -> None:
-    for one in regions.values():
-        one.region.close()
+    for region in regions.values():
+        region.region.close()

@@ -49,7 +49,9 @@ class HeldRegion:
     def from_json(cls, given: Sequence[Any]) -> "HeldRegion":
         """Parse the form of `to_json`."""
         saver, is_copy, sessions, world_size, positions = given
-        return cls(saver, is_copy, sessions, world_size, [Position(*one) for one in positions])
+        return cls(
+            saver, is_copy, sessions, world_size, [Position(*position) for position in positions]
+        )
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class SynchronousSaver:
                 [tensor_bytes(part)[start:][:length] for part, start, length in ranges]
                 if _are_on_cpu(parts.values())
                 # A few MiB of the state at a time, because a GPU's may not fit into host memory.
-                else lambda: (byte_pieces(*one) for one in ranges)
+                else lambda: (byte_pieces(*range_) for range_ in ranges)
             )
             written = write_boxes(storage, about, step, token, source)
             announced = values if writer_group.index == 0 else {}

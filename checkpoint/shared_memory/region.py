@@ -365,7 +365,10 @@ class Region:
     def _take_over(self, encoded: bytes, session: str | None) -> None:
         """Write a new description beside that of `session`, or else the newest."""
         newest = self._descriptions[0]
-        kept = next((one for one in self._descriptions if one.session == session), newest)
+        kept = next(
+            (description for description in self._descriptions if description.session == session),
+            newest,
+        )
         block = replace(
             kept.block,
             generation=newest.block.generation + 1,

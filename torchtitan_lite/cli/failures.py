@@ -40,7 +40,11 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
                 f"about {options.num_failures:,} for each number of ranks"
             )
         print("\n".join(["", *table(predictions)]))
-        largest = [one for one in predictions if one.num_ranks == predictions[-1].num_ranks]
+        largest = [
+            prediction
+            for prediction in predictions
+            if prediction.num_ranks == predictions[-1].num_ranks
+        ]
         print("\n".join(["", f"Time on {largest[0].num_ranks:,} ranks", *parts(largest)]))
         print("\n".join(["", *(f"{one.name}: {one.title}" for one in STRATEGIES)]))
         print("\n".join(["", "Inputs (--set NAME=VALUE)", *input_lines(scenario)]))

@@ -120,7 +120,7 @@ def _record(storage: Storage, name: str, options: argparse.Namespace) -> dict[st
     except DamagedCheckpoint as error:
         return record | {"damage": [{"file": MANIFEST, "tensor": None, "problem": str(error)}]}
     problems = verify(storage, name) if options.verify else []
-    record |= {"damage": [asdict(one) for one in problems]} | _contents(manifest)
+    record |= {"damage": [asdict(problem) for problem in problems]} | _contents(manifest)
     if options.tensors:
         record["tensors"] = _tensors(manifest)
     return record

@@ -75,7 +75,7 @@ def similar_option(word: str, options: Iterable[str]) -> str | None:
     known = {option.removeprefix("--"): option for option in options}
     if name in known or "." in name:
         return None
-    return next((known[one] for one in get_close_matches(name, known, n=1)), None)
+    return next((known[match] for match in get_close_matches(name, known, n=1)), None)
 
 
 def train_parser() -> Parser:

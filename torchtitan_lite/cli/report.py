@@ -57,7 +57,7 @@ def _check_samples(folders: Sequence[Path]) -> int:
 
 def _verdict(comparisons: Sequence[Comparison], limit: float) -> int:
     """Print one line about the limit. Returns the exit status."""
-    failures = [why for one in comparisons if (why := one.exceeds(limit)) is not None]
+    failures = [why for comparison in comparisons if (why := comparison.exceeds(limit)) is not None]
     if failures:
         more = f"; {len(failures) - 1} more runs differ" if len(failures) > 1 else ""
         print(f"FAILED: {failures[0]}; --fail-above is {limit:g}{more}")

@@ -98,7 +98,7 @@ class OutputFaults:
     @property
     def is_failing(self) -> bool:
         """Whether an output cannot be written now."""
-        return any(one.is_failing for one in self._outputs.values())
+        return any(output.is_failing for output in self._outputs.values())
 
     def ended_outages(self) -> list[dict[str, Any]]:
         """Return the outages that ended since the last call, as values of an event."""

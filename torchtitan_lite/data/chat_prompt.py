@@ -45,7 +45,9 @@ def chat_prompt(
     except TemplateRejection as rejection:
         raise DataError(f"{chosen.name} rejects the messages: {rejection}") from None
     behind = through.rpartition(_ANSWER)[2]
-    ends = [one for one in tokenizer.special_texts if behind.startswith(one)]
+    ends = [
+        special_text for special_text in tokenizer.special_texts if behind.startswith(special_text)
+    ]
     ids, *end = (ids.tolist() for ids, _, _ in tokenizer.encode_rendered([text, *ends]))
     return ChatPrompt(messages, ids, frozenset(one[0] for one in end if len(one) == 1))
 

@@ -379,9 +379,11 @@ def flops_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     packet = getattr(operation, "overloadpacket", None)
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
         is_causal = len(args) > 4 and args[4]
-        return sdpa_flop_count(*(one.shape for one in args[:3])) // (2 if is_causal else 1)
+        return sdpa_flop_count(*(argument.shape for argument in args[:3])) // (
+            2 if is_causal else 1
+        )
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        flops = sdpa_backward_flop_count(*(one.shape for one in args[:4]))
+        flops = sdpa_backward_flop_count(*(argument.shape for argument in args[:4]))
         return flops // (2 if args[7] else 1)
     if packet in (lite.grouped_linear, lite.grouped_outer):
         # The features of the other factor: [X, O, I], or [N, I].

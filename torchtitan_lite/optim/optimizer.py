@@ -213,7 +213,7 @@ class ShardedOptimizer:
             device = gradients[0].device if gradients else torch.device("cpu")
             self._step(torch.full((), 1 / gradient_factor, device=device), None)
         else:
-            foreach_mul_([one for one in gradients if one.numel()], gradient_factor)
+            foreach_mul_([gradient for gradient in gradients if gradient.numel()], gradient_factor)
             for inner in self.inner:
                 inner.step()
         if not self._is_state_checked:

@@ -150,7 +150,9 @@ def _sample_lines(built: Built, config: Config) -> list[str]:
         return []
     if isinstance(prompt, str):
         return [SAMPLE, "", _indented(text), ""]
-    asked = [_indented(f"{one['role']}: {one.get('content', '')}") for one in prompt.messages]
+    asked = [
+        _indented(f"{message['role']}: {message.get('content', '')}") for message in prompt.messages
+    ]
     return [SAMPLE, "", *asked, _indented(f"assistant: {text}"), ""]
 
 

@@ -70,7 +70,7 @@ class TextGenerator:
             sampling=Sampling(temperature=temperature, seed=self._seed),
             stop_ids=stop_ids,
         )
-        return [self._tokenizer.decode(one.ids) for one in continuations]
+        return [self._tokenizer.decode(continuation.ids) for continuation in continuations]
 
     @torch.no_grad()
     def _copy_weights(self, state: TrainState) -> None:

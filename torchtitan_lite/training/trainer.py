@@ -177,7 +177,7 @@ def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> 
 def train_step(job: Job) -> StepReport:
     """Run one step: agree, load, forward and backward, reduce, decide, apply."""
     state, phases = job.state, job.phases
-    parameters = [one for one in state.model.parameters() if one.requires_grad]
+    parameters = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
     with phases.enter(Phase.QUORUM):
         before = state.step, state.cursor
         share = job.replicas.agree()

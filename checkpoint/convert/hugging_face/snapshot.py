@@ -96,7 +96,7 @@ class HuggingFaceSnapshot:
         self._storage = storage
         patterns = spec.hugging_face.ignored
         self.ignored = [
-            key for key in folder.tensors if any(fnmatchcase(key, one) for one in patterns)
+            key for key in folder.tensors if any(fnmatchcase(key, pattern) for pattern in patterns)
         ]
         """Keys of tensors that are not loaded."""
         parameters, buffers = expected_shapes(spec)

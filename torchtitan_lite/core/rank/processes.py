@@ -132,7 +132,7 @@ def first_failed(statuses: Iterable[tuple[int, ExitStatus]]) -> tuple[int, ExitS
     """Of ranks that have exited together, return the failed one to report, with its exit status;
     None if none has failed. A rank that exited with an error has the cause in its log, while one
     that was killed may have been killed because of it."""
-    failed = (one for one in statuses if not one[1].is_clean)
+    failed = (status for status in statuses if not status[1].is_clean)
     return min(failed, key=lambda one: (one[1].is_signal, one[0]), default=None)
 
 

@@ -91,7 +91,7 @@ class HolderIndex:
         if ranks is not None:
             return ranks[self.positions].tolist()
         return [
-            [[mesh.holders[one] for one in replicas] for replicas in contributions]
+            [[mesh.holders[replica] for replica in replicas] for replicas in contributions]
             for contributions in self.positions.tolist()
         ]
 

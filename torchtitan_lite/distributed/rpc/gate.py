@@ -152,8 +152,8 @@ class Gate:
                 try:
                     await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    for one in directions:
-                        one.cancel()
+                    for direction in directions:
+                        direction.cancel()
                     # Their sockets are closed afterwards.
                     await asyncio.gather(*directions, return_exceptions=True)
 

@@ -234,7 +234,7 @@ class StateConnection:
         its WAIT. A connection that the peer has closed since the last request is replaced once; an
         answer without a proof is retried for `_UNPROVEN_S`. Raises RpcError."""
         span = f"bytes={','.join(map(str, rows))}"
-        length = sum(one.num_bytes for one in rows)
+        length = sum(row.num_bytes for row in rows)
         may_reconnect, num_unproven = self._http.sock is not None, 0
         deadline_s = time.monotonic() + min(_UNPROVEN_S, self._endpoint.timeout_s)
         while True:

@@ -296,10 +296,10 @@ class QuorumRules:
         """Return the ids that count: their heartbeats are valid, and they have requested a quorum
         or still may, for the first time."""
         return {
-            one
-            for one in self.heartbeats
-            if self.is_healthy(one, now_s)
-            and (one not in self._first_heartbeats or now_s < self._request_by_s(one))
+            replica_id
+            for replica_id in self.heartbeats
+            if self.is_healthy(replica_id, now_s)
+            and (replica_id not in self._first_heartbeats or now_s < self._request_by_s(replica_id))
         }
 
     def _next_expiry_s(self, live: Collection[str]) -> float | None:
@@ -333,7 +333,9 @@ def _left_out(members: Sequence[MemberFacts], broken: frozenset[Link]) -> frozen
     if not broken:
         return frozenset()
     ends = frozenset[str]().union(*broken)
-    steps = tuple(sorted((one.replica_id, one.step) for one in members if one.replica_id in ends))
+    steps = tuple(
+        sorted((member.replica_id, member.step) for member in members if member.replica_id in ends)
+    )
     return replicas_to_leave_out(broken, steps)
 
 

@@ -134,7 +134,7 @@ class LighthouseServicer:
         quorum = self._rules.quorum
         if quorum is None:
             return unknown
-        dead = [one for one in quorum.ids if not self._rules.is_healthy(one, now_s)]
+        dead = [id_ for id_ in quorum.ids if not self._rules.is_healthy(id_, now_s)]
         is_member = replica_id in quorum.ids
         return {"quorum_id": quorum.quorum_id, "dead": dead, "is_member": is_member}
 
@@ -149,7 +149,9 @@ class LighthouseServicer:
         """Return whether the lighthouse serves a run: the first one, until its replicas are
         dead."""
         now_s = self._loop.time()
-        if not any(self._rules.is_healthy(one, now_s) for one in self._rules.heartbeats):
+        if not any(
+            self._rules.is_healthy(replica_id, now_s) for replica_id in self._rules.heartbeats
+        ):
             self._run_id = run_id
         return self._run_id == run_id
 

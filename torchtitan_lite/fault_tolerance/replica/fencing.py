@@ -69,7 +69,7 @@ class _Quorum:
     def has_most_of(self, claim: HistoryClaim) -> bool:
         """Return whether most processes of a claim are members, or half of them and among these
         the first."""
-        present = [one for one in claim.members if one in self.members]
+        present = [member for member in claim.members if member in self.members]
         surplus = 2 * len(present) - len(claim.members)
         return surplus > 0 or (surplus == 0 and min(claim.members, default="") in present)
 
@@ -169,7 +169,7 @@ class Fence:
 
         def remove() -> None:
             while (newest := self._history.newest()) is not None and own_id in newest.members:
-                left = tuple(one for one in newest.members if one != own_id)
+                left = tuple(member for member in newest.members if member != own_id)
                 if self._history.try_claim(newest.next(newest.lighthouse, 0, left)):
                     return
 
@@ -228,10 +228,10 @@ class Fence:
             raise ReplicaError(
                 f"{superseded_message(newest, self.token)} Restart it: it resumes from storage."
             )
-        if any(0 < one < newest.last_takeover for one in quorum.tokens):
+        if any(0 < token < newest.last_takeover for token in quorum.tokens):
             return "another replica of the quorum must restart, because a takeover superseded it"
         following = newest.next(quorum.lighthouse, quorum.quorum_id, quorum.members)
-        missing = newest.names - {replica_name(one) for one in quorum.members}
+        missing = newest.names - {replica_name(member) for member in quorum.members}
         continues = not newest.members or set(newest.members) & set(quorum.members)
         if continues or (not missing and newest.lighthouse == quorum.lighthouse):
             return following

@@ -112,7 +112,7 @@ class TorchftLighthouse:
         request.requester.data = member.seal(self._secret)
         response = messages.LighthouseQuorumResponse
         answer = await self._call("Quorum", request, response, _QUORUM_CALL_S)
-        sealed = [one.data for one in answer.quorum.participants]
+        sealed = [participant.data for participant in answer.quorum.participants]
         return _agreed(self._address, answer.quorum.quorum_id, sealed, member, self._secret)
 
     async def heartbeat(self, replica_id: str, unreachable: Collection[str]) -> LastQuorum:
@@ -151,8 +151,8 @@ def _agreed(
         raise RpcError(
             f"The lighthouse named a replica that cannot prove itself: {error}"
         ) from None
-    ids = [one.replica_id for one in members]
-    if strangers := [one.replica_id for one in members if one.run_id != own.run_id]:
+    ids = [member.replica_id for member in members]
+    if strangers := [member.replica_id for member in members if member.run_id != own.run_id]:
         raise RpcError(
             f"{', '.join(strangers)} is not of this run, {own.run_id}: start a lighthouse for each "
             "run."

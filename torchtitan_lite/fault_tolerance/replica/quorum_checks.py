@@ -73,7 +73,7 @@ def check_compatibility(own: str, quorum: QuorumResult) -> None:
     A lagging replica leaves those that are ahead. If several are equally far ahead, the minority
     leaves; of two equally large groups the first one stays.
     """
-    found = [_fingerprint_in(one) for one in quorum.replica_ids]
+    found = [_fingerprint_in(replica_id) for replica_id in quorum.replica_ids]
     if set(found) == {own}:
         return
     if quorum.recover_src_replica_rank is not None:
@@ -89,7 +89,11 @@ def check_compatibility(own: str, quorum: QuorumResult) -> None:
             f"is {own} here, but {wanted} there. All replicas need the same config and the same "
             "number of ranks: compare the files config.toml in their folders."
         )
-    names = [one.split(":")[0] for one in quorum.replica_ids if _fingerprint_in(one) != own]
+    names = [
+        replica_id.split(":")[0]
+        for replica_id in quorum.replica_ids
+        if _fingerprint_in(replica_id) != own
+    ]
     raise IncompatiblePeers(
         f"{', '.join(names)} has another config or number of ranks, and leaves."
     )

@@ -304,7 +304,7 @@ class ReplicaServer:
             self._quorum, self._broken = quorum, None
             self._changed.notify_all()
         others = [one for one in quorum.members if one.replica_id != self._identity.replica_id]
-        self._answered_s = {one.replica_id: time.monotonic() for one in others}
+        self._answered_s = {other.replica_id: time.monotonic() for other in others}
         for member in others:
             self._unreachable.discard(member.replica_id)
             self._spawn(self._ping_regularly(quorum.quorum_id, member, len(others)))
@@ -390,9 +390,9 @@ def quorum_for_rank(quorum: AgreedQuorum, own_id: str, rank: int) -> dict[str, A
     each healing replica. As compute_quorum_results of torchft (0.2.0, src/manager.rs), without its
     initial sync."""
     members = quorum.members
-    ids = [one.replica_id for one in members]
+    ids = [member.replica_id for member in members]
     own = ids.index(own_id)
-    newest = max(one.step for one in members)
+    newest = max(member.step for member in members)
     ahead = [i for i, one in enumerate(members) if one.step == newest]
     behind = [i for i, one in enumerate(members) if one.step != newest]
     # Each rank has a different donor, so that all donors serve.
@@ -401,7 +401,7 @@ def quorum_for_rank(quorum: AgreedQuorum, own_id: str, rank: int) -> dict[str, A
     return {
         "lighthouse": quorum.lighthouse,
         "quorum_id": quorum.quorum_id,
-        "tokens": [one.token for one in members],
+        "tokens": [member.token for member in members],
         "replica_rank": own,
         "replica_world_size": len(members),
         "replica_ids": ids,

@@ -58,11 +58,13 @@ class Averaging:
         if self._repeats:
             self._method = LocalSGD(link, model, self._trigger, sync_every=1)
         else:
-            self._outer = [_outer_optimizer(config, one.module) for one in self._fragments]
+            self._outer = [
+                _outer_optimizer(config, fragment.module) for fragment in self._fragments
+            ]
             device = next(model.parameters()).device
             self._method = DiLoCo(
                 link,
-                [one.module for one in self._fragments],
+                [fragment.module for fragment in self._fragments],
                 self._trigger,
                 self._outer,
                 # It starts with the first step of the trigger, and ends with the one after the

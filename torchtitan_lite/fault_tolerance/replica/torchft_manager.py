@@ -225,7 +225,10 @@ class QuorumManager(Manager):
         """Connect the process group of a new quorum."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        numbers = [extract_trailing_digits(one.partition(":")[0]) for one in quorum.replica_ids]
+        numbers = [
+            extract_trailing_digits(replica_id.partition(":")[0])
+            for replica_id in quorum.replica_ids
+        ]
         self._pg.configure(
             f"{quorum.store_address}/torchft/{quorum.quorum_id}/{self._group_rank}",
             self._replica_id or "0",

@@ -110,7 +110,9 @@ def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
     cache_folder = Path(config.training.cache_folder).expanduser().absolute()
     found, why = None, f"it is not in {cache_folder}/tokenizers, or the corpora have changed"
     try:
-        corpora = [open_corpus(one) for one in config.training.resolved_corpora()]
+        corpora = [
+            open_corpus(resolved_corpus) for resolved_corpus in config.training.resolved_corpora()
+        ]
         found = trained_tokenizer(corpora, weights.spec.vocab_size, cache_folder)
     except DataError as error:
         why = str(error)
@@ -159,7 +161,7 @@ def merged_weights(
 ) -> "Weights":
     """Return the merged weights of a checkpoint of adapters, with the config of a run without
     adapters. `base_path` and errors are those of `open_merged`."""
-    kept = [one for one in config.model.converters if one != "lora"]
+    kept = [converter for converter in config.model.converters if converter != "lora"]
     model = config.model.model_copy(update={"converters": kept})
     config = config.model_copy(update={"model": model, "lora": LoRAConfig()})
     spec = model_spec(model)
@@ -199,7 +201,7 @@ def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
         return found
     named = settings.get("eos_token_id") if isinstance(settings, dict) else None
     ids = named if isinstance(named, list) else [named]
-    return found | {one for one in ids if type(one) is int}
+    return found | {id_ for id_ in ids if type(id_) is int}
 
 
 def serve(

@@ -288,7 +288,7 @@ class _ServedPart:
                 continue
             first = self._data_start + shard.offset
             rows = block_rows(shard.local_shape, block, dtype.itemsize)
-            moved = (one._replace(start=first + one.start) for one in rows)
+            moved = (row._replace(start=first + row.start) for row in rows)
             request.add(moved, tensor_bytes(blocks[-1]))
         self._fetch(request, is_cancelled)
         deltas = {name: self._decoded(name, chain) for name, chain in chains.items()}
@@ -415,8 +415,8 @@ class _Request:
     def add(self, rows: Iterable[ByteRows], into: memoryview) -> None:
         """Add rows that fill `into`, in parts that fit into requests of the server."""
         start = 0
-        for one in rows:
-            for part in _in_requests(one):
+        for row in rows:
+            for part in _in_requests(row):
                 self.rows.append(part)
                 self.targets.append(into[start : start + part.num_bytes])
                 start += part.num_bytes

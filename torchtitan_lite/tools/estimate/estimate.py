@@ -151,7 +151,9 @@ def _estimated(config: Config, accelerator: Accelerator | None) -> tuple[Config,
     elif model_spec(model).document_mask:
         found.append("Document masks take S x S bytes per sample, as SDPA needs them.")
     if model.uses_float8:
-        kept = [one for one in model.converters if one != "quantize.linear.float8"]
+        kept = [
+            converter for converter in model.converters if converter != "quantize.linear.float8"
+        ]
         model = model.model_copy(update={"converters": kept})
         found.append("quantize.linear.float8 is not part of the estimate.")
     if parallelism.enable_async_tensor_parallel:

@@ -268,7 +268,7 @@ def _are_alike(config: Config, spec: ModelSpec) -> bool:
         if name.startswith(prefix):
             block, _, rest = name.removeprefix(prefix).partition(".")
             shapes.setdefault(block, []).append((rest, parameter.shape))
-    return len({tuple(one) for one in shapes.values()}) == 1
+    return len({tuple(shape) for shape in shapes.values()}) == 1
 
 
 def _traced_blocks(config: Config, stages: Sequence[Sequence[str]]) -> tuple[int, int] | None:

@@ -97,7 +97,7 @@ def sizes_of(config: Config, spec: ModelSpec) -> ModelSizes:
         output=counts["output"],
         num_blocks=spec.num_layers,
         width=spec.width,
-        state_width=max((one.state_width for one in spec.attentions), default=0),
+        state_width=max((attention.state_width for attention in spec.attentions), default=0),
         vocab_size=spec.vocab_size,
         choices=getattr(moe, "top_k", 0),
         parameter_bytes=item,
@@ -169,8 +169,11 @@ class MeshModel:
     ) -> list[MeshPrediction]:
         """Predict all meshes of `world_size` ranks but `skipped`. Some of them may be invalid."""
         if not self._terms:
-            self._terms = {one: self._compute_terms(one) for one in self._candidates(world_size)}
-        return [self.predict(one) for one in self._terms if one not in skipped]
+            self._terms = {
+                candidate: self._compute_terms(candidate)
+                for candidate in self._candidates(world_size)
+            }
+        return [self.predict(term) for term in self._terms if term not in skipped]
 
     def is_valid(self, degrees: ParallelDims) -> bool:
         """Whether the configuration allows the mesh."""

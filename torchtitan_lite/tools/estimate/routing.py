@@ -63,7 +63,7 @@ class BalancedRouting:
     def _follow(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with outside_of_fake_tensors():
             values = operation(
-                *(self._real(one) for one in args),
+                *(self._real(argument) for argument in args),
                 **{name: self._real(one) for name, one in kwargs.items()},
             )
         return self._fake(values)

@@ -57,8 +57,10 @@ def search_meshes(
         following = _following(model, traced, world_size, memory_bytes)
     steps = {**traced, configured.degrees: configured}.values()
     return MeshSearch(
-        meshes=tuple(sorted((one for one in steps if one.fits(memory_bytes)), key=_rank_of)),
-        too_large=tuple(sorted((one for one in steps if not one.fits(memory_bytes)), key=_size_of)),
+        meshes=tuple(sorted((step for step in steps if step.fits(memory_bytes)), key=_rank_of)),
+        too_large=tuple(
+            sorted((step for step in steps if not step.fits(memory_bytes)), key=_size_of)
+        ),
         is_complete=following is None,
     )
 
@@ -75,14 +77,16 @@ def _following(
     fitting = [one for one in traced.values() if one.fits(memory_bytes)]
     predictions = model.predictions(world_size, traced)
     limit = MEMORY_LIMIT * memory_bytes
-    candidates = [one for one in predictions if one.peak_bytes <= limit]
+    candidates = [prediction for prediction in predictions if prediction.peak_bytes <= limit]
     if len(fitting) >= _MIN_ROWS:
         best = min(map(_speed_rank, ((one.degrees, one.time.tokens_per_s) for one in fitting)))
-        candidates = [one for one in candidates if _predicted_rank(one)[:2] < best]
+        candidates = [
+            candidate for candidate in candidates if _predicted_rank(candidate)[:2] < best
+        ]
     chosen = _first_valid(model, sorted(candidates, key=_predicted_rank))
     if chosen is None and not fitting:
         smallest = min((one.fullest.peak_bytes for one in traced.values()), default=float("inf"))
-        smaller = [one for one in predictions if one.peak_bytes < smallest]
+        smaller = [prediction for prediction in predictions if prediction.peak_bytes < smallest]
         chosen = _first_valid(model, sorted(smaller, key=lambda one: one.peak_bytes))
     return chosen
 

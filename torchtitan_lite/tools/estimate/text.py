@@ -45,7 +45,9 @@ def text(estimate: Estimate) -> str:
         ]
     if estimate.search is not None:
         parts += _search(estimate, estimate.search)
-    parts.append("\n".join(("Assumptions:", *(f"- {one}" for one in estimate.assumptions))))
+    parts.append(
+        "\n".join(("Assumptions:", *(f"- {assumption}" for assumption in estimate.assumptions)))
+    )
     return "\n\n".join(parts) + "\n"
 
 

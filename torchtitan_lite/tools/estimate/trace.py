@@ -423,7 +423,7 @@ class _Recorder:
             return
         flops = flops_of(operation, args, kwargs, result)
         tensors = tensors_in((args, kwargs, result))
-        num_bytes = sum(one.numel() * one.element_size() for one in tensors)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         traffic_s = num_bytes / (TRAFFIC_EFFICIENCY * self._accelerator.memory_bytes_per_s)
         self._compute[0] += flops
         if flops:

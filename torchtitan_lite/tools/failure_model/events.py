@@ -45,7 +45,7 @@ class EventStream:
         """A machine that is lost returns after `replacement_s`."""
         self._planned: list[_Planned] = []
         self._count = 0
-        self._failures = [one for one in failures if one.is_possible]
+        self._failures = [failure for failure in failures if failure.is_possible]
         self._replacement_s = replacement_s
         for one in given:
             for kind in ("rank_lost", "lost", "arrived"):

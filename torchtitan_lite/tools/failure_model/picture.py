@@ -25,8 +25,8 @@ _DASHES = {"torchft": "6 4", "spares": "2 3"}
 
 def goodput_picture(predictions: Sequence[Prediction], title: str) -> str:
     """Return the drawing of predictions for several numbers of ranks."""
-    sizes = sorted({one.num_ranks for one in predictions})
-    low = min(one.shares.goodput for one in predictions)
+    sizes = sorted({prediction.num_ranks for prediction in predictions})
+    low = min(prediction.shares.goodput for prediction in predictions)
     bottom = max(0.0, math.floor(low * 10 - 1e-9) / 10)
     first, last = math.log(sizes[0]), math.log(max(sizes[-1], sizes[0] * 2))
 
@@ -69,9 +69,11 @@ def goodput_picture(predictions: Sequence[Prediction], title: str) -> str:
         f'<text x="{middle:.1f}" y="{_HEIGHT - 14}" text-anchor="middle">number of ranks</text>'
     )
     ends: list[tuple[float, Strategy, float]] = []
-    for strategy in dict.fromkeys(one.strategy for one in predictions):
+    for strategy in dict.fromkeys(prediction.strategy for prediction in predictions):
         points = sorted(
-            (one.num_ranks, one.shares.goodput) for one in predictions if one.strategy == strategy
+            (prediction.num_ranks, prediction.shares.goodput)
+            for prediction in predictions
+            if prediction.strategy == strategy
         )
         color, dash = _COLORS[strategy.name], _DASHES.get(strategy.name)
         dashed = f' stroke-dasharray="{dash}"' if dash else ""

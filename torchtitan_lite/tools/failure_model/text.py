@@ -9,19 +9,30 @@ from torchtitan_lite.tools.failure_model.simulation import Prediction
 
 def table(predictions: Sequence[Prediction], *, first: str = "ranks") -> list[str]:
     """Return the goodput by number of ranks and strategy, in lines."""
-    strategies = list(dict.fromkeys(one.strategy for one in predictions))
-    rows = [[first, *(one.name for one in strategies)]]
-    for num_ranks in dict.fromkeys(one.num_ranks for one in predictions):
-        found = {one.strategy: one for one in predictions if one.num_ranks == num_ranks}
-        rows.append([f"{num_ranks:,}", *(f"{found[one].shares.goodput:.2%}" for one in strategies)])
+    strategies = list(dict.fromkeys(prediction.strategy for prediction in predictions))
+    rows = [[first, *(strategy.name for strategy in strategies)]]
+    for num_ranks in dict.fromkeys(prediction.num_ranks for prediction in predictions):
+        found = {
+            prediction.strategy: prediction
+            for prediction in predictions
+            if prediction.num_ranks == num_ranks
+        }
+        rows.append(
+            [
+                f"{num_ranks:,}",
+                *(f"{found[strategy].shares.goodput:.2%}" for strategy in strategies),
+            ]
+        )
     return _aligned(rows)
 
 
 def parts(predictions: Sequence[Prediction]) -> list[str]:
     """Return where the time of each prediction goes, in lines."""
     rows = [["strategy", *predictions[0].shares.shares()]]
-    for one in predictions:
-        rows.append([one.strategy.name, *(f"{x:.2%}" for x in one.shares.shares().values())])
+    for prediction in predictions:
+        rows.append(
+            [prediction.strategy.name, *(f"{x:.2%}" for x in prediction.shares.shares().values())]
+        )
     return _aligned(rows)
 
 
@@ -42,16 +53,16 @@ def as_values(scenario: Scenario, predictions: Iterable[Prediction], **more: Any
         },
         "predictions": [
             {
-                "strategy": one.strategy.name,
-                "ranks": one.num_ranks,
-                "hours": one.hours,
-                "goodput": one.shares.goodput,
-                "shares": one.shares.shares(),
-                "save_interval_s": one.times.save_interval_s,
-                "snapshot_interval_s": one.times.snapshot_interval_s,
-                "buddy_interval_s": one.times.buddy_interval_s,
+                "strategy": prediction.strategy.name,
+                "ranks": prediction.num_ranks,
+                "hours": prediction.hours,
+                "goodput": prediction.shares.goodput,
+                "shares": prediction.shares.shares(),
+                "save_interval_s": prediction.times.save_interval_s,
+                "snapshot_interval_s": prediction.times.snapshot_interval_s,
+                "buddy_interval_s": prediction.times.buddy_interval_s,
             }
-            for one in predictions
+            for prediction in predictions
         ],
     }
 

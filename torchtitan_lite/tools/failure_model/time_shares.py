@@ -24,7 +24,7 @@ class TimeShares:
     @property
     def capacity(self) -> float:
         """All machine-seconds."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self))
 
     @property
     def goodput(self) -> float:
@@ -34,7 +34,7 @@ class TimeShares:
     def shares(self) -> dict[str, float]:
         """Return the share of each part in the capacity."""
         total = self.capacity or 1.0
-        return {one.name: getattr(self, one.name) / total for one in fields(self)}
+        return {field.name: getattr(self, field.name) / total for field in fields(self)}
 
     def lose(self, work: float) -> None:
         """Move machine-seconds from kept to lost steps."""

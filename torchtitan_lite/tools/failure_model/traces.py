@@ -28,12 +28,12 @@ class Trace:
     @property
     def num_losses(self) -> int:
         """Number of machines that are lost."""
-        return sum(len(one.lost) for one in self.changes)
+        return sum(len(change.lost) for change in self.changes)
 
     @property
     def num_interruptions(self) -> int:
         """Number of times at which machines are lost."""
-        return sum(bool(one.lost) for one in self.changes)
+        return sum(bool(change.lost) for change in self.changes)
 
     @property
     def most_machines(self) -> int:
@@ -44,9 +44,9 @@ class Trace:
         """Yield the machines that are there from each time on."""
         present = self.initial
         yield 0.0, present
-        for one in self.changes:
-            present = (present - one.lost) | one.arrived
-            yield one.at_s, present
+        for change in self.changes:
+            present = (present - change.lost) | change.arrived
+            yield change.at_s, present
 
 
 def read_trace(path: Path) -> Trace:

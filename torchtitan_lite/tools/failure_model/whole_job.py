@@ -247,7 +247,7 @@ class WholeJob:
             # On another number of machines the job resumes from storage.
             if self._lost_positions:
                 self._resume_from(StateSource.STORAGE)
-            survivors = [one for one in self._members if one in self._present]
+            survivors = [member for member in self._members if member in self._present]
             self._members = (survivors + idle)[: self._num_to_use]
             self._places = {one: place for place, one in enumerate(self._members)}
             self._lost_positions = set(range(len(self._members)))

@@ -25,7 +25,7 @@ def curve_axes(runs: Sequence[RunFiles], steps: Sequence[Sequence[int]]) -> dict
     one of `runs` and has its values at `steps`. An axis that a run has not recorded is omitted."""
     longest_s = max((max(run.elapsed_s.values(), default=0.0) for run in runs), default=0.0)
     unit, per_unit = time_unit(longest_s)
-    axes: dict[str, tuple[str, list[Any]]] = {"Steps": ("step", [list(one) for one in steps])}
+    axes: dict[str, tuple[str, list[Any]]] = {"Steps": ("step", [list(step) for step in steps])}
     for label, title, used, per in (
         ("Tokens", "tokens", [run.tokens for run in runs], 1.0),
         ("Time", f"time since the first step ({unit})", [r.elapsed_s for r in runs], per_unit),

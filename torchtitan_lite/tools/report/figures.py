@@ -220,7 +220,7 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
         return None
     places = {lane: len(timeline.lanes) - 1 - place for place, lane in enumerate(timeline.lanes)}
     first, unit, per_unit = timeline.first_time, "s", 1.0
-    times = [one.end for one in timeline.spans] + [
+    times = [span.end for span in timeline.spans] + [
         one.time for one in timeline.marks if one.time is not None
     ]
     if first is not None:
@@ -234,24 +234,24 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
     by_step: list[Any] = []
     bases: tuple[list[Any], list[Any]] = ([], [])
     for kind, color in _SPAN_COLORS.items():
-        spans = [one for one in timeline.spans if one.kind == kind]
+        spans = [span for span in timeline.spans if span.kind == kind]
         if not spans:
             continue
-        by_time.append([(one.end - one.start) / per_unit for one in spans])
-        by_step.append([one.last_step - one.first_step for one in spans])
-        bases[0].append([elapsed(one.start) for one in spans])
-        bases[1].append([one.first_step for one in spans])
+        by_time.append([(span.end - span.start) / per_unit for span in spans])
+        by_step.append([span.last_step - span.first_step for span in spans])
+        bases[0].append([elapsed(span.start) for span in spans])
+        bases[1].append([span.first_step for span in spans])
         hover = [
-            f"{one.kind} for {duration(one.end - one.start)}, from {format_utc(one.start)}"
-            + (f", steps {one.first_step} to {one.last_step}" if one.kind == "training" else "")
-            for one in spans
+            f"{span.kind} for {duration(span.end - span.start)}, from {format_utc(span.start)}"
+            + (f", steps {span.first_step} to {span.last_step}" if span.kind == "training" else "")
+            for span in spans
         ]
         data.append(
             {
                 "type": "bar",
                 "orientation": "h",
                 "name": kind,
-                "y": [places[one.lane] for one in spans],
+                "y": [places[span.lane] for span in spans],
                 "width": 0.36,
                 "marker": {"color": color},
                 "text": [_text(one) for one in hover],
@@ -353,7 +353,9 @@ _LOG_AXIS = {"type": "log", "exponentformat": "power", "dtick": 1}
 def ordered_kinds(accounts: Sequence[Goodput]) -> list[str]:
     """Return the kinds of time with nonzero duration, in the order of the bar; unknown ones
     last."""
-    used = {kind for one in accounts for kind, seconds in one.seconds.items() if seconds > 0}
+    used = {
+        kind for account in accounts for kind, seconds in account.seconds.items() if seconds > 0
+    }
     return [*(kind for kind in KIND_COLORS if kind in used), *sorted(used - KIND_COLORS.keys())]
 
 
@@ -445,9 +447,9 @@ def _router_heatmap(run: RunFiles, names: Sequence[str], label: str) -> Figure |
     layout |= {"hovermode": "closest"}
     trace = {
         "type": "heatmap",
-        "x": [one.step for one in steps],
+        "x": [step.step for step in steps],
         "y": [_text(name) for name in names],
-        "z": [[one.router_load.get(name) for one in steps] for name in names],
+        "z": [[step.router_load.get(name) for step in steps] for name in names],
         "colorscale": "YlOrRd",
         "colorbar": {"title": {"text": "multiple", "side": "right"}},
         "hovertemplate": "%{y}<br>step %{x}: %{z:.2f}<extra></extra>",
@@ -498,7 +500,9 @@ def _with_gaps(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, fl
 def _points(
     steps: Sequence[Step], name: str, factor: float = 1.0
 ) -> list[tuple[int, float | None]]:
-    return [(one.step, None if (value := one[name]) is None else value * factor) for one in steps]
+    return [
+        (step.step, None if (value := step[name]) is None else value * factor) for step in steps
+    ]
 
 
 def _curves(
@@ -516,7 +520,7 @@ def _curves(
 ) -> Figure | None:
     """Draw the curves; None if they have no value. With `has_axes`, buttons choose steps, tokens or
     time."""
-    drawn = [one for one in curves if any(value is not None for _, value in one.points)]
+    drawn = [curve for curve in curves if any(value is not None for _, value in curve.points)]
     if not drawn:
         return None
     data = []
@@ -587,7 +591,7 @@ def _layout(x_title: str, y_title: str, *, height: int = 300) -> dict[str, Any]:
 
 
 def _known(*figures: Figure | None) -> list[Figure]:
-    return [one for one in figures if one is not None]
+    return [figure for figure in figures if figure is not None]
 
 
 def _text(text: str) -> str:

@@ -135,7 +135,7 @@ class _Figures:
 
     def grid(self, figures: Sequence[Figure | None]) -> str:
         """Lay out two figures per row; a single last one fills its row."""
-        existing = [one for one in figures if one is not None]
+        existing = [figure for figure in figures if figure is not None]
         narrow = [one for one in existing if not one.is_wide]
         if len(narrow) % 2:
             existing[existing.index(narrow[-1])] = replace(narrow[-1], is_wide=True)
@@ -174,7 +174,7 @@ def page(runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> str:
         _Section("Router load", "router", figures.grid(router_figures(runs))),
         _Section("Config", "config", _configs(runs)),
     ]
-    shown = [one for one in sections if one.content]
+    shown = [section for section in sections if section.content]
     title = " and ".join(run.label for run in runs[:3]) + (" and more" if len(runs) > 3 else "")
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in (library, _SCRIPT))
     policy = (
@@ -349,7 +349,7 @@ def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
     intro = _escaped(
         f"Against {comparisons[0].first}, the first run, over the committed steps that both have."
     )
-    ends = "; ".join(filter(None, (one.different_ends() for one in comparisons)))
+    ends = "; ".join(filter(None, (comparison.different_ends() for comparison in comparisons)))
     warning = f'<p class="bad">{_escaped(ends)}</p>' if ends else ""
     shown = f'<div class="card"><p class="note">{intro}</p>{warning}{table}</div>'
     shown += _budgets(comparisons)
@@ -367,13 +367,13 @@ def _budgets(comparisons: Sequence[Comparison]) -> str:
     not compare by steps."""
     rows = [
         [
-            one.other,
+            comparison.other,
             f"{_si(budget.amount)} tokens" if budget.axis == "tokens" else duration(budget.amount),
             _value(budget.first),
             _value(budget.other),
         ]
-        for one in comparisons
-        for budget in one.budgets
+        for comparison in comparisons
+        for budget in comparison.budgets
     ]
     if not rows:
         return ""
@@ -442,14 +442,16 @@ def _recoveries(run_timeline: RunTimeline) -> str:
     first = run_timeline.first_time or 0.0
     rows = [
         [
-            f"replica {one.replica}",
-            duration(one.time - first),
-            one.reason,
-            "before its first step" if one.failed_after is None else f"step {one.failed_after:,}",
-            "did not return" if one.seconds is None else duration(one.seconds),
-            "" if one.resumed_at is None else f"step {one.resumed_at:,}",
+            f"replica {recovery.replica}",
+            duration(recovery.time - first),
+            recovery.reason,
+            "before its first step"
+            if recovery.failed_after is None
+            else f"step {recovery.failed_after:,}",
+            "did not return" if recovery.seconds is None else duration(recovery.seconds),
+            "" if recovery.resumed_at is None else f"step {recovery.resumed_at:,}",
         ]
-        for one in run_timeline.recoveries[:_MAX_ROWS]
+        for recovery in run_timeline.recoveries[:_MAX_ROWS]
     ]
     heads = ["", "at", "failure", "last step before it", "recovered after", "next step"]
     return f'<div class="card"><h3>Recoveries</h3>{_table(heads, rows)}</div>'

@@ -105,16 +105,16 @@ class Stream:
         """End and start (Unix times, in seconds) and number of each step whose time is known,
         ascending."""
         times = []
-        for one in self.steps:
-            end = one["time"]
+        for step in self.steps:
+            end = step["time"]
             if end is not None:
-                times.append((end, max(0.0, end - (one["step_time_s"] or 0.0)), one.step))
+                times.append((end, max(0.0, end - (step["step_time_s"] or 0.0)), step.step))
         return sorted(times)
 
     def committed(self) -> list[Step]:
         """Return the committed steps that were not rolled back, ascending; of a step that was
         run twice, the last record."""
-        newest = {one.step: one for one in self.steps if not one.skipped}
+        newest = {step.step: step for step in self.steps if not step.skipped}
         return [newest[number] for number in sorted(newest)]
 
 
@@ -158,7 +158,7 @@ class RunFiles:
     @property
     def leaders(self) -> list[Stream]:
         """Return one stream per replica."""
-        return [one for one in self.streams if one.rank is None]
+        return [stream for stream in self.streams if stream.rank is None]
 
     @cached_property
     def tokens(self) -> dict[int, float]:
@@ -179,7 +179,7 @@ class RunFiles:
 
     def events(self, name: str) -> list[RunEvent]:
         """Return all events of that name, by leader."""
-        return [one for stream in self.leaders for one in stream.events if one.name == name]
+        return [event for stream in self.leaders for event in stream.events if event.name == name]
 
     def setting(self, table: str, key: str) -> Any:
         """Return a value of the resolved config; None if it is missing."""
@@ -234,14 +234,14 @@ def unique_labels(runs: Sequence[RunFiles]) -> list[RunFiles]:
     and a number if that is not enough."""
     counts: dict[str, int] = {}
     labeled = []
-    names = [one.label for one in runs]
-    for one in runs:
-        label = one.label
+    names = [run.label for run in runs]
+    for run in runs:
+        label = run.label
         if names.count(label) > 1:
-            label = encodable("/".join(one.folder.resolve().parts[-2:]).lstrip("/"))
+            label = encodable("/".join(run.folder.resolve().parts[-2:]).lstrip("/"))
         counts[label] = counts.get(label, 0) + 1
         label = f"{label} ({counts[label]})" if counts[label] > 1 else label
-        labeled.append(replace(one, label=label))
+        labeled.append(replace(run, label=label))
     return labeled
 
 

@@ -51,7 +51,7 @@ class SampleCheck:
     def summary(self) -> str:
         """Return the result, one line per problem."""
         if self.problems:
-            shown = [f"FAILED: {one}" for one in self.problems[:_MAX_SHOWN]]
+            shown = [f"FAILED: {problem}" for problem in self.problems[:_MAX_SHOWN]]
             more = len(self.problems) - _MAX_SHOWN
             return "\n".join([*shown, *([f"and {more} more problems"] if more > 0 else [])])
         used = sum(map(len, self.samples.values()))
@@ -104,7 +104,7 @@ def check_samples(folder: Path) -> SampleCheck:
     """Check the sample ledgers in the dump folder of a run. Raises UserError if there are none."""
     problems: list[str] = []
     replicas = [_sessions(path, problems) for path in _folders(folder)]
-    replicas = [one for one in replicas if one]
+    replicas = [replica for replica in replicas if replica]
     if not replicas:
         raise UserError(
             f"{folder} has no sample ledger. Set debug.sample_ledger = true before the run."
@@ -152,7 +152,9 @@ def check_samples(folder: Path) -> SampleCheck:
     kept = set(merged.values())
     return SampleCheck(
         samples=samples,
-        num_abandoned=len({(one.key, one.outcome) for one in attempts if one.key not in kept}),
+        num_abandoned=len(
+            {(attempt.key, attempt.outcome) for attempt in attempts if attempt.key not in kept}
+        ),
         num_recovered=num_recovered,
         num_skipped=num_skipped,
         problems=problems,
@@ -390,8 +392,13 @@ def _add_inherited(histories: Sequence[_History], merged: dict[int, Key]) -> Non
 
 def _dropped(attempts: Sequence[_Attempt], histories: Sequence[_History]) -> set[int]:
     """Return the samples of skipped steps, and of those that were rolled back on purpose."""
-    skipped = [one for one in attempts if one.after is not None and one.after[1] > one.key[2]
-               and one.outcome != LEDGER_COMMITTED]  # fmt: skip
+    skipped = [
+        attempt
+        for attempt in attempts
+        if attempt.after is not None
+        and attempt.after[1] > attempt.key[2]
+        and attempt.outcome != LEDGER_COMMITTED
+    ]
     rolled_back = [one for history in histories for one in history.rolled_back]
     return {
         sample

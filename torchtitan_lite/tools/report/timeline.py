@@ -172,11 +172,11 @@ def _marks(stream: Stream) -> Iterator[Mark]:
             text = f"{'ended: ' if event.name == 'slow_rank_ended' else ''}{text}"
         yield Mark(kind=kind, lane=lane, time=time, step=event.step, text=text)
     if not has_skips:
-        for one in stream.steps:
-            if one.skipped:
-                text = f"step {one.step} was skipped"
+        for step in stream.steps:
+            if step.skipped:
+                text = f"step {step.step} was skipped"
                 yield Mark(
-                    kind="skipped", lane=stream.label, time=one["time"], step=one.step, text=text
+                    kind="skipped", lane=stream.label, time=step["time"], step=step.step, text=text
                 )
 
 
@@ -235,7 +235,7 @@ def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[Atte
     for place, start in enumerate(starts):
         following = starts[place + 1] if place + 1 < len(starts) else math.inf
         own = steps[bisect_left(ends, start) : bisect_left(ends, following)]
-        stops = [one for one in failures if start <= one < following][:1]
+        stops = [failure for failure in failures if start <= failure < following][:1]
         stops += [own[-1][0]] if own else []
         # An attempt without steps and failures is still starting, or was replaced.
         end = max(stops) if stops else (start if math.isinf(following) else following)

@@ -49,7 +49,7 @@ def spec_on_device(config: Config, device: Device) -> ModelSpec:
 def with_counted_parameters(spec: ModelSpec, config: Config) -> ModelSpec:
     """Return the spec with a cost that has the number of parameters of its module. Warn if the
     family states another number."""
-    counted = sum(one.numel() for one in model_on_meta(config, spec).parameters())
+    counted = sum(parameter.numel() for parameter in model_on_meta(config, spec).parameters())
     stated = spec.cost
     if (given := stated(config.training.seq_len).num_params) == counted:
         return spec

@@ -21,7 +21,7 @@ def sample_prompt(config: Config, data: OpenedData, text: str) -> str | ChatProm
     without a text the first question of its data that the template accepts; None, with a warning,
     if there is none. Every rank must call it. Raises DataError on all ranks."""
     corpora = config.training.resolved_corpora()
-    if all(one.messages_column is None for one in corpora):
+    if all(corpus.messages_column is None for corpus in corpora):
         return text
 
     def prompt() -> ChatPrompt | None:

@@ -249,7 +249,7 @@ def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: ParallelDims
         )
     for attention in spec.attentions:
         if method not in attention.rotations:
-            known = " or ".join(f'"{one}"' for one in attention.rotations)
+            known = " or ".join(f'"{rotation}"' for rotation in attention.rotations)
             remedy = f"Use {known}" if known else "Set context_parallel_degree = 1"
             yield (
                 f"{asked} is not supported by the {attention.name} of {spec.name} {spec.flavor}. "
@@ -274,7 +274,7 @@ def _recurrences_over_ranks(
     """Yield the problem of a piece of a sequence that is shorter than a convolution."""
     is_balanced = config.parallelism.context_parallel_load_balancer == "headtail"
     pieces = degrees.cp * (2 if is_balanced else 1)
-    needed = max((one.carried_inputs for one in spec.attentions), default=0)
+    needed = max((attention.carried_inputs for attention in spec.attentions), default=0)
     for key, length in sequence_lengths(config).items():
         if length // pieces < needed:
             yield (

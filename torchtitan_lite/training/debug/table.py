@@ -12,9 +12,16 @@ _MIB = 2**20
 def folded(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     """Return groups of equal collectives, in the order of their first one."""
     counts: dict[tuple[str, str, str, str, str, int], int] = {}
-    for one in collectives:
-        module = fold(one.module)
-        key = (one.phase, module, one.operation, one.axis, one.dtype, one.num_bytes)
+    for collective in collectives:
+        module = fold(collective.module)
+        key = (
+            collective.phase,
+            module,
+            collective.operation,
+            collective.axis,
+            collective.dtype,
+            collective.num_bytes,
+        )
         counts[key] = counts.get(key, 0) + 1
     names = ("phase", "module", "operation", "axis", "dtype", "num_bytes")
     return [

@@ -51,7 +51,7 @@ class TimeLedger:
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
         self._entries = list(entries)
-        self.totals: Counter[str] = sum((one.ns for one in entries), Counter())
+        self.totals: Counter[str] = sum((entry.ns for entry in entries), Counter())
         """Nanoseconds by kind."""
 
     @property
@@ -104,7 +104,7 @@ class TimeLedger:
 
     def to_json(self) -> list[list[Any]]:
         """Return the entries, each [first, last, {kind: nanoseconds}]."""
-        return [[one.first, one.last, dict(one.ns)] for one in self._entries]
+        return [[entry.first, entry.last, dict(entry.ns)] for entry in self._entries]
 
     @staticmethod
     def from_json(entries: Any) -> "TimeLedger":

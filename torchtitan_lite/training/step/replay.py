@@ -62,8 +62,8 @@ class Replay:
     def record_local_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Record the gradients after backward, which must not have been summed over replicas."""
         self._parameters = parameters
-        gradients = (one.grad for one in parameters if one.grad is not None)
-        norms = [_norm(local_tensor(one).detach()) for one in gradients]
+        gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+        norms = [_norm(local_tensor(gradient).detach()) for gradient in gradients]
         self._shards = torch.stack(norms) if norms else None
 
     def find_mismatching_ranks(

@@ -121,22 +121,25 @@ class WorkTimes:
         if self._mesh.is_leader and work[0].replica == self._replica:
             self._report(changes, slow_writers)
         return [
-            StepEvent("slow_rank" if one.is_slow else "slow_rank_ended", vars(one))
-            for one in changes
+            StepEvent("slow_rank" if change.is_slow else "slow_rank_ended", vars(change))
+            for change in changes
         ]
 
     def _report(
         self, changes: Sequence[SlowRank], slow_writers: Sequence[tuple[tuple[int, int], float]]
     ) -> None:
-        for one in changes:
-            text = f"its work takes {one.times_slower:.2f} times that of the others"
-            if one.is_slow:
-                cause = Cause.SLOW_DATA if one.waits_for_data else Cause.SLOW_RANK
-                text += ", because it waits for data" if one.waits_for_data else ""
-                report(Diagnosis(cause=cause, text=text, rank=one.rank, replica=one.replica))
+        for change in changes:
+            text = f"its work takes {change.times_slower:.2f} times that of the others"
+            if change.is_slow:
+                cause = Cause.SLOW_DATA if change.waits_for_data else Cause.SLOW_RANK
+                text += ", because it waits for data" if change.waits_for_data else ""
+                report(Diagnosis(cause=cause, text=text, rank=change.rank, replica=change.replica))
             else:
                 logger.warning(
-                    "Rank %d of replica %d is no longer slow: %s.", one.rank, one.replica, text
+                    "Rank %d of replica %d is no longer slow: %s.",
+                    change.rank,
+                    change.replica,
+                    text,
                 )
         for (replica, rank), times in slow_writers:
             text = f"its last writes of checkpoints took {times:.1f} times those of the others"

@@ -63,7 +63,7 @@ class StallDetector:
     def update(self, ranks: Sequence[RankStatus], now_s: float) -> set[int]:
         """Return the numbers of the ranks that have exceeded the time limit of their phase. A rank
         whose heartbeat cannot be read is never late."""
-        known = [(one, one.heartbeat) for one in ranks if one.heartbeat is not None]
+        known = [(rank, rank.heartbeat) for rank in ranks if rank.heartbeat is not None]
         stopped = [(one.number, heartbeat) for one, heartbeat in known if one.state == STOPPED]
         self._stopped = _since(self._stopped, stopped, now_s)
         late = [
@@ -95,7 +95,7 @@ def blocking_ranks(
         if 0 <= other.newest.get(call.counter, -1) < call.number
     }
     strays = stray_ranks(ranks, flight_records)
-    overdue = [one for one in ranks if one.number in late]
+    overdue = [rank for rank in ranks if rank.number in late]
     own = [one for one in overdue if one.heartbeat is not None and one.heartbeat.phase in _OWN_WORK]
     free = [
         one
@@ -105,10 +105,10 @@ def blocking_ranks(
     mismatch = find_mismatch(flight_records)
     differing = () if mismatch is None else mismatch.ranks
     for found in (
-        [one for one in ranks if one.state == STOPPED],
-        [one for one in ranks if one.number in differing],
-        [one for one in ranks if one.number in strays],
-        [one for one in ranks if one.number in awaited],
+        [rank for rank in ranks if rank.state == STOPPED],
+        [rank for rank in ranks if rank.number in differing],
+        [rank for rank in ranks if rank.number in strays],
+        [rank for rank in ranks if rank.number in awaited],
         free,
         own,
     ):
@@ -123,7 +123,7 @@ def stray_ranks(
     """Return the ranks that took another branch than most ranks of a group of three or more, each
     with the collective that shows it: they wait in one that the others have passed without calling
     it, or have passed one in which the others wait."""
-    places = {one.number: _place(one.heartbeat) for one in ranks if one.heartbeat is not None}
+    places = {rank.number: _place(rank.heartbeat) for rank in ranks if rank.heartbeat is not None}
     for call in (call for flight in flight_records.values() for call in flight.pending):
         newest = {
             number: flight.newest[call.counter]
@@ -151,7 +151,7 @@ def hang_cause(
 ) -> Cause | None:
     """Return why the ranks block, by the evidence of `blocking_ranks`; None if nothing
     distinguishes them from the others, as when a collective takes long for all."""
-    if any(one.state == STOPPED for one in ranks):
+    if any(rank.state == STOPPED for rank in ranks):
         return Cause.STOPPED
     mismatch = find_mismatch(flight_records)
     if mismatch is not None:
@@ -180,11 +180,11 @@ def hang_reason(
     elif stray := stray_ranks(ranks, flight_records).get(blocking[0].number):
         text += f": it took another branch than the others at {stray.description}"
     waits = [
-        f"rank {one.number} waits in {flight_records[one.number].pending[0].description}"
-        for one in ranks
-        if one not in blocking
-        and one.number in flight_records
-        and flight_records[one.number].pending
+        f"rank {rank.number} waits in {flight_records[rank.number].pending[0].description}"
+        for rank in ranks
+        if rank not in blocking
+        and rank.number in flight_records
+        and flight_records[rank.number].pending
     ]
     return "; ".join([text, *waits[:3]])
 

@@ -102,7 +102,7 @@ class HangMonitor:
             return None
         folder, ranks = self._group.folder, self._group.rank_statuses()
         reason = reported_reason(folder) or hang_reason(ranks, self._late, {}, now_s)
-        records = newer_flight_records(folder, [one.number for one in ranks], self._asked_ns)
+        records = newer_flight_records(folder, [rank.number for rank in ranks], self._asked_ns)
         # An empty signature: the hang does not show that the next attempt would fail too.
         cause = hang_cause(ranks, self._late, records)
         return Failure(
@@ -110,7 +110,11 @@ class HangMonitor:
         )
 
     def _late_heartbeats(self) -> list[Heartbeat | None]:
-        return [one.heartbeat for one in self._group.rank_statuses() if one.number in self._late]
+        return [
+            rank_status.heartbeat
+            for rank_status in self._group.rank_statuses()
+            if rank_status.number in self._late
+        ]
 
     def _start_diagnosis(self, payload: bytes) -> None:
         command = [
@@ -134,7 +138,7 @@ class HangMonitor:
 
 def diagnosis_request(ranks: Sequence[RankStatus], late: Set[int], parent: int) -> bytes:
     """Return the input of the diagnosis, as JSON."""
-    payload = {"ranks": [asdict(one) for one in ranks], "late": sorted(late), "parent": parent}
+    payload = {"ranks": [asdict(rank) for rank in ranks], "late": sorted(late), "parent": parent}
     return json.dumps(payload, default=lambda phase: phase.value).encode()
 
 
@@ -156,7 +160,7 @@ def main(folder: Path, payload: Mapping[str, Any]) -> int:
     """Examine the ranks and write the report."""
     ranks = [_rank_status(one) for one in payload["ranks"]]
     # The process id of an exited rank may belong to another process by now.
-    ranks = [one for one in ranks if parent_of(one.pid) == payload["parent"]]
+    ranks = [rank for rank in ranks if parent_of(rank.pid) == payload["parent"]]
     late = set(payload["late"])
     asked_ns = time.time_ns()
     for one in ranks:
@@ -165,7 +169,7 @@ def main(folder: Path, payload: Mapping[str, Any]) -> int:
     # rank if one of them runs Python meanwhile, as the thread that writes the flight record does.
     _wait_for_flight_records(ranks, folder, asked_ns)
     stacks = _collect_stacks(ranks, folder)
-    flight_records = newer_flight_records(folder, [one.number for one in ranks], asked_ns)
+    flight_records = newer_flight_records(folder, [rank.number for rank in ranks], asked_ns)
     now_s = time.monotonic()
     sections = [hang_reason(ranks, late, flight_records, now_s)]
     for one in ranks:
@@ -224,12 +228,12 @@ def _collect_stacks(ranks: Sequence[RankStatus], folder: Path) -> dict[int, str]
     if spy is None:
         return _faulthandler_stacks(ranks, folder)
     started = {}
-    for one in ranks:
+    for rank in ranks:
         # To unwind native stacks, py-spy waits for a stop of its own making, which a stopped
         # process never reaches.
-        way = "--nonblocking" if one.state == STOPPED else "--native"
-        started[one.number] = subprocess.Popen(
-            [spy, "dump", way, "--pid", str(one.pid)],
+        way = "--nonblocking" if rank.state == STOPPED else "--native"
+        started[rank.number] = subprocess.Popen(
+            [spy, "dump", way, "--pid", str(rank.pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -247,9 +251,11 @@ def _collect_stacks(ranks: Sequence[RankStatus], folder: Path) -> dict[int, str]
 
 
 def _faulthandler_stacks(ranks: Sequence[RankStatus], folder: Path) -> dict[int, str]:
-    logs = {one.number: rank_log(folder, one.number) for one in ranks}
+    logs = {rank.number: rank_log(folder, rank.number) for rank in ranks}
     before = {number: _size(path) for number, path in logs.items()}
-    asked = {one.number for one in ranks if _signal_if_expected(one.pid, STACKS_SIGNAL, "SigCgt")}
+    asked = {
+        rank.number for rank in ranks if _signal_if_expected(rank.pid, STACKS_SIGNAL, "SigCgt")
+    }
     deadline_s = time.monotonic() + _ANSWER_S
     # faulthandler writes the stacks in many small writes: wait until the size is stable.
     sizes: dict[int, int] = {}
@@ -270,7 +276,7 @@ def _faulthandler_stacks(ranks: Sequence[RankStatus], folder: Path) -> dict[int,
 
 def _wait_for_flight_records(ranks: Sequence[RankStatus], folder: Path, asked_ns: int) -> None:
     deadline_s = time.monotonic() + _ANSWER_S
-    answering = [one for one in ranks if one.state != STOPPED]
+    answering = [rank for rank in ranks if rank.state != STOPPED]
     while time.monotonic() < deadline_s and not all(
         has_newer_flight_record(folder, one.number, asked_ns) for one in answering
     ):

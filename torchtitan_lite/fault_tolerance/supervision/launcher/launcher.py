@@ -92,7 +92,7 @@ class Launcher:
         with self._handling_signals():
             try:
                 self._lighthouse.start()
-                while not all(one.is_over for one in self._replicas):
+                while not all(replica.is_over for replica in self._replicas):
                     self._wait()
                     self._poll()
                 self._resizer.end("the run has ended")
@@ -105,22 +105,26 @@ class Launcher:
 
     def failures(self) -> list[str]:
         """Return a message for each replica that was given up, and for the lighthouse."""
-        ends = [(f"Replica {one.number}", one.given_up) for one in self._replicas]
+        ends = [(f"Replica {replica.number}", replica.given_up) for replica in self._replicas]
         ends.append(("The lighthouse", self._lighthouse.given_up))
         return [_give_up_message(name, end) for name, end in ends if end is not None]
 
     @property
     def finished_steps(self) -> int | None:
         """Number of steps of the run, if all replicas have finished it."""
-        if any(one.state is not ReplicaState.FINISHED for one in self._replicas):
+        if any(replica.state is not ReplicaState.FINISHED for replica in self._replicas):
             return None
-        found = (one.progress.total_steps for one in self._replicas if one.progress is not None)
+        found = (
+            replica.progress.total_steps
+            for replica in self._replicas
+            if replica.progress is not None
+        )
         return next((steps for steps in found if steps is not None), None)
 
     def sample(self) -> list[str]:
         """Return the text that a finished replica generated at its end; empty if there is none."""
-        for one in self._replicas:
-            lines = [] if one.leader_log is None else last_lines(one.leader_log, _END_LINES)
+        for replica in self._replicas:
+            lines = [] if replica.leader_log is None else last_lines(replica.leader_log, _END_LINES)
             if SAMPLE in lines:
                 lines = lines[lines.index(SAMPLE) :]
                 ends = (k for k, line in enumerate(lines) if line.startswith("Outputs "))
@@ -185,7 +189,9 @@ class Launcher:
 
     def _wait(self) -> None:
         sources = (self._lighthouse, *self._replicas)
-        wait_readable((one for source in sources for one in source.descriptors), _POLL_S)
+        wait_readable(
+            (descriptor for source in sources for descriptor in source.descriptors), _POLL_S
+        )
 
     def _poll(self) -> None:
         now_s = time.monotonic()
@@ -288,7 +294,9 @@ class Launcher:
             self._notifier.kill()
 
     def _status(self) -> int:
-        well = all(one.given_up is None and not one.was_killed for one in self._replicas)
+        well = all(
+            replica.given_up is None and not replica.was_killed for replica in self._replicas
+        )
         return 0 if well and self._lighthouse.given_up is None else 1
 
     @contextmanager

@@ -215,7 +215,7 @@ class Resizer:
             return
         given, limit = self._policy.available(self._slots.read(now_s), now_s)
         problem = ""
-        if not all(one.has_agent for one in replicas):
+        if not all(replica.has_agent for replica in replicas):
             problem = "replicas are resized on request only with --spares of 1 or more"
         elif request.mesh.num_ranks > given:
             limit = limit or f"--nproc-per-replica allows {self._policy.most}"
@@ -232,7 +232,7 @@ class Resizer:
 
     def _check_target(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
         target, reason = self._wanted(now_s)
-        if target == self.mesh or any(one.is_over for one in replicas):
+        if target == self.mesh or any(replica.is_over for replica in replicas):
             # When one replica has finished, all are about to finish.
             return
         if target.num_ranks > self.mesh.num_ranks:
@@ -242,7 +242,7 @@ class Resizer:
             reason = reason or "slots are available again"
         self._former, self._target = self.mesh, target
         where = ""
-        if all(one.is_training and one.has_agent for one in replicas):
+        if all(replica.is_training and replica.has_agent for replica in replicas):
             where = " in their processes"
             self._in_place = _InPlaceResize(replicas, target)
         else:
@@ -313,7 +313,7 @@ class _InPlaceResize:
         """Permit the next phase if all replicas have completed this one. Returns the outcome; None
         while it goes on."""
         # One that has finished the last step has no part in it.
-        replicas = [one for one in self._replicas if not one.is_over]
+        replicas = [replica for replica in self._replicas if not replica.is_over]
         outcome = self._advance(replicas, now_s) if self._is_sent else self._send(replicas, now_s)
         if outcome in (ResizeState.REJECTED, ResizeState.FAILED) and not self.may_leave:
             self._permission, self._unwritten = Permission.CANCEL, replicas
@@ -323,8 +323,8 @@ class _InPlaceResize:
     def _send(self, replicas: Sequence[ReplicaProcess], now_s: float) -> ResizeState | None:
         self._is_sent, self._until_s = True, now_s + _READY_S
         try:
-            for one in replicas:
-                one.resize_in_place(self._request)
+            for replica in replicas:
+                replica.resize_in_place(self._request)
         except OSError as error:
             self.reason = f"the agents cannot be asked: {error}"
             return ResizeState.FAILED
@@ -332,12 +332,12 @@ class _InPlaceResize:
 
     def _advance(self, replicas: Sequence[ReplicaProcess], now_s: float) -> ResizeState | None:
         self.write_permissions(now_s)
-        answers = {one.number: one.resize_answer(self._request) for one in replicas}
+        answers = {replica.number: replica.resize_answer(self._request) for replica in replicas}
         for number, answer in answers.items():
             if answer is not None and answer.state in (ResizeState.REJECTED, ResizeState.FAILED):
                 self.reason = f"replica {number}: {answer.reason}"
                 return answer.state
-        lost = [one.number for one in replicas if not one.is_running]
+        lost = [replica.number for replica in replicas if not replica.is_running]
         phase = _PHASES[self._permission]
         late = [n for n, one in answers.items() if one is None or one.state is not phase.completed]
         if lost:
@@ -395,7 +395,7 @@ class _UserRequest:
 
 
 def _all_train(replicas: Sequence[ReplicaProcess]) -> bool:
-    return all(one.state is ReplicaState.TRAINING for one in replicas)
+    return all(replica.state is ReplicaState.TRAINING for replica in replicas)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

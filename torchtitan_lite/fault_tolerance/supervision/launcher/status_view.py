@@ -91,9 +91,9 @@ class PlainLines:
         if now_s < self._due_s:
             return
         # All other changes are printed as events.
-        if not any(one.state is ReplicaState.TRAINING for one in replicas):
+        if not any(replica.state is ReplicaState.TRAINING for replica in replicas):
             return
-        line = "; ".join(f"replica {one.number}: {describe(one)}" for one in replicas)
+        line = "; ".join(f"replica {replica.number}: {describe(replica)}" for replica in replicas)
         if line != self._shown:
             self._shown, self._due_s = line, now_s + _PLAIN_S
             self.report_event(line)
@@ -196,19 +196,19 @@ def status_table(
     if has_events:
         room = width - _OTHER_COLUMNS_WIDTH
         made.add_column("last event", overflow="ellipsis", no_wrap=True, max_width=room)
-    for one in replicas:
-        state = Text(_state(one, now_s), style=_STYLES.get(one.state, ""))
-        step, loss, rate, _ = _numbers(one)
+    for replica in replicas:
+        state = Text(_state(replica, now_s), style=_STYLES.get(replica.state, ""))
+        step, loss, rate, _ = _numbers(replica)
         made.add_row(
-            f"replica {one.number}",
+            f"replica {replica.number}",
             state,
-            _processes(one.rank_pids, is_narrow=is_narrow),
+            _processes(replica.rank_pids, is_narrow=is_narrow),
             step,
             loss,
             rate,
-            _left(one),
-            *([] if is_narrow else [str(one.num_restarts)]),
-            *([Text(one.last_event)] if has_events else []),
+            _left(replica),
+            *([] if is_narrow else [str(replica.num_restarts)]),
+            *([Text(replica.last_event)] if has_events else []),
         )
     state = Text(lighthouse.state, style=_LIGHTHOUSE_STYLES.get(lighthouse.state, ""))
     where = [Text(lighthouse.address or "")] if has_events else []

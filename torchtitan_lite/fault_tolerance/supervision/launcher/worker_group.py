@@ -211,7 +211,11 @@ class WorkerGroup:
     def end_hang(self, failure: Failure) -> None:
         """Kill the rank that hangs if it is replaced; else count the group as failed although its
         processes still run."""
-        hung = [one.pid for one in self.rank_statuses() if one.number == failure.rank]
+        hung = [
+            rank_status.pid
+            for rank_status in self.rank_statuses()
+            if rank_status.number == failure.rank
+        ]
         if self.replaces_ranks and hung:
             self._killed.add(hung[0])
             kill_process_group(hung[0])
@@ -271,7 +275,7 @@ class WorkerGroup:
             for pid in new:
                 self._watch(pid, None)
             # They receive their ranks after their start.
-            if any(one.number is None for one in self._ranks.values()):
+            if any(rank.number is None for rank in self._ranks.values()):
                 for pid, number in self._ranks_with_heartbeats().items():
                     if pid in self._ranks:
                         self._ranks[pid].number = number

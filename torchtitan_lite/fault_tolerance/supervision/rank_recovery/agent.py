@@ -187,7 +187,7 @@ class ProcessAgent(SimpleElasticAgent):
                 process.signal(forwarded_signal(number))
         for process in (*self._ranks.values(), *self._spares):
             process.poll()
-        self._spares = [one for one in self._spares if one.state is not RankState.EXITED]
+        self._spares = [spare for spare in self._spares if spare.state is not RankState.EXITED]
         failure = self._failure()
         if failure is not None:
             return self._decide(failure)
@@ -305,7 +305,7 @@ class ProcessAgent(SimpleElasticAgent):
         missing = mesh.num_ranks - len(self._ranks)
         while len(self._spares) < missing:
             self._spares.append(self._start_process())
-        return sum(one.state is RankState.PARKED for one in self._spares) >= missing
+        return sum(spare.state is RankState.PARKED for spare in self._spares) >= missing
 
     def _end_surplus_ranks(self) -> None:
         """End the processes that the next attempt does not have. They have parked: their snapshots

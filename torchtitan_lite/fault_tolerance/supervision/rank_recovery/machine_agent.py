@@ -235,7 +235,7 @@ class MachineAgent(ProcessAgent):
 
     def _has_finished(self) -> bool:
         """Whether all ranks have finished their training."""
-        ended = [one for one in self._ranks.values() if one.state is RankState.ENDED]
+        ended = [rank for rank in self._ranks.values() if rank.state is RankState.ENDED]
         is_clean = all(one.status is not None and one.status.is_clean for one in ended)
         return 0 < len(self._ranks) == len(ended) and is_clean
 
@@ -292,7 +292,7 @@ class MachineAgent(ProcessAgent):
             answer.resize_state is ResizeState.LEFT
             or self._left_attempt == self._attempt_number - 1 > 0
         )
-        starts = is_first and not all(one.has_progress for one in self._ranks.values())
+        starts = is_first and not all(rank.has_progress for rank in self._ranks.values())
         return not (waits or starts) or time.monotonic() >= self._stop_s + HOLD_S
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -450,7 +450,7 @@ class MachineAgent(ProcessAgent):
     def _has_left(self) -> bool:
         """Whether all ranks have left the training as they were ordered to."""
         is_ordered = self._left_attempt == self._attempt_number
-        return is_ordered and all(one.state is RankState.PARKED for one in self._ranks.values())
+        return is_ordered and all(rank.state is RankState.PARKED for rank in self._ranks.values())
 
     def _finish(self, answer: Answer) -> RunResult:
         """End with the run."""

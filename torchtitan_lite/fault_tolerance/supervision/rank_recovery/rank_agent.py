@@ -133,7 +133,7 @@ class RankAgent(ProcessAgent):
                 self._end_surplus_spares()
             return False
         # Ranks that start do not receive orders yet.
-        if not all(one.has_progress for one in self._ranks.values()):
+        if not all(rank.has_progress for rank in self._ranks.values()):
             return False
         if not resize.request.is_joint:
             return True
@@ -152,7 +152,7 @@ class RankAgent(ProcessAgent):
             resize.leave_until_s = time.monotonic() + LEAVE_S
             for process in self._ranks.values():
                 process.leave_training()
-        has_left = all(one.state is RankState.PARKED for one in self._ranks.values())
+        has_left = all(rank.state is RankState.PARKED for rank in self._ranks.values())
         if has_left and resize.request.is_joint:
             resize.waits_to_start = True
             self._inbox.answer(resize.request, ResizeState.LEFT)

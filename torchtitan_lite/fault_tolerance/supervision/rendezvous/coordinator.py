@@ -244,7 +244,7 @@ class Coordinator:
         if self._first_report_s is None:
             # Not from the start of this process: all machines may reach it late.
             self._first_report_s = now_s
-        reports = [one.report for one in self._machines.values()]
+        reports = [machine.report for machine in self._machines.values()]
         self._attempt = max(report.seen_attempt for report in reports)
         self._mesh = max(reports, key=lambda report: report.attempt).mesh
         size = reports[0].num_machines
@@ -273,7 +273,7 @@ class Coordinator:
     def _rebuild_resize(self, members: list[Report], now_s: float) -> None:
         """Learn the present resize: the ranks leave the last attempt, or it is the first one on its
         mesh."""
-        leaving = next((one for one in members if one.leaving_for), None)
+        leaving = next((member for member in members if member.leaving_for), None)
         if leaving is not None:
             self._resize = _MachinesResize(
                 leaving.ready_for,
@@ -283,10 +283,12 @@ class Coordinator:
                 state=ResizeState.READY,
             )
             return
-        trained = [one.trained_mesh for one in members if not one.has_progress]
+        trained = [member.trained_mesh for member in members if not member.has_progress]
         former = next(filter(None, trained), None)
         if former is not None and self._mesh not in trained:
-            request = next((one.request for one in members if one.request_mesh == self._mesh), "")
+            request = next(
+                (member.request for member in members if member.request_mesh == self._mesh), ""
+            )
             self._resize = _MachinesResize(
                 request, self._mesh, former, math.inf, state=ResizeState.LEFT
             )
@@ -298,7 +300,7 @@ class Coordinator:
             for node_rank, machine in enumerate(self._members)
             if not self._has_finished(node_rank)
         ]
-        living = [one for one in members if one is not None]
+        living = [member for member in members if member is not None]
         for one in living:
             one.was_joined = one.was_joined or one.report.attempt == self._attempt
         if len(living) == len(members):
@@ -318,9 +320,9 @@ class Coordinator:
         resize = self._resize
         if resize is None or resize.state is not ResizeState.READY:
             return not any(map(self._has_stopped, members))
-        if any(self._has_stopped(one) and not one.report.has_left for one in members):
+        if any(self._has_stopped(member) and not member.report.has_left for member in members):
             return False
-        if all(one.report.has_left or self._has_ended(one.report) for one in members):
+        if all(member.report.has_left or self._has_ended(member.report) for member in members):
             return False
         resize.is_late = now_s >= resize.deadline_s
         return not resize.is_late
@@ -346,8 +348,8 @@ class Coordinator:
                 # Its ranks save and exit once they train again.
                 resize.deadline_s = min(resize.deadline_s, now_s + HOLD_S / 2)
             return
-        refused = next((one for one in members if one.refused == resize.id), None)
-        waits_for = [one.name for one in members if one.ready_for != resize.id]
+        refused = next((member for member in members if member.refused == resize.id), None)
+        waits_for = [member.name for member in members if member.ready_for != resize.id]
         if refused is not None:
             self._end_resize(ResizeState.REJECTED, refused.refusal)
         elif stopping is not None:
@@ -486,7 +488,9 @@ class Coordinator:
         if is_user_error and not is_at_fault:
             self._end(failure.status, self._reason)
             return
-        is_replaced = self._replace([one.report.machine for one in suspects], failure, now_s)
+        is_replaced = self._replace(
+            [suspect.report.machine for suspect in suspects], failure, now_s
+        )
         decision = self._policy.attempt_failed(failure, now_s)
         if is_replaced:
             self._not_before_s = now_s
