@@ -27,9 +27,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from benchmarks.harness import Comparison, Result
 from benchmarks.state_dicts import STATES, fsdp, fsdp_tp
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.distributed.redistribute.cost import CPU, CUDA, Costs
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.transfers import RoundTransfers, Transfer
+from torchtitan_lite.distributed.redistribute.planning.cost import CPU, CUDA, Costs
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.transfers import RoundTransfers, Transfer
 
 _SEED = 0
 _CACHED_CALLS = 1000

@@ -41,7 +41,7 @@ from torchtitan_lite.distributed.redistribute import (
     plan,
     redistribute_state_dict,
 )
-from torchtitan_lite.distributed.redistribute.shared_memory import SharedMemory
+from torchtitan_lite.distributed.redistribute.execution.shared_memory import SharedMemory
 
 PLANNERS = ("default", "min-cost")
 """Of `DTensor.redistribute`; torch has no public way to select one."""

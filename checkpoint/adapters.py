@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.snapshots import (
 )
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.distributed.redistribute import TensorSpec
-from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 from torchtitan_lite.nn.lora import LORA_A, LORA_B, merged
 
 _MODEL = "model."

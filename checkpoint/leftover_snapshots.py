@@ -44,7 +44,7 @@ from torchtitan_lite.core.errors import (
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.host_collectives import all_gather_bytes, all_gather_ints
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec, layout_from_json
-from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 
 _WRONG = (CheckpointError, LayoutError, LookupError, TypeError, ValueError)
 """Errors raised by inconsistent descriptions."""

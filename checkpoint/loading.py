@@ -24,12 +24,12 @@ from torchtitan_lite.checkpoint.tensors import copy_back, local_tensors
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec, gather_specs
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.read_plan import (
+from torchtitan_lite.distributed.redistribute.execution.read_plan import (
     ReadPlan,
     assign_readers,
     distribute_reads,
 )
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 from torchtitan_lite.nn.lora import LORA_A
 from torchtitan_lite.nn.spec import ModelSpec
 

@@ -16,8 +16,8 @@ from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec, layout_to_json
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.read_plan import deduplicate, element_range
+from torchtitan_lite.distributed.redistribute.execution.read_plan import deduplicate, element_range
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 
 _LARGE_BYTES = 1 << 16
 _LARGE_MULTIPLE = 8

@@ -25,8 +25,8 @@ from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, DTYPES, tensor_bytes
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.read_plan import held_blocks
+from torchtitan_lite.distributed.redistribute.execution.read_plan import held_blocks
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 
 _HERE = Layout.on_holder(0)
 

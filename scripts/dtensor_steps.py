@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from scripts.reshard_explanation import format_bytes
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, Plan
-from torchtitan_lite.distributed.redistribute.partition import intervals
+from torchtitan_lite.distributed.redistribute.planning.partition import intervals
 from torchtitan_lite.distributed.torch_compat import (
     Operations,
     fake_process_group,

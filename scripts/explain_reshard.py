@@ -24,7 +24,11 @@ from scripts.reshard_explanation import (
 from scripts.reshard_svg import as_svg
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.distributed.redistribute import Plan, plan
-from torchtitan_lite.distributed.redistribute.cost import BUCKET_BYTES, Transport, default_costs
+from torchtitan_lite.distributed.redistribute.planning.cost import (
+    BUCKET_BYTES,
+    Transport,
+    default_costs,
+)
 
 
 def main(argv: list[str]) -> int:

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from math import prod
 from statistics import median
 
-from torchtitan_lite.distributed.redistribute.cost import BUCKET_BYTES, Transport
-from torchtitan_lite.distributed.redistribute.layout import Layout
-from torchtitan_lite.distributed.redistribute.partition import intervals
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.plan import Plan
-from torchtitan_lite.distributed.redistribute.transfers import RoundKind, RoundTransfers, Transfer
+from torchtitan_lite.distributed.redistribute.planning.cost import BUCKET_BYTES, Transport
+from torchtitan_lite.distributed.redistribute.planning.layout import Layout
+from torchtitan_lite.distributed.redistribute.planning.partition import intervals
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.plan import Plan
+from torchtitan_lite.distributed.redistribute.planning.transfers import (
+    RoundKind,
+    RoundTransfers,
+    Transfer,
+)
 
 _MOST_ROWS = 16
 """Maximum holders with a row each."""

@@ -9,10 +9,10 @@ from math import prod
 from typing import NamedTuple
 
 from torchtitan_lite.distributed.redistribute import Layout, Plan
-from torchtitan_lite.distributed.redistribute.partition import intervals
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.program import rectangles
-from torchtitan_lite.distributed.redistribute.transfers import Transfer
+from torchtitan_lite.distributed.redistribute.execution.program import rectangles
+from torchtitan_lite.distributed.redistribute.planning.partition import intervals
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.transfers import Transfer
 
 Intervals = list[tuple[int, int]]
 """(start, length) of each, in order."""

@@ -8,7 +8,7 @@ from scripts.reshard_picture import Area, Patch, areas, patches, plane
 from scripts.svg import GRAY, INK, as_text, box, document, is_light, text
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.distributed.redistribute import Layout, Plan
-from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 
 # Neighbors in the list differ in lightness as well as in hue.
 _COLORS = (

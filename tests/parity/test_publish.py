@@ -24,7 +24,7 @@ from torchtitan_lite.cli import generate
 from torchtitan_lite.config.tables.publish import PublishConfig
 from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout
-from torchtitan_lite.distributed.redistribute.program import RAW_DTYPES
+from torchtitan_lite.distributed.redistribute.execution.program import RAW_DTYPES
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.serving.inference import LoadedModel
 from torchtitan_lite.serving.publish import Subscriber, Subscription, Target, Update

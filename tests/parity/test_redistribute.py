@@ -29,7 +29,7 @@ from torchtitan_lite.distributed.redistribute import (
     align_gradient,
     redistribute_state_dict,
 )
-from torchtitan_lite.distributed.redistribute.cost import CPU, CUDA, default_costs
+from torchtitan_lite.distributed.redistribute.planning.cost import CPU, CUDA, default_costs
 from torchtitan_lite.distributed.torch_compat import is_strided_shard
 
 Pools = Callable[[int], WorkerPool]

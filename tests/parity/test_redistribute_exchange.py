@@ -31,16 +31,16 @@ from torchtitan_lite.distributed.redistribute import (
     plan,
     redistribute_state_dict,
 )
-from torchtitan_lite.distributed.redistribute.collective_transport import ScratchBuffers
-from torchtitan_lite.distributed.redistribute.execute import FusedExchange
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.program import TensorTask
-from torchtitan_lite.distributed.redistribute.read_plan import (
+from torchtitan_lite.distributed.redistribute.execution.collective_transport import ScratchBuffers
+from torchtitan_lite.distributed.redistribute.execution.execute import FusedExchange
+from torchtitan_lite.distributed.redistribute.execution.program import TensorTask
+from torchtitan_lite.distributed.redistribute.execution.read_plan import (
     ReadPlan,
     assign_readers,
     distribute_reads,
 )
-from torchtitan_lite.distributed.redistribute.shared_memory import FOLDER, SharedMemory
+from torchtitan_lite.distributed.redistribute.execution.shared_memory import FOLDER, SharedMemory
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 from torchtitan_lite.training.debug.memory import LiveTensors
 
 Pools = Callable[[int], WorkerPool]
@@ -250,7 +250,8 @@ def _peers_after_exchange(memory: SharedMemory) -> set[int]:
     rank, whole = dist.get_rank(), torch.arange(54.0).view(6, 9)
     out = torch.zeros(6, 3)
     with patch(
-        "torchtitan_lite.distributed.redistribute.execute.shared_memory_for", lambda _: memory
+        "torchtitan_lite.distributed.redistribute.execution.execute.shared_memory_for",
+        lambda _: memory,
     ):
         options = ExchangeOptions(bucket_bytes=1 << 14)
         tasks = [TensorTask(found, rank, 4)]

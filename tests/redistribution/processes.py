@@ -20,8 +20,8 @@ from torchtitan_lite.distributed.redistribute import (
     Layout,
     redistribute_state_dict,
 )
-from torchtitan_lite.distributed.redistribute.cost import DEFAULT_OPTIONS
-from torchtitan_lite.distributed.redistribute.placements import StridedReading
+from torchtitan_lite.distributed.redistribute.planning.cost import DEFAULT_OPTIONS
+from torchtitan_lite.distributed.redistribute.planning.placements import StridedReading
 from torchtitan_lite.distributed.torch_compat import is_strided_shard
 
 

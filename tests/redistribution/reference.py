@@ -18,8 +18,8 @@ import numpy as np
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, Plan
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.transfers import Transfer
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.transfers import Transfer
 from torchtitan_lite.distributed.torch_compat import is_strided_shard, split_factor
 
 REDUCE: dict[str, np.ufunc] = {

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec
-from torchtitan_lite.distributed.redistribute.cost import DEFAULT_OPTIONS
+from torchtitan_lite.distributed.redistribute.planning.cost import DEFAULT_OPTIONS
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.orthogonalization import ShardedOrthogonalization, assign_matrices
 

@@ -21,14 +21,14 @@ from typing import Protocol
 import torch
 
 from torchtitan_lite.distributed.redistribute import Layout, Plan, TensorSpec, choose_owners, plan
-from torchtitan_lite.distributed.redistribute.cost import (
+from torchtitan_lite.distributed.redistribute.execution.execute import FusedExchange, fused_exchange
+from torchtitan_lite.distributed.redistribute.planning.cost import (
     CPU,
     DEFAULT_OPTIONS,
     Costs,
     ExchangeOptions,
 )
-from torchtitan_lite.distributed.redistribute.execute import FusedExchange, fused_exchange
-from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 
 BUCKET_BYTES = 32 << 20

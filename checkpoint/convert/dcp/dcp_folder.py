@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.distributed.redistribute.layout import Box, covers_exactly
+from torchtitan_lite.distributed.redistribute.planning.layout import Box, covers_exactly
 
 MODEL = "torchtitan_lite_model.json"
 """File beside the metadata with the exported model. torch ignores it."""

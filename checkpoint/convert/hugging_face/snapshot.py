@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.storage.base import Storage, read_error
 from torchtitan_lite.checkpoint.tensors import tensor_bytes, tensor_from_bytes
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec
-from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, ModelSpec
 
 _SMALL_BYTES = 1 << 20

@@ -13,9 +13,9 @@ _FOLDER = Path(torchtitan_lite.__file__).parent / "checkpoint"
 _MODULES = sorted(set(_FOLDER.rglob("*.py")) - set(_FOLDER.glob("convert/dcp/*")))
 _PLANNER = {
     "torchtitan_lite.distributed.redistribute",
-    "torchtitan_lite.distributed.redistribute.read_plan",
-    "torchtitan_lite.distributed.redistribute.layout",
-    "torchtitan_lite.distributed.redistribute.placements",
+    "torchtitan_lite.distributed.redistribute.execution.read_plan",
+    "torchtitan_lite.distributed.redistribute.planning.layout",
+    "torchtitan_lite.distributed.redistribute.planning.placements",
 }
 _PLANNERS_OWN = {"Box", "intervals", "overlap", "partition"}
 _TORCHS = "torch.distributed.tensor"

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from tests.unit.conftest import RecordedStreams
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, TensorSpec
-from torchtitan_lite.distributed.redistribute.cost import CPU
-from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.cost import CPU
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 from torchtitan_lite.optim import orthogonalization
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.orthogonalization import (

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torchtitan_lite.checkpoint import DTYPES
 from torchtitan_lite.checkpoint.shared_memory import HeldTensor
 from torchtitan_lite.core.errors import PublishError
-from torchtitan_lite.distributed.redistribute.program import RAW_DTYPES
+from torchtitan_lite.distributed.redistribute.execution.program import RAW_DTYPES
 
 _MAX_SHARE = 0.5
 """Maximum bytes of a delta, as a share of those of the shard."""

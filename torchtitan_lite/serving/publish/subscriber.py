@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpoint import DTYPES
 from torchtitan_lite.core.errors import LayoutError, PublishError
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec, layout_from_json
-from torchtitan_lite.distributed.redistribute.read_plan import HeldBlock, held_blocks
+from torchtitan_lite.distributed.redistribute.execution.read_plan import HeldBlock, held_blocks
 from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.serving.publish.sources import (
     Content,

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.core.errors import RedistributionError
-from torchtitan_lite.distributed.redistribute.collective_transport import BoundCollectiveTransport
-from torchtitan_lite.distributed.redistribute.shared_memory_transport import (
+from torchtitan_lite.distributed.redistribute.execution.collective_transport import (
+    BoundCollectiveTransport,
+)
+from torchtitan_lite.distributed.redistribute.execution.shared_memory_transport import (
     BoundSharedMemoryTransport,
 )
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.redistribution.layouts import all_layouts
 from tests.redistribution.reference import elements_of
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.read_plan import deduplicate, element_range
+from torchtitan_lite.distributed.redistribute.execution.read_plan import deduplicate, element_range
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 from torchtitan_lite.distributed.torch_compat import is_strided_shard, strided_shard
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

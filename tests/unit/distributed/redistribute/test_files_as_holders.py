@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.plan import Plan
-from torchtitan_lite.distributed.redistribute.program import rectangles, slices
+from torchtitan_lite.distributed.redistribute.execution.program import rectangles, slices
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.plan import Plan
 
 SHAPE = (13, 6)
 

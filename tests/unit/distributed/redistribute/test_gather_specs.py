@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.harness.threads import run_on_threads
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import AXES, Mesh, ParallelDims
-from torchtitan_lite.distributed.redistribute.serialization import gather_specs
+from torchtitan_lite.distributed.redistribute.execution.serialization import gather_specs
 
 
 def test_each_rank_knows_the_tensors_of_the_other_stages() -> None:

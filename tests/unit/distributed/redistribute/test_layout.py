@@ -23,12 +23,12 @@ from torchtitan_lite.distributed.redistribute import (
     Box,
     HolderMesh,
     Layout,
-    execute,
     local_box,
     plan,
 )
-from torchtitan_lite.distributed.redistribute.layout import covers_exactly
-from torchtitan_lite.distributed.redistribute.read_plan import deduplicate
+from torchtitan_lite.distributed.redistribute.execution import execute
+from torchtitan_lite.distributed.redistribute.execution.read_plan import deduplicate
+from torchtitan_lite.distributed.redistribute.planning.layout import covers_exactly
 
 _PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
 

@@ -17,7 +17,7 @@ from tests.redistribution.layouts import layouts, mesh_shapes, meshes, shapes
 from tests.redistribution.reference import coordinates, dims_of, elements_of
 from torchtitan_lite.core.errors import LayoutError
 from torchtitan_lite.distributed.redistribute import Box, HolderMesh, Layout
-from torchtitan_lite.distributed.redistribute.placements import decode_strided
+from torchtitan_lite.distributed.redistribute.planning.placements import decode_strided
 from torchtitan_lite.distributed.torch_compat import is_strided_shard, strided_shard
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()

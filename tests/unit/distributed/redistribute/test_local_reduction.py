@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from torchtitan_lite.distributed.redistribute import program
-from torchtitan_lite.distributed.redistribute.execute import _scale_
-from torchtitan_lite.distributed.redistribute.program import LocalReduction
+from torchtitan_lite.distributed.redistribute.execution import program
+from torchtitan_lite.distributed.redistribute.execution.execute import _scale_
+from torchtitan_lite.distributed.redistribute.execution.program import LocalReduction
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

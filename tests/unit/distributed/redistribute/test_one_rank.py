@@ -14,10 +14,10 @@ from torchtitan_lite.distributed.redistribute import (
     TensorSpec,
     plan,
     redistribute_state_dict,
-    serialization,
 )
-from torchtitan_lite.distributed.redistribute.cost import DEFAULT_OPTIONS
-from torchtitan_lite.distributed.redistribute.execute import execute_exchange
+from torchtitan_lite.distributed.redistribute.execution import serialization
+from torchtitan_lite.distributed.redistribute.execution.execute import execute_exchange
+from torchtitan_lite.distributed.redistribute.planning.cost import DEFAULT_OPTIONS
 
 _ONE = HolderMesh((1,), (0,), ("dp",))
 _CPU = torch.device("cpu")

@@ -11,11 +11,10 @@ from tests.harness.ranks import exit_status
 from torchtitan_lite.distributed.redistribute import (
     HolderMesh,
     Layout,
-    intersections,
-    partition,
     plan,
 )
-from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning import intersections, partition
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 from torchtitan_lite.distributed.torch_compat import strided_shard
 
 SHAPE = (7, 5)

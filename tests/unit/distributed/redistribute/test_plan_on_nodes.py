@@ -11,8 +11,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tests.redistribution.reference import replay
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, Plan, plan
-from torchtitan_lite.distributed.redistribute.cost import CPU, CUDA, Costs, Link
-from torchtitan_lite.distributed.redistribute.placements import Nodes
+from torchtitan_lite.distributed.redistribute.planning.cost import CPU, CUDA, Costs, Link
+from torchtitan_lite.distributed.redistribute.planning.placements import Nodes
 
 _PLACEMENTS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
 

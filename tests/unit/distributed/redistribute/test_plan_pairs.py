@@ -12,7 +12,7 @@ from tests.redistribution.bound import fewest_elements
 from tests.redistribution.layouts import all_layouts
 from tests.redistribution.reference import check_bound, replay
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.distributed.redistribute.transfers import stripes
+from torchtitan_lite.distributed.redistribute.planning.transfers import stripes
 
 SHAPES = [(8, 12), (5, 7), (3, 0)]
 # By mesh: every n-th of all pairs and shapes. Primes that do not divide the number of layouts, so

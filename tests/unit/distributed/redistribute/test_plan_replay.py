@@ -11,7 +11,7 @@ from tests.redistribution.bound import fewest_elements
 from tests.redistribution.layouts import OPS, layouts, meshes, shapes
 from tests.redistribution.reference import replay
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.distributed.redistribute.cost import default_costs
+from torchtitan_lite.distributed.redistribute.planning.cost import default_costs
 from torchtitan_lite.distributed.torch_compat import strided_shard
 
 # Without a database the examples are new in each run; derandomized they are the same in each run.

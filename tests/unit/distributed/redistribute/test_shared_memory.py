@@ -13,7 +13,10 @@ from tests.harness.threads import run_on_threads
 from torchtitan_lite.core.errors import RedistributionError
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
-from torchtitan_lite.distributed.redistribute.shared_memory import SharedMemory, is_supported
+from torchtitan_lite.distributed.redistribute.execution.shared_memory import (
+    SharedMemory,
+    is_supported,
+)
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs Linux on x86-64")
 

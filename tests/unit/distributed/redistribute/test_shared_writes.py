@@ -11,9 +11,9 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.distributed.redistribute.program import TensorTask
-from torchtitan_lite.distributed.redistribute.shared_memory import _peers
-from torchtitan_lite.distributed.redistribute.shared_memory_transport import (
+from torchtitan_lite.distributed.redistribute.execution.program import TensorTask
+from torchtitan_lite.distributed.redistribute.execution.shared_memory import _peers
+from torchtitan_lite.distributed.redistribute.execution.shared_memory_transport import (
     SharedMemoryTransport,
     _joined_writes,
     _sent_part,

@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint import tensor_bytes
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, HeldTensor
 from torchtitan_lite.core.errors import PublishError
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout
-from torchtitan_lite.distributed.redistribute.program import RAW_DTYPES
+from torchtitan_lite.distributed.redistribute.execution.program import RAW_DTYPES
 from torchtitan_lite.serving.publish import Target, deltas
 from torchtitan_lite.serving.publish.deltas import (
     Delta,

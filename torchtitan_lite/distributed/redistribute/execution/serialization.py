@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan_lite.core.errors import LayoutError
 from torchtitan_lite.distributed.host_collectives import all_gather_bytes
-from torchtitan_lite.distributed.redistribute.layout import Layout, TensorSpec
-from torchtitan_lite.distributed.redistribute.placements import (
+from torchtitan_lite.distributed.redistribute.planning.layout import Layout, TensorSpec
+from torchtitan_lite.distributed.redistribute.planning.placements import (
     HolderMesh,
     StridedReading,
     placement_text,

@@ -16,13 +16,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lite.core.errors import LayoutError
-from torchtitan_lite.distributed.redistribute.cost import DEFAULT_OPTIONS, ExchangeOptions
-from torchtitan_lite.distributed.redistribute.execute import FusedExchange, process_group_of
-from torchtitan_lite.distributed.redistribute.intersections import Intersections
-from torchtitan_lite.distributed.redistribute.layout import Layout
-from torchtitan_lite.distributed.redistribute.placements import Holder, HolderMesh
-from torchtitan_lite.distributed.redistribute.plan import plan
-from torchtitan_lite.distributed.redistribute.program import TensorTask, raw_itemsize
+from torchtitan_lite.distributed.redistribute.execution.execute import (
+    FusedExchange,
+    process_group_of,
+)
+from torchtitan_lite.distributed.redistribute.execution.program import TensorTask, raw_itemsize
+from torchtitan_lite.distributed.redistribute.planning.cost import DEFAULT_OPTIONS, ExchangeOptions
+from torchtitan_lite.distributed.redistribute.planning.intersections import Intersections
+from torchtitan_lite.distributed.redistribute.planning.layout import Layout
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder, HolderMesh
+from torchtitan_lite.distributed.redistribute.planning.plan import plan
 from torchtitan_lite.distributed.torch_compat import is_strided_shard
 
 _ROWS_TO_SHARE = 8

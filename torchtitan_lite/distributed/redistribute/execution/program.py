@@ -20,10 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchtitan_lite.distributed.redistribute.partition import Segments
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.plan import Plan
-from torchtitan_lite.distributed.redistribute.transfers import RoundKind, RoundTransfers, Transfer
+from torchtitan_lite.distributed.redistribute.planning.partition import Segments
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.plan import Plan
+from torchtitan_lite.distributed.redistribute.planning.transfers import (
+    RoundKind,
+    RoundTransfers,
+    Transfer,
+)
 
 Span = tuple[tuple[int, int], ...]
 """Per dim: [start, stop)."""

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.program import (
+from torchtitan_lite.distributed.redistribute.execution.program import (
     RAW_DTYPES,
     BucketRange,
     LocalReduction,
@@ -29,7 +28,8 @@ from torchtitan_lite.distributed.redistribute.program import (
     sent_arrays,
     slices,
 )
-from torchtitan_lite.distributed.redistribute.transfers import Transfer
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.transfers import Transfer
 
 
 class _PackedCopy(NamedTuple):

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from torchtitan_lite.distributed.redistribute.partition import Segments
-from torchtitan_lite.distributed.redistribute.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.partition import Segments
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 
 RoundKind = Literal["move", "reduce", "spread"]
 

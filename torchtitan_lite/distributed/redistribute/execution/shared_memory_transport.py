@@ -15,9 +15,7 @@ import numpy as np
 import torch
 
 from torchtitan_lite.core.errors import RedistributionError
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.plan import Plan
-from torchtitan_lite.distributed.redistribute.program import (
+from torchtitan_lite.distributed.redistribute.execution.program import (
     LINE_BYTES,
     BucketRange,
     LocalReduction,
@@ -33,8 +31,10 @@ from torchtitan_lite.distributed.redistribute.program import (
     slices,
     spans,
 )
-from torchtitan_lite.distributed.redistribute.shared_memory import SharedMemory
-from torchtitan_lite.distributed.redistribute.transfers import Transfer
+from torchtitan_lite.distributed.redistribute.execution.shared_memory import SharedMemory
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.plan import Plan
+from torchtitan_lite.distributed.redistribute.planning.transfers import Transfer
 
 
 class _SlotCopy(NamedTuple):

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.core.errors import LayoutError, MeshError
-from torchtitan_lite.distributed.redistribute.partition import Split, intervals, partition
-from torchtitan_lite.distributed.redistribute.placements import (
+from torchtitan_lite.distributed.redistribute.planning.partition import Split, intervals, partition
+from torchtitan_lite.distributed.redistribute.planning.placements import (
     Holder,
     HolderMesh,
     ShardOrder,

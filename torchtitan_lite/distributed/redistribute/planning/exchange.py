@@ -16,22 +16,31 @@ each holder receives no element twice and none that it has.
 """
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_lite.distributed.redistribute.intersections import (
+from torchtitan_lite.distributed.redistribute.planning.intersections import (
     HolderIndex,
     Intersection,
     Intersections,
 )
-from torchtitan_lite.distributed.redistribute.layout import Layout
-from torchtitan_lite.distributed.redistribute.partition import shard_sizes
-from torchtitan_lite.distributed.redistribute.placements import Holder, Nodes
-from torchtitan_lite.distributed.redistribute.transfers import (
+from torchtitan_lite.distributed.redistribute.planning.layout import Layout
+from torchtitan_lite.distributed.redistribute.planning.partition import shard_sizes
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder, Nodes
+from torchtitan_lite.distributed.redistribute.planning.reductions import (
+    ReductionGroup,
+    ReductionGroups,
+    ReductionOwner,
+    ReductionOwners,
+    owners_served_by,
+    sender_of,
+    unreduced_multicast,
+)
+from torchtitan_lite.distributed.redistribute.planning.transfers import (
     SMALLEST,
     Delivery,
     Multicast,
@@ -43,34 +52,7 @@ from torchtitan_lite.distributed.redistribute.transfers import (
     deliveries_to,
     node_deliveries_from,
     node_deliveries_to,
-    stripes,
 )
-
-_Target = tuple[int, ...]
-"""The target of each contribution of the source: the contribution of the destination that it is
-added to."""
-
-
-class ReductionOwner(NamedTuple):
-    """Reduces elements [start, stop) of a rectangle."""
-
-    holder: Holder
-    contribution: int | None
-    """Its own contribution; None if it has none."""
-    start: int
-    stop: int
-
-
-class ReductionGroup(NamedTuple):
-    """Contributions of the source that are reduced to one of the destination, for one rectangle."""
-
-    members: tuple[int, ...]
-    target: int
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the group has several members."""
-        return len(self.members) > 1
 
 
 class Exchange:
@@ -374,288 +356,3 @@ def _largest(index: HolderIndex, shape: tuple[int, ...]) -> int:
     """Return the elements of the largest shard of a layout."""
     per_dim = zip(shape, index.splits, strict=True)
     return prod(int(shard_sizes(length, splits).max()) for length, splits in per_dim)
-
-
-class ReductionGroups:
-    """The reduction groups of all rectangles, chosen to move few elements: the fewest for the
-    tested layouts, because groups are built greedily and not by an exhaustive search."""
-
-    def __init__(self, parts: Intersections) -> None:
-        self._parts = parts
-        self.num_sources = parts.src.num_contributions
-        self.num_targets = parts.dst.num_contributions
-
-    def groups(self, one: int, other: int) -> list[ReductionGroup]:
-        """Return the groups of the intersection of shard `one` of the source and shard `other` of
-        the destination."""
-        if self.num_targets == 1:
-            return self._all_in_one
-        target = self._targets.get((one, other))
-        if target is None:
-            target = self._target(one, other, np.zeros((self.num_sources, self.num_targets), int))
-        members: dict[int, list[int]] = {}
-        for contribution, to in enumerate(target):
-            members.setdefault(to, []).append(contribution)
-        return [ReductionGroup(tuple(found), to) for to, found in members.items()]
-
-    @cached_property
-    def _all_in_one(self) -> list[ReductionGroup]:
-        return [ReductionGroup(tuple(range(self.num_sources)), 0)]
-
-    @cached_property
-    def largest_group(self) -> int:
-        """Return the members of the largest group."""
-        if self.num_sources == 1 or self.num_targets == 1:
-            return self.num_sources
-        found = {max(map(target.count, target)) for target in self._targets.values()}
-        if self._elements_apart:
-            found.add(max(len(group.members) for group in self.groups(-1, -1)))
-        return max(found, default=1)
-
-    @cached_property
-    def moved_elements(self) -> int:
-        """Elements sent between holders."""
-        replicas, total = self._parts.dst.num_replicas, 0
-        for (one, other), target in self._targets.items():
-            overlaps = self._overlaps(one, other)
-            total += self._elements[one, other] * _cost(overlaps, replicas, target)
-        apart = [len(group.members) for group in self.groups(-1, -1)]
-        each = sum(size + replicas - 1 for size in apart)
-        return total + self._elements_apart * each
-
-    @cached_property
-    def _elements(self) -> dict[tuple[int, int], int]:
-        """Elements per rectangle of which a holder has both sides."""
-        across, dst = self._parts.across, self._parts.dst
-        positions = np.flatnonzero(across >= 0)
-        one, other = np.unique(np.stack([across[positions], dst.part_of[positions]]), axis=1)
-        common = self._parts.elements(one, other).tolist()
-        keys = zip(one.tolist(), other.tolist(), strict=True)
-        return {key: count for key, count in zip(keys, common, strict=True) if count}
-
-    @cached_property
-    def _elements_apart(self) -> int:
-        """Elements of the other rectangles."""
-        return int(np.prod(self._parts.shape, dtype=np.int64)) - sum(self._elements.values())
-
-    @cached_property
-    def _targets(self) -> dict[tuple[int, int], _Target]:
-        if self.num_targets == 1:
-            return {}
-        return {key: self._target(*key, self._overlaps(*key)) for key in self._elements}
-
-    def _target(self, one: int, other: int, overlaps: np.ndarray) -> _Target:
-        if self.num_targets == 1:
-            return (0,) * self.num_sources
-        rotation = (one + other) % self.num_targets
-        turned = np.roll(overlaps, -rotation, axis=1)
-        found = _cheapest(turned.tobytes(), turned.shape, self._parts.dst.num_replicas)
-        return tuple((to + rotation) % self.num_targets for to in found)
-
-    def _overlaps(self, one: int, other: int) -> np.ndarray:
-        """[contribution, target]: holders of both."""
-        src, dst = self._parts.src, self._parts.dst
-        positions = dst.positions[other]
-        targets, replicas = np.nonzero(self._parts.across[positions] == one)
-        held = src.contribution_of[self._parts.src_positions[positions[targets, replicas]]]
-        overlaps = np.zeros((self.num_sources, self.num_targets), int)
-        np.add.at(overlaps, (held, targets), 1)
-        return overlaps
-
-
-class ReductionOwners:
-    """The holders that reduce a group for one rectangle: replicas of its target that hold a member
-    if there are any, each with an equal share.
-
-    Which replicas of a target hold a contribution to a shard of the source is looked up at once for
-    all rectangles of a holder: `at_destination` for a holder of the target, `from_source` for one
-    of the source. Both return the same owners.
-    """
-
-    def __init__(self, parts: Intersections) -> None:
-        self._parts = parts
-        self._holding: dict[tuple[bool, int, int], dict[int, list[tuple[Holder, int]]]] = {}
-
-    def at_destination(
-        self, common: Intersection, group: ReductionGroup
-    ) -> Sequence[tuple[Holder, int]]:
-        """Return the replicas of the target that hold a member of the group, and which one, for a
-        holder of the target."""
-        return self._members(group, self._at(False, common.other, group.target, common.one))
-
-    def from_source(
-        self, common: Intersection, group: ReductionGroup
-    ) -> Sequence[tuple[Holder, int]]:
-        """Return the same for a holder of the source."""
-        return self._members(group, self._at(True, common.one, group.target, common.other))
-
-    def owners(
-        self,
-        common: Intersection,
-        group: ReductionGroup,
-        holding: Sequence[tuple[Holder, int]],
-    ) -> list[ReductionOwner]:
-        """Return the owners for a rectangle, in the order of their shares, given the replicas that
-        hold a member."""
-        chosen: Sequence[tuple[Holder, int | None]] = holding
-        if not chosen:
-            chosen = [(one, None) for one in self._parts.dst.holders(common.other, group.target)]
-        bounds = stripes(0, common.size, len(chosen), common.row)
-        return [
-            ReductionOwner(holder, contribution, start, stop)
-            for (holder, contribution), (start, stop) in zip(chosen, bounds, strict=True)
-            if start < stop
-        ]
-
-    def _members(
-        self, group: ReductionGroup, holding: Sequence[tuple[Holder, int]]
-    ) -> Sequence[tuple[Holder, int]]:
-        if len(group.members) == self._parts.src.num_contributions:
-            return holding
-        return [one for one in holding if one[1] in group.members]
-
-    def _at(self, of_src: bool, part: int, target: int, other: int) -> Sequence[tuple[Holder, int]]:
-        """Return the replicas of a target that also hold a contribution to the source's shard, and
-        which one; `part` is the shard of the source or of the destination, `other` the other
-        one."""
-        key = of_src, part, target
-        if key not in self._holding:
-            src, dst, across = self._parts.src, self._parts.dst, self._parts.across
-            if of_src:
-                positions = dst.positions[:, target].ravel()
-                positions = positions[across[positions] == part]
-                others = dst.part_of[positions]
-            else:
-                positions = dst.positions[part, target]
-                positions = positions[across[positions] >= 0]
-                others = across[positions]
-            held = src.contribution_of[self._parts.src_positions[positions]]
-            found: dict[int, list[tuple[Holder, int]]] = {}
-            holders = dst.layout.mesh.holders
-            for position, at, contribution in zip(
-                positions.tolist(), others.tolist(), held.tolist(), strict=True
-            ):
-                found.setdefault(at, []).append((holders[position], contribution))
-            self._holding[key] = found
-        return self._holding[key].get(other, ())
-
-
-def sender_of(src: HolderIndex, part: int, contribution: int, owner: int) -> Holder:
-    """Return which replica of a contribution to a shard sends to the owner with this number."""
-    replicas = src.holders(part, contribution)
-    return replicas[(owner + contribution) % len(replicas)]
-
-
-def owners_served_by(src: HolderIndex, part: int, contribution: int, sender: Holder) -> slice:
-    """Return the numbers of the owners to which a replica sends; the inverse of `sender_of`."""
-    replicas = src.holders(part, contribution)
-    first = (replicas.index(sender) - contribution) % len(replicas)
-    return slice(first, None, len(replicas))
-
-
-def unreduced_multicast(
-    parts: Intersections, common: Intersection, group: ReductionGroup
-) -> Multicast:
-    """Return the delivery of a group of one member: from its replicas to those of its target."""
-    (member,) = group.members
-    sources = parts.src.holders(common.one, member)
-    receivers = parts.dst.holders(common.other, group.target)
-    return Multicast(sources, receivers, 0, common.size, common.one + common.other + member)
-
-
-@lru_cache(maxsize=4096)
-def _cheapest(overlaps_bytes: bytes, shape: tuple[int, int], replicas: int) -> _Target:
-    """Choose targets that move few elements: match contributions with targets, those with the most
-    common holders first, and merge groups while that is cheaper."""
-    overlaps = np.frombuffer(overlaps_bytes, int).reshape(shape)
-    candidates = [
-        _merged(overlaps, replicas, target)
-        for matched in _matchings(overlaps)
-        for target in _completions(overlaps, matched)
-    ]
-    return min(candidates, key=lambda target: _cost(overlaps, replicas, target))
-
-
-def _matchings(overlaps: np.ndarray) -> Iterator[dict[int, int]]:
-    """Yield maximum matchings {contribution: target} whose pairs have at least so many common
-    holders, for each such number."""
-    of_target: dict[int, int] = {}
-
-    def is_matched(one: int, least: int, seen: set[int]) -> bool:
-        for to in np.flatnonzero(overlaps[one] >= least).tolist():
-            if to in seen:
-                continue
-            seen.add(to)
-            if to not in of_target or is_matched(of_target[to], least, seen):
-                of_target[to] = one
-                return True
-        return False
-
-    yield {}
-    for least in sorted(set(overlaps[overlaps > 0].tolist()), reverse=True):
-        for one in range(len(overlaps)):
-            if one not in of_target.values():
-                is_matched(one, least, set())
-        yield {one: to for to, one in of_target.items()}
-
-
-def _completions(overlaps: np.ndarray, matched: dict[int, int]) -> Iterator[list[int]]:
-    """Yield complete assignments: unmatched contributions get free targets, then join the smallest
-    groups; or all of them join one group."""
-    free = [one for one in range(len(overlaps)) if one not in matched]
-    sizes = dict.fromkeys(range(overlaps.shape[1]), 0)
-    for to in matched.values():
-        sizes[to] += 1
-    spread = dict(matched)
-    for one in free:
-        to = min(sizes, key=lambda to, one=one: (sizes[to], -overlaps[one, to]))
-        sizes[to] += 1
-        spread[one] = to
-    yield [spread[one] for one in range(len(overlaps))]
-    for to in sorted(set(matched.values())) if free else []:
-        yield [matched.get(one, to) for one in range(len(overlaps))]
-
-
-def _merged(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> _Target:
-    """Merge the two groups that save the most, if any merge saves something."""
-    if replicas == 1:
-        # Whatever is joined moves as much.
-        return tuple(target)
-    targets = np.array(sorted(set(target)))
-    sizes = np.array([sum(to == one for one in target) for to in targets])
-    members = np.array(target)[:, None] == targets[None, :]
-    # [group, target of a group]: holders in common.
-    common = members.T.astype(int) @ overlaps[:, targets]
-    into = np.arange(len(targets))
-    while True:
-        own = np.diagonal(common)
-        alone = np.where(sizes == 1, replicas - own, sizes - (own > 0) + replicas - 1)
-        together = sizes[:, None] + sizes[None, :] - ((common + own[None, :]) > 0) + replicas - 1
-        saved = alone[:, None] + alone[None, :] - together
-        np.fill_diagonal(saved, 0)
-        gone, kept = np.unravel_index(int(saved.argmax()), saved.shape) if saved.size else (0, 0)
-        if not saved.size or saved[gone, kept] <= 0:
-            break
-        sizes[kept] += sizes[gone]
-        common[kept] += common[gone]
-        into[into == gone] = kept
-        rest = np.arange(len(sizes)) != gone
-        # Numbers of groups that are left.
-        into[into > gone] -= 1
-        sizes, common, targets = sizes[rest], common[rest][:, rest], targets[rest]
-    first = sorted(set(target))
-    return tuple(int(targets[into[first.index(to)]]) for to in target)
-
-
-def _cost(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> int:
-    """Return the elements moved per element of a rectangle. A group of one member is sent to the
-    replicas that lack it; of a larger one all members but the owner's are sent to an owner, and the
-    result to the other replicas."""
-    cost = 0
-    for to in set(target):
-        members = [one for one, its in enumerate(target) if its == to]
-        if len(members) == 1:
-            cost += replicas - int(overlaps[members[0], to])
-        else:
-            cost += len(members) - bool(overlaps[members, to].any()) + replicas - 1
-    return cost

@@ -9,11 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.core.errors import LayoutError
-from torchtitan_lite.distributed.redistribute.cost import DEFAULT_OPTIONS, Costs, ExchangeOptions
-from torchtitan_lite.distributed.redistribute.execute import check_out, execute_exchange
-from torchtitan_lite.distributed.redistribute.layout import Layout, TensorSpec
-from torchtitan_lite.distributed.redistribute.placements import HolderMesh, StridedReading
-from torchtitan_lite.distributed.redistribute.plan import Plan, plan
+from torchtitan_lite.distributed.redistribute.execution.execute import check_out, execute_exchange
+from torchtitan_lite.distributed.redistribute.planning.cost import (
+    DEFAULT_OPTIONS,
+    Costs,
+    ExchangeOptions,
+)
+from torchtitan_lite.distributed.redistribute.planning.layout import Layout, TensorSpec
+from torchtitan_lite.distributed.redistribute.planning.placements import HolderMesh, StridedReading
+from torchtitan_lite.distributed.redistribute.planning.plan import Plan, plan
 from torchtitan_lite.distributed.torch_compat import DTensorSpec, spec_of, with_spec
 
 

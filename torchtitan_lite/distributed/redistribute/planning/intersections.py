@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_lite.distributed.redistribute.layout import Layout, TensorSpec
-from torchtitan_lite.distributed.redistribute.partition import (
+from torchtitan_lite.distributed.redistribute.planning.layout import Layout, TensorSpec
+from torchtitan_lite.distributed.redistribute.planning.partition import (
     Segments,
     Split,
     dim_intersections,
     shard_sizes,
 )
-from torchtitan_lite.distributed.redistribute.placements import Holder, HolderMesh
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder, HolderMesh
 
 
 class HolderIndex:

@@ -13,11 +13,11 @@ import torch
 from torch.distributed.tensor import Partial
 
 from torchtitan_lite.core.errors import LayoutError
-from torchtitan_lite.distributed.redistribute.cost import CPU, Costs
-from torchtitan_lite.distributed.redistribute.exchange import Exchange
-from torchtitan_lite.distributed.redistribute.layout import Layout
-from torchtitan_lite.distributed.redistribute.placements import Holder
-from torchtitan_lite.distributed.redistribute.transfers import RoundKind, RoundTransfers
+from torchtitan_lite.distributed.redistribute.planning.cost import CPU, Costs
+from torchtitan_lite.distributed.redistribute.planning.exchange import Exchange
+from torchtitan_lite.distributed.redistribute.planning.layout import Layout
+from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.distributed.redistribute.planning.transfers import RoundKind, RoundTransfers
 
 
 @dataclass(frozen=True, eq=False)

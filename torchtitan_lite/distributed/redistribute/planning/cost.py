@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.core.errors import RedistributionError
-from torchtitan_lite.distributed.redistribute.placements import Nodes
+from torchtitan_lite.distributed.redistribute.planning.placements import Nodes
 
 Transport = Literal["shared_memory", "collective"]
 

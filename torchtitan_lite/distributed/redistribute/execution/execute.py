@@ -17,15 +17,11 @@ import torch.distributed as dist
 
 from torchtitan_lite.core.errors import LayoutError, RedistributionError
 from torchtitan_lite.distributed.axis_groups import group_of_ranks
-from torchtitan_lite.distributed.redistribute.collective_transport import (
+from torchtitan_lite.distributed.redistribute.execution.collective_transport import (
     BoundCollectiveTransport,
     CollectiveTransport,
 )
-from torchtitan_lite.distributed.redistribute.cost import ExchangeOptions
-from torchtitan_lite.distributed.redistribute.layout import Layout
-from torchtitan_lite.distributed.redistribute.placements import HolderMesh, decode_strided
-from torchtitan_lite.distributed.redistribute.plan import Plan
-from torchtitan_lite.distributed.redistribute.program import (
+from torchtitan_lite.distributed.redistribute.execution.program import (
     RawArray,
     Slices,
     TensorTask,
@@ -36,11 +32,18 @@ from torchtitan_lite.distributed.redistribute.program import (
     raw_tensor,
     slices,
 )
-from torchtitan_lite.distributed.redistribute.shared_memory import SharedMemory, is_supported
-from torchtitan_lite.distributed.redistribute.shared_memory_transport import (
+from torchtitan_lite.distributed.redistribute.execution.shared_memory import (
+    SharedMemory,
+    is_supported,
+)
+from torchtitan_lite.distributed.redistribute.execution.shared_memory_transport import (
     BoundSharedMemoryTransport,
     SharedMemoryTransport,
 )
+from torchtitan_lite.distributed.redistribute.planning.cost import ExchangeOptions
+from torchtitan_lite.distributed.redistribute.planning.layout import Layout
+from torchtitan_lite.distributed.redistribute.planning.placements import HolderMesh, decode_strided
+from torchtitan_lite.distributed.redistribute.planning.plan import Plan
 from torchtitan_lite.distributed.torch_compat import DTensorSpec
 
 _GROUP_TIMEOUT = timedelta(minutes=5)

@@ -1,0 +1,1 @@
+"""What executes a plan: programs of copies for a rank, and the transports between ranks."""

@@ -1,0 +1,112 @@
+"""The target of each contribution of a source: the contribution of the destination that it is added
+to, chosen so that few elements move.
+
+Contributions are matched with targets by the number of common holders, and groups are merged while
+that is cheaper; an exhaustive search would be exponential in the contributions.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+Targets = tuple[int, ...]
+"""By contribution of the source: the contribution of the destination that it is added to."""
+
+
+@lru_cache(maxsize=4096)
+def cheapest_targets(overlaps_bytes: bytes, shape: tuple[int, int], replicas: int) -> Targets:
+    """Choose targets that move few elements: match contributions with targets, those with the most
+    common holders first, and merge groups while that is cheaper."""
+    overlaps = np.frombuffer(overlaps_bytes, int).reshape(shape)
+    candidates = [
+        _merged(overlaps, replicas, target)
+        for matched in _matchings(overlaps)
+        for target in _completions(overlaps, matched)
+    ]
+    return min(candidates, key=lambda target: num_moved(overlaps, replicas, target))
+
+
+def _matchings(overlaps: np.ndarray) -> Iterator[dict[int, int]]:
+    """Yield maximum matchings {contribution: target} whose pairs have at least so many common
+    holders, for each such number."""
+    of_target: dict[int, int] = {}
+
+    def is_matched(one: int, least: int, seen: set[int]) -> bool:
+        for to in np.flatnonzero(overlaps[one] >= least).tolist():
+            if to in seen:
+                continue
+            seen.add(to)
+            if to not in of_target or is_matched(of_target[to], least, seen):
+                of_target[to] = one
+                return True
+        return False
+
+    yield {}
+    for least in sorted(set(overlaps[overlaps > 0].tolist()), reverse=True):
+        for one in range(len(overlaps)):
+            if one not in of_target.values():
+                is_matched(one, least, set())
+        yield {one: to for to, one in of_target.items()}
+
+
+def _completions(overlaps: np.ndarray, matched: dict[int, int]) -> Iterator[list[int]]:
+    """Yield complete assignments: unmatched contributions get free targets, then join the smallest
+    groups; or all of them join one group."""
+    free = [one for one in range(len(overlaps)) if one not in matched]
+    sizes = dict.fromkeys(range(overlaps.shape[1]), 0)
+    for to in matched.values():
+        sizes[to] += 1
+    spread = dict(matched)
+    for one in free:
+        to = min(sizes, key=lambda to, one=one: (sizes[to], -overlaps[one, to]))
+        sizes[to] += 1
+        spread[one] = to
+    yield [spread[one] for one in range(len(overlaps))]
+    for to in sorted(set(matched.values())) if free else []:
+        yield [matched.get(one, to) for one in range(len(overlaps))]
+
+
+def _merged(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> Targets:
+    """Merge the two groups that save the most, if any merge saves something."""
+    if replicas == 1:
+        # Whatever is joined moves as much.
+        return tuple(target)
+    targets = np.array(sorted(set(target)))
+    sizes = np.array([sum(to == one for one in target) for to in targets])
+    members = np.array(target)[:, None] == targets[None, :]
+    # [group, target of a group]: holders in common.
+    common = members.T.astype(int) @ overlaps[:, targets]
+    into = np.arange(len(targets))
+    while True:
+        own = np.diagonal(common)
+        alone = np.where(sizes == 1, replicas - own, sizes - (own > 0) + replicas - 1)
+        together = sizes[:, None] + sizes[None, :] - ((common + own[None, :]) > 0) + replicas - 1
+        saved = alone[:, None] + alone[None, :] - together
+        np.fill_diagonal(saved, 0)
+        gone, kept = np.unravel_index(int(saved.argmax()), saved.shape) if saved.size else (0, 0)
+        if not saved.size or saved[gone, kept] <= 0:
+            break
+        sizes[kept] += sizes[gone]
+        common[kept] += common[gone]
+        into[into == gone] = kept
+        rest = np.arange(len(sizes)) != gone
+        # Numbers of groups that are left.
+        into[into > gone] -= 1
+        sizes, common, targets = sizes[rest], common[rest][:, rest], targets[rest]
+    first = sorted(set(target))
+    return tuple(int(targets[into[first.index(to)]]) for to in target)
+
+
+def num_moved(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> int:
+    """Return the elements moved per element of a rectangle. A group of one member is sent to the
+    replicas that lack it; of a larger one all members but the owner's are sent to an owner, and the
+    result to the other replicas."""
+    cost = 0
+    for to in set(target):
+        members = [one for one, its in enumerate(target) if its == to]
+        if len(members) == 1:
+            cost += replicas - int(overlaps[members[0], to])
+        else:
+            cost += len(members) - bool(overlaps[members, to].any()) + replicas - 1
+    return cost
