@@ -34,7 +34,7 @@ from benchmarks.convert_variants import (
 )
 from benchmarks.harness import Comparison, Result, formatted, main
 from benchmarks.processes import run_ranks
-from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
 
 _MAX_TIME = 1.5
 _MAX_READ = 1.05

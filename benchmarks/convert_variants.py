@@ -38,7 +38,7 @@ from torchtitan_lite.checkpoint import (
     recorded_config,
     tensor_bytes,
 )
-from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
 from torchtitan_lite.checkpoint.convert.hugging_face import (
     BLOCK_BYTES,
     HuggingFaceExport,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from torchtitan_lite.checkpoint.copier import Copier
     from torchtitan_lite.checkpoint.frozen_weights import load_base, open_merged
-    from torchtitan_lite.checkpoint.history import (
+    from torchtitan_lite.checkpoint.history.fencing_tokens import (
         HistoryClaim,
         RunHistory,
         SupersededError,
@@ -131,7 +131,7 @@ _MODULES = {
     "save_plan": ("SavePlan", "layouts_json", "plan_save"),
     "frozen_weights": ("load_base", "open_merged"),
     "loading": ("load", "load_some", "open_snapshot", "reject_external"),
-    "history": (
+    "history.fencing_tokens": (
         "HistoryClaim",
         "RunHistory",
         "SupersededError",

@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.buddies import BuddyCopies, CopySignals
 from torchtitan_lite.checkpoint.copier import Copier
+from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.save_context import (
     AttemptTokens,
@@ -31,7 +32,6 @@ from torchtitan_lite.checkpoint.save_context import (
 )
 from torchtitan_lite.checkpoint.shared_memory.folder import release_rank
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
-from torchtitan_lite.checkpoint.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.tensors import local_tensors
 from torchtitan_lite.core.diagnosis import WRITER, Cause, Diagnosis, report, report_text
 from torchtitan_lite.core.errors import CheckpointError

@@ -22,6 +22,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.background.buddy import BuddySettings, CopyOrder
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess
 from torchtitan_lite.checkpoint.collective import first_message
+from torchtitan_lite.checkpoint.history.snapshot_index import Position
 from torchtitan_lite.checkpoint.save_context import SaveContext
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     COPY,
@@ -29,7 +30,6 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     machine_number,
     region_path,
 )
-from torchtitan_lite.checkpoint.snapshot_index import Position
 from torchtitan_lite.core.events import StepEvent
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.host_collectives import (

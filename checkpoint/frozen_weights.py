@@ -1,7 +1,6 @@
 """Loading the frozen weights under adapters (LoRA)."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.core.urls import local_path
 from torchtitan_lite.distributed.host_collectives import broadcast_bytes
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.spec import ModelSpec, differing_dims
@@ -77,4 +77,5 @@ def open_merged(
 
 
 def _absolute(path: str) -> str:
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+    folder = local_path(path)
+    return path if folder is None else str(folder.expanduser().absolute())

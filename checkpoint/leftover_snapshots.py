@@ -15,7 +15,14 @@ from typing import Any
 import torch
 import xxhash
 
-from torchtitan_lite.checkpoint.lineage import SnapshotLineage
+from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
+from torchtitan_lite.checkpoint.history.snapshot_index import (
+    HeldPart,
+    HeldRegion,
+    Position,
+    SnapshotIndex,
+    newest_common,
+)
 from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     COPY,
@@ -26,13 +33,6 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     region_files,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotHeader, SlotState
-from torchtitan_lite.checkpoint.snapshot_index import (
-    HeldPart,
-    HeldRegion,
-    Position,
-    SnapshotIndex,
-    newest_common,
-)
 from torchtitan_lite.checkpoint.snapshots import SavedValues, model_dims
 from torchtitan_lite.checkpoint.tensors import DTYPES, tensor_from_bytes
 from torchtitan_lite.core.errors import (

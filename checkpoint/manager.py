@@ -16,9 +16,13 @@ from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_ea
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.format import step_name
-from torchtitan_lite.checkpoint.history import HistoryClaim, RunHistory, superseded_message
+from torchtitan_lite.checkpoint.history.fencing_tokens import (
+    HistoryClaim,
+    RunHistory,
+    superseded_message,
+)
+from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage, lineage_name
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
-from torchtitan_lite.checkpoint.lineage import SnapshotLineage, lineage_name
 from torchtitan_lite.checkpoint.location import checkpoint_root
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.format import parse_step_name, step_name
+from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.leftover_snapshots import (
     LeftoverSnapshot,
     SnapshotOrigin,
@@ -16,7 +17,6 @@ from torchtitan_lite.checkpoint.leftover_snapshots import (
 )
 from torchtitan_lite.checkpoint.loading import load, open_snapshot
 from torchtitan_lite.checkpoint.save_context import PARTS, SaveContext
-from torchtitan_lite.checkpoint.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.snapshots import SavedValues, Snapshot, model_dims
 from torchtitan_lite.checkpoint.storage.base import Storage, open_parent_storage
 from torchtitan_lite.core import rng

@@ -16,8 +16,8 @@ import torch
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.background.save import attempt_token
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
-from torchtitan_lite.checkpoint.history import RunHistory
-from torchtitan_lite.checkpoint.lineage import SnapshotLineage
+from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
+from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.storage.base import Storage

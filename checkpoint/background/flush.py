@@ -45,7 +45,7 @@ from pathlib import Path
 import xxhash
 
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token, log_to_stderr
-from torchtitan_lite.checkpoint.history import SupersededError
+from torchtitan_lite.checkpoint.history.fencing_tokens import SupersededError
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, region_files
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.storage.safetensors_file import WriteAbandoned

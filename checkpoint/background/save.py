@@ -12,7 +12,7 @@ from torchtitan_lite.checkpoint.background.writer_group import (
     WriterGroup,
     rank_share,
 )
-from torchtitan_lite.checkpoint.history import RunHistory
+from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.storage.base import Storage

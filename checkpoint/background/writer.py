@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.background.save import (
     log_to_stderr,
 )
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
-from torchtitan_lite.checkpoint.history import RunHistory
+from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket, WriteAbandoned
 from torchtitan_lite.core.errors import CheckpointError

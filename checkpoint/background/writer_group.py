@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, parse_writer, tensor_file_name
-from torchtitan_lite.checkpoint.history import RunHistory, SupersededError
+from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory, SupersededError
 from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
 from torchtitan_lite.core.run_lease import taken_over
 

@@ -11,7 +11,7 @@ from tests.harness.jobs import mesh_for, odd_config
 from tests.harness.ranks import WorkerPool
 from tests.unit.checkpoint.conftest import SmallState
 from torchtitan_lite.checkpoint import sync_saver
-from torchtitan_lite.checkpoint.lineage import SnapshotLineage
+from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 from torchtitan_lite.config.tables.checkpoint import CheckpointConfig

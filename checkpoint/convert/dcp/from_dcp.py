@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpoint.conversion import expected_shapes, tied_weight_names, unsharded_part
+from torchtitan_lite.checkpoint.convert.conversion import (
+    expected_shapes,
+    tied_weight_names,
+    unsharded_part,
+)
 from torchtitan_lite.checkpoint.convert.dcp.dcp_folder import DcpFolder
 from torchtitan_lite.checkpoint.convert.dcp.keys import (
     KeyMap,

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from torchtitan_lite.checkpoint.conversion import tied_weight_names
+from torchtitan_lite.checkpoint.convert.conversion import tied_weight_names
 from torchtitan_lite.checkpoint.convert.dcp.dcp_folder import METADATA, MODEL
 from torchtitan_lite.checkpoint.convert.dcp.keys import KeyMap, Release, pairs_from_halves
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, model_dims, read_tensor

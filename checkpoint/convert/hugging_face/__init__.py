@@ -1,6 +1,6 @@
 """Hugging Face folders, as transformers reads and writes them: open, import, export."""
 
-from torchtitan_lite.checkpoint.conversion import TargetExists, check_disk_space
+from torchtitan_lite.checkpoint.convert.conversion import TargetExists, check_disk_space
 from torchtitan_lite.checkpoint.convert.hugging_face.export import FolderExport
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import (
     GENERATION,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.checkpoint.conversion import Tick, run_workers
+from torchtitan_lite.checkpoint.convert.conversion import Tick, run_workers
 from torchtitan_lite.checkpoint.convert.hugging_face.earlier_releases import (
     TOKENIZER_CONFIG,
     rewrite_tokenizer_config,

@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.tensors import DTYPES
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.urls import local_path
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -201,9 +202,10 @@ def save_assets(source: Path, root: str) -> None:
     """Copy the tokenizer files in `source` to ROOT/assets, atomically, so that the checkpoints in
     `root` are self-contained; not to object stores. A different tokenizer there is replaced, with a
     warning. A failure is only a warning, because training does not need the copy."""
-    target = Path(root) / ASSETS
-    if "://" in root:
+    folder = local_path(root)
+    if folder is None:
         return
+    target = folder / ASSETS
     beside = target.with_name(f"{ASSETS}.{os.getpid()}.tmp")
     try:
         if target.exists():
@@ -221,8 +223,10 @@ def save_assets(source: Path, root: str) -> None:
 
 def saved_assets(step_folder: str) -> Path | None:
     """Return the folder of tokenizer files that `save_assets` stored beside a step's folder."""
-    folder = Path(step_folder).parent / ASSETS
-    return folder if "://" not in step_folder and (folder / "tokenizer.json").is_file() else None
+    step = local_path(step_folder)
+    if step is None or not (step.parent / ASSETS / "tokenizer.json").is_file():
+        return None
+    return step.parent / ASSETS
 
 
 def json_bytes(values: Mapping[str, Any]) -> bytes:

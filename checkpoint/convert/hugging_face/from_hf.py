@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpoint.conversion import (
+from torchtitan_lite.checkpoint.convert.conversion import (
     TargetExists,
     Tick,
     lock_folder,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.conversion import TargetExists, lock_folder
+from torchtitan_lite.checkpoint.convert.conversion import TargetExists, lock_folder
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.core.errors import CheckpointError, UserError
 from torchtitan_lite.distributed.network import abstract_socket_scope

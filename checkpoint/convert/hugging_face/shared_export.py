@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_lite.checkpoint.collective import first_message, run_long_on_all_ranks
-from torchtitan_lite.checkpoint.conversion import TargetExists, Tick, check_disk_space
+from torchtitan_lite.checkpoint.convert.conversion import TargetExists, Tick, check_disk_space
 from torchtitan_lite.checkpoint.convert.hugging_face.export import ExportFile, FolderExport
 from torchtitan_lite.core.errors import CheckpointError, UserError
 from torchtitan_lite.core.log import logger

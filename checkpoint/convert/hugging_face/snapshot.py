@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import HuggingFaceFolder
 from torchtitan_lite.checkpoint.convert.hugging_face.mxfp4 import BLOCK, dequantize
 from torchtitan_lite.checkpoint.snapshots import SavedValues

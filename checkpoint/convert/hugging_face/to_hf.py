@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.adapters import MergedSnapshot
-from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
 from torchtitan_lite.checkpoint.convert.hugging_face.earlier_releases import with_earlier_keys
 from torchtitan_lite.checkpoint.convert.hugging_face.export import (
     ExportFile,

@@ -10,13 +10,13 @@ import pytest
 from tests.harness.snapshots import description, slot_bytes_of, snapshot
 from torchtitan_lite.checkpoint import leftover_snapshots
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, _Save
+from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, HeldRegion, Position
 from torchtitan_lite.checkpoint.leftover_snapshots import (
     LeftoverSnapshot,
     SnapshotOrigin,
     newest_leftover,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region
-from torchtitan_lite.checkpoint.snapshot_index import HeldPart, HeldRegion, Position
 from torchtitan_lite.core.errors import DamagedCheckpoint
 
 

@@ -14,8 +14,8 @@ from torchtitan_lite.checkpoint import buddies, leftover_snapshots, lineage, man
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, SnapshotInterval
 from torchtitan_lite.checkpoint.buddies import open_buddies, pair_buddies
 from torchtitan_lite.checkpoint.collective import first_message, raise_on_all_ranks
+from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.leftover_snapshots import newest_leftover
-from torchtitan_lite.checkpoint.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import SaveSignals, agree_on_identity

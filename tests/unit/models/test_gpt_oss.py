@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.harness import hugging_face
 from tests.harness.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
 from tests.unit.models.tiny import GPT_OSS, tiny_samples
-from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
 from torchtitan_lite.checkpoint.convert.hugging_face.mxfp4 import dequantize
 from torchtitan_lite.cli import main
 from torchtitan_lite.config.tables.model import ModelConfig

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.harness.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
-from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
 from torchtitan_lite.cli import main
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError

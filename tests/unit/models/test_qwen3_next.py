@@ -14,7 +14,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from tests.harness.hugging_face import make_folder, make_model, our_model, tensors_of, tokens
 from tests.harness.tolerances import LOGITS_FLOAT64
 from tests.unit.models.tiny import QWEN3_NEXT, tiny_samples, tiny_targets
-from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
 from torchtitan_lite.cli import main
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError

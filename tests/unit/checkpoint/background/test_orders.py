@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.background.process import BackgroundProcess
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
 from torchtitan_lite.checkpoint.background.writer import Writer
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
-from torchtitan_lite.checkpoint.history import SupersededError
+from torchtitan_lite.checkpoint.history.fencing_tokens import SupersededError
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
 

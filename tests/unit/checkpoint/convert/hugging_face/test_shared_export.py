@@ -20,7 +20,7 @@ from tests.harness.hugging_face import make_folder
 from tests.harness.ranks import FORK_SERVER, GLOO_TIMEOUT_S, WorkerPool
 from tests.unit.checkpoint.faulty_writer import PowerLossDisk, RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint import recorded_config
-from torchtitan_lite.checkpoint.conversion import TargetExists, lock_folder
+from torchtitan_lite.checkpoint.convert.conversion import TargetExists, lock_folder
 from torchtitan_lite.checkpoint.convert.hugging_face import partial_folder, shared_export
 from torchtitan_lite.checkpoint.convert.hugging_face.export import ExportFile, ExportTensor
 from torchtitan_lite.checkpoint.convert.hugging_face.partial_folder import PartialFolder

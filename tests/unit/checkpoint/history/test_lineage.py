@@ -7,7 +7,7 @@ import pytest
 from tests.unit.checkpoint.conftest import Manage, SmallState, crash
 from tests.unit.checkpoint.test_asynchronous import complete, steps
 from tests.unit.conftest import Fsyncs
-from torchtitan_lite.checkpoint.lineage import SnapshotLineage
+from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.distributed.mesh import Mesh
 
 

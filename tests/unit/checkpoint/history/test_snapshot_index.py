@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint.snapshot_index import HeldPart, HeldRegion, Position, newest_common
+from torchtitan_lite.checkpoint.history.snapshot_index import (
+    HeldPart,
+    HeldRegion,
+    Position,
+    newest_common,
+)
 
 
 def region(starts: str, world_size: int, *steps: int, segment: int = 0) -> HeldRegion:
