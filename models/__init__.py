@@ -111,7 +111,7 @@ def hugging_face_model(values: Mapping[str, Any], hf_assets_path: str) -> ModelC
 def recorded_dims(config: ModelConfig) -> dict[str, Any]:
     """Return the dimensions of the flavor, or those of `dims` with their defaults, as plain values
     for a checkpoint, unset ones included: a flavor of the same name may change."""
-    return asdict(_base_dims(family(config.name).FLAVORS, config))
+    return _as_json(asdict(_base_dims(family(config.name).FLAVORS, config)))
 
 
 def plain_dims(dims: "DataclassInstance") -> dict[str, Any]:
@@ -120,7 +120,12 @@ def plain_dims(dims: "DataclassInstance") -> dict[str, Any]:
     def given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {name: value for name, value in pairs if value is not None}
 
-    return asdict(dims, dict_factory=given)
+    return _as_json(asdict(dims, dict_factory=given))
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as a manifest has them: a tuple is a list there."""
+    return json.loads(json.dumps(values))
 
 
 _Dims = TypeVar("_Dims", bound="DataclassInstance")

@@ -42,6 +42,7 @@ class GptOssDims(GroupedDecoderDims):
         return replace(
             super().attention(layer),
             bias=True,
+            out_bias=True,
             window=self.window if layer % 2 == 0 else None,
             has_sinks=True,
         )

@@ -14,6 +14,7 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Rotation,
     Value,
     decoder_facts,
+    width_per_head,
 )
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.spec import ModelSpec
@@ -115,7 +116,6 @@ FLAVORS = {
 
 _FACTS = (
     *decoder_facts(),
-    Value("head_dim", "head_dim", default=128),
     Rotation(),
     Fixed("use_sliding_window", False),
 )
@@ -126,13 +126,18 @@ _FAMILY = GroupedDecoderFamily(
         Architecture(
             name="Qwen3ForCausalLM",
             model_type="qwen3",
-            facts=(*_FACTS, Value("hidden_dim", "intermediate_size")),
+            facts=(
+                *_FACTS,
+                Value("head_dim", "head_dim", default=128),
+                Value("hidden_dim", "intermediate_size"),
+            ),
         ),
         Architecture(
             name="Qwen3MoeForCausalLM",
             model_type="qwen3_moe",
             facts=(
                 *_FACTS,
+                Value("head_dim", "head_dim", default=width_per_head),
                 # transformers 5 writes the second name.
                 Value("moe.num_experts", "num_experts", former="num_local_experts"),
                 Value("moe.top_k", "num_experts_per_tok"),

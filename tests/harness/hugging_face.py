@@ -168,6 +168,12 @@ def _llama4(**more: Any) -> "PreTrainedModel":
     return _new_model("llama4_text", **_COMMON | sizes | more)
 
 
+def _dense(model_type: str, **more: Any) -> "PreTrainedModel":
+    """Return a model of a row of `models/auto.py`."""
+    sizes: dict[str, Any] = {"intermediate_size": 80, "pad_token_id": None}
+    return _new_model(model_type, **_COMMON | sizes | {"rope_parameters": _DEFAULT_ROPE} | more)
+
+
 _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "gpt_oss": gpt_oss,
     "llama4": lambda: _llama4(use_qk_norm=True),
@@ -179,6 +185,28 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     ),
     "llama": lambda: _llama(rope_parameters=_DEFAULT_ROPE, rms_norm_eps=3e-5),
     "llama_tied_stretched": lambda: _llama(rope_parameters=_SCALED_ROPE, tie_word_embeddings=True),
+    "mistral": lambda: _dense("mistral", sliding_window=9),
+    "mistral_whole": lambda: _dense(
+        "mistral", sliding_window=None, head_dim=8, rope_parameters=_SCALED_ROPE
+    ),
+    "qwen2": lambda: _dense("qwen2", rms_norm_eps=3e-5),
+    "qwen2_windows": lambda: _dense(
+        "qwen2",
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+        tie_word_embeddings=True,
+        rope_parameters={k: v for k, v in _YARN_ROPE.items() if not k.startswith("mscale")},
+    ),
+    "seed_oss": lambda: _dense("seed_oss", attention_out_bias=True),
+    "smollm3": lambda: _dense("smollm3", no_rope_layers=[0, 1], tie_word_embeddings=False),
+    "smollm3_windows": lambda: _dense(
+        "smollm3",
+        num_hidden_layers=4,
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=9,
+    ),
     "qwen3": _qwen3,
     "qwen3_tied": lambda: _qwen3(tie_word_embeddings=True),
     "qwen3_moe": lambda: _qwen3_moe(norm_topk_prob=True),

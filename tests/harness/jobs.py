@@ -17,7 +17,7 @@ from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, ParallelDims, resolve_degrees
 from torchtitan_lite.distributed.redistribute import local_box
 from torchtitan_lite.distributed.torch_compat import local_tensor
-from torchtitan_lite.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3, qwen3_next
+from torchtitan_lite.models import auto, deepseek_v3, gpt_oss, llama3, llama4, qwen3, qwen3_next
 from torchtitan_lite.models.llama3 import Llama3Dims
 from torchtitan_lite.models.qwen3 import Qwen3Dims
 from torchtitan_lite.nn.grouped_query import Temperature
@@ -131,6 +131,22 @@ ODD_GPT_OSS = gpt_oss.GptOssDims(
 )
 """Some gates and values are clamped."""
 
+ODD_AUTO = auto.AutoDims(
+    model_type="smollm3",
+    dim=36,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=10,
+    hidden_dim=52,
+    vocab_size=517,
+    bias=True,
+    window=5,
+    windowed_layers=(1, 2),
+    document_mask=True,
+)
+"""Biases of queries, keys and values alone, and windows in some layers. All layers have rotary
+embeddings: without them, the gradient of a key's bias is 0 up to rounding."""
 
 ODD_LLAMA4 = llama4.Llama4Dims(
     dim=36,
@@ -212,6 +228,7 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
     deepseek_v3.FLAVORS["odd"] = ODD_DEEPSEEK
     gpt_oss.FLAVORS["odd"] = ODD_GPT_OSS
     llama4.FLAVORS["odd"] = ODD_LLAMA4
+    auto.FLAVORS["odd"] = ODD_AUTO
     qwen3_next.FLAVORS["odd"] = ODD_QWEN3_NEXT
     # As V2-Lite: no latent of queries, softmax.
     deepseek_v3.FLAVORS["odd_lite"] = replace(

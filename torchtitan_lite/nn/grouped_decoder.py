@@ -76,6 +76,11 @@ class GroupedDecoderDims:
             for layer in range(self.num_layers)
         ]
 
+    def stored_as(self) -> str | None:
+        """Return the `model_type` under which transformers has the model; None: any of the
+        family's that has such dimensions."""
+        return None
+
     def attention(self, layer: int) -> GroupedQuery:
         """Return the attention of a layer."""
         return GroupedQuery(
@@ -126,14 +131,16 @@ class GroupedDecoderFamily(Generic[_Dims]):
         """Read the dimensions from a config.json. Raises ConfigError with everything
         unsupported."""
         name = named_architecture(values, self.architecture_names)
-        dims = self.architectures[self.architecture_names.index(name)].read(values)
+        architecture = self.architectures[self.architecture_names.index(name)]
+        dims = architecture.read(values)
         if "moe" in dims:
             dims["moe"] = MoEDims(**dims["moe"])
         return self.dims(**dims)
 
     def _hugging_face(self, dims: _Dims) -> HuggingFaceModel | None:
         for architecture in self.architectures:
-            if bool(architecture.experts) != (dims.moe is not None):
+            is_other = dims.stored_as() not in (None, architecture.model_type)
+            if is_other or bool(architecture.experts) != (dims.moe is not None):
                 continue
             values = architecture.write(dims)
             if is_model_of(values, dims, self.dims_of_hugging_face):

@@ -70,7 +70,9 @@ class GroupedQuery(AttentionDims):
     """Whether the query projection has a gate for each number of a head, behind its query, whose
     sigmoid multiplies the head's output (arXiv:2505.06708)."""
     bias: bool = False
-    """Whether the projections have biases."""
+    """Whether the projections of queries, keys and values have biases."""
+    out_bias: bool = False
+    """Whether the projection of the output has a bias."""
     window: int | None = None
     """Positions that a query attends to, up to its own. Unset: all earlier ones."""
     chunk: int | None = None
@@ -140,23 +142,26 @@ class GroupedQuery(AttentionDims):
     @property
     def shard_rules(self) -> tuple[ShardRule, ...]:
         heads = (ShardRule(pattern="[qk]_norm.weight", style="heads"),)
-        kinds = ("weight", "bias") if self.bias else ("weight",)
         sinks = (ShardRule(pattern="sinks.weight", style="head_weights"),)
         return (
-            *(ShardRule(pattern=f"w[qkv].{kind}", style="columns") for kind in kinds),
-            *(ShardRule(pattern=f"wo.{kind}", style="rows") for kind in kinds),
+            *(ShardRule(pattern=f"w[qkv].{kind}", style="columns") for kind in _kinds(self.bias)),
+            *(ShardRule(pattern=f"wo.{kind}", style="rows") for kind in _kinds(self.out_bias)),
             *(sinks if self.has_sinks else ()),
             *(heads if self.qk_norm_eps is not None else ()),
         )
 
     @property
     def init_rules(self) -> tuple[InitRule, ...]:
-        return (InitRule(pattern="w?.bias", kind="zeros"),) if self.bias else ()
+        has_bias = self.bias or self.out_bias
+        return (InitRule(pattern="w?.bias", kind="zeros"),) if has_bias else ()
 
     @property
     def hugging_face(self) -> Mapping[str, str]:
-        kinds = ("weight", "bias") if self.bias else ("weight",)
-        names = {f"w{x}.{kind}": f"self_attn.{x}_proj.{kind}" for x in "qkvo" for kind in kinds}
+        names = {
+            f"w{x}.{kind}": f"self_attn.{x}_proj.{kind}"
+            for x in "qkvo"
+            for kind in _kinds(self.out_bias if x == "o" else self.bias)
+        }
         if self.has_sinks:
             names["sinks.weight"] = "self_attn.sinks"
         if self.qk_norm_eps is not None:
@@ -167,7 +172,7 @@ class GroupedQuery(AttentionDims):
         """Return torchtitan's names in a layer. `pairs`: it rotates adjacent numbers there."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": 0} if pairs else {}
         norms = ("q_norm.weight", "k_norm.weight") if self.qk_norm_eps is not None else ()
-        biases = tuple(f"w{x}.bias" for x in "qkvo") if self.bias else ()
+        biases = tuple(f"w{x}.bias" for x in self._biased)
         sinks = (TorchtitanKey(name="sinks.weight", theirs=("sinks",)),) if self.has_sinks else ()
         return (
             *sinks,
@@ -192,10 +197,14 @@ class GroupedQuery(AttentionDims):
         return norms + sinks
 
     def num_biases(self, dim: int) -> int:
-        if not self.bias:
-            return 0
         gates = self.num_heads if self.gated else 0
-        return (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim + dim
+        inward = (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim
+        return self.bias * inward + self.out_bias * dim
+
+    @property
+    def _biased(self) -> str:
+        """Letters of the projections with biases."""
+        return "qkv" * self.bias + "o" * self.out_bias
 
     def flops_per_token(self, seq_len: int) -> int:
         # On average, half of a causal sequence is visible, and a whole window.
@@ -220,7 +229,7 @@ class GroupedQueryAttention(Attention):
         self.wq = nn.Linear(dim, query_width * (2 if dims.gated else 1), bias=dims.bias)
         self.wk = nn.Linear(dim, dims.num_kv_heads * head_dim, bias=dims.bias)
         self.wv = nn.Linear(dim, dims.num_kv_heads * head_dim, bias=dims.bias)
-        self.wo = nn.Linear(query_width, dim, bias=dims.bias)
+        self.wo = nn.Linear(query_width, dim, bias=dims.out_bias)
         self.sinks = HeadWeights(dims.num_heads) if dims.has_sinks else None
         self.q_norm, self.k_norm = _head_norm(dims), _head_norm(dims)
 
@@ -262,6 +271,11 @@ class GroupedQueryAttention(Attention):
         # This rank's heads under tensor parallelism.
         heads = local_tensor(self.wk.weight).shape[0] // self.head_dim
         return ((heads, self.head_dim), (heads, self.head_dim))
+
+
+def _kinds(has_bias: bool) -> tuple[str, ...]:
+    """Return the parameters of a linear layer."""
+    return ("weight", "bias") if has_bias else ("weight",)
 
 
 def _head_norm(dims: GroupedQuery) -> nn.Module:

@@ -65,6 +65,10 @@ class HuggingFaceConfig:
         """Return the value unchanged; None if absent."""
         return self._values.get(key)
 
+    def has(self, key: str) -> bool:
+        """Whether the key is there, null included."""
+        return key in self._values
+
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Read an integer of at least `least`."""
         value = self._values.get(key, default)

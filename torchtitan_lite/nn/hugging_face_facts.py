@@ -1,7 +1,7 @@
 """Facts of a transformers config.json, which are read into dimensions and written back: an
 architecture is a list of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, Protocol
@@ -64,29 +64,54 @@ class Fixed:
         return {self._theirs: self._allowed[0]} if self._is_written else {}
 
 
+@dataclass(frozen=True)
+class Given:
+    """A dimension that all models of an architecture have, and its config.json does not tell."""
+
+    ours: str
+    value: Any
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        dims[self.ours] = self.value
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
 class HeadWidth:
     """The width of a head, unset where it is that of dim / num_heads."""
 
+    default: int | None = None
+    """Width if the key is absent. Unset, and if it is null: dim / num_heads."""
+
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         usual = width_per_head(dims)
-        width = config.integer("head_dim", usual)
+        is_null = config.has("head_dim") and config.given("head_dim") is None
+        width = config.integer("head_dim", usual if is_null else self.default or usual)
         dims["head_dim"] = None if width == usual else width
 
     def write(self, dims: Any) -> dict[str, Any]:
         return {"head_dim": dims.head_size}
 
 
+@dataclass(frozen=True)
 class PadToken:
     """The token whose embedding transformers does not train as an input. A negative one counts from
     the end, as in `nn.Embedding`; one without an embedding is no input."""
 
+    default: int | None = None
+
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         given, vocab_size = config.given("pad_token_id"), dims["vocab_size"]
+        if not config.has("pad_token_id"):
+            given = self.default
         is_input = type(given) is int and -vocab_size <= given < vocab_size
         dims["pad_token_id"] = given % vocab_size if is_input else None
 
     def write(self, dims: Any) -> dict[str, Any]:
-        return {} if dims.pad_token_id is None else {"pad_token_id": dims.pad_token_id}
+        is_usual = dims.pad_token_id is None and self.default is None
+        return {} if is_usual else {"pad_token_id": dims.pad_token_id}
 
 
 @dataclass(frozen=True)
@@ -128,6 +153,77 @@ class LayerTypes:
 
     def _kinds(self, num_layers: int) -> list[str]:
         return [self.turns[layer % len(self.turns)] for layer in range(num_layers)]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window of attention in all layers; null: none."""
+
+    default: int
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        is_whole = config.has("sliding_window") and config.given("sliding_window") is None
+        dims["window"] = None if is_whole else config.integer("sliding_window", self.default)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {"sliding_window": dims.window}
+
+
+@dataclass(frozen=True)
+class LayerWindows:
+    """A window of attention in some layers."""
+
+    default: int | None
+    is_windowed: Callable[[HuggingFaceConfig, dict[str, Any], int], bool]
+    """Whether a layer has the window if there are no `layer_types`."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        layers, kinds = range(dims["num_layers"]), config.given("layer_types")
+        has_window = config.flag("use_sliding_window", default=False)
+        if kinds is None:
+            windowed = [n for n in layers if has_window and self.is_windowed(config, dims, n)]
+        elif not isinstance(kinds, list) or len(kinds) != len(layers) or {*kinds} - {*_KINDS}:
+            known = " or ".join(_KINDS)
+            config.problems.append(
+                f"layer_types is {kinds!r:.100}, and {known} for each layer is needed"
+            )
+            windowed = []
+        else:
+            windowed = [n for n in layers if has_window and kinds[n] == _KINDS[0]]
+        dims["windowed_layers"] = tuple(windowed)
+        dims["window"] = config.integer("sliding_window", self.default) if windowed else None
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        windowed = dims.windowed_layers or ()
+        return {
+            "use_sliding_window": bool(windowed),
+            "sliding_window": dims.window,
+            "layer_types": [_KINDS[n not in windowed] for n in range(dims.num_layers)],
+        }
+
+
+_KINDS = ("sliding_attention", "full_attention")
+
+
+class LayersWithoutRope:
+    """Layers without rotary embedding: marked with 0, by default each last of some."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        marks, layers = config.given("no_rope_layers"), range(dims["num_layers"])
+        if marks is None:
+            step = config.integer("no_rope_layer_interval", 4)
+            dims["layers_without_rope"] = tuple(n for n in layers if (n + 1) % step == 0)
+            return
+        if not isinstance(marks, list) or len(marks) != len(layers) or {*marks} - {0, 1}:
+            config.problems.append(
+                f"no_rope_layers is {marks!r:.100}, and 0 or 1 for each layer is needed"
+            )
+            marks = [1] * len(layers)
+        dims["layers_without_rope"] = tuple(n for n in layers if not marks[n])
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        without = dims.layers_without_rope
+        return {"no_rope_layers": [int(n not in without) for n in range(dims.num_layers)]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,12 +278,15 @@ def write_facts(facts: Iterable[Fact], dims: Any) -> dict[str, Any]:
 
 def decoder_facts(
     *,
-    attention_bias: bool = False,
+    attention_bias: bool | None = False,
     norm_eps: float = 1e-6,
     num_kv_heads: int | None = None,
+    tied_embeddings: bool = False,
+    pad_token_id: int | None = None,
 ) -> Sequence[Fact]:
-    """Return the facts that all decoders have. `norm_eps` and `num_kv_heads` (by default as many as
-    query heads) are those of a config without them."""
+    """Return the facts that all decoders have. `attention_bias` is the only supported one, None if
+    the architecture has facts of its own about biases. The others are those of a config without
+    them; by default, there are as many `num_kv_heads` as query heads."""
 
     def default_kv_heads(dims: Mapping[str, Any]) -> int:
         return num_kv_heads or dims["num_heads"]
@@ -200,10 +299,10 @@ def decoder_facts(
         Value("num_kv_heads", "num_key_value_heads", default=default_kv_heads),
         Value("norm_eps", "rms_norm_eps", "number", norm_eps),
         Value("max_seq_len", "max_position_embeddings"),
-        Value("tied_embeddings", "tie_word_embeddings", "flag", default=False),
-        PadToken(),
+        Value("tied_embeddings", "tie_word_embeddings", "flag", default=tied_embeddings),
+        PadToken(pad_token_id),
         Fixed("hidden_act", "silu"),
-        Fixed("attention_bias", attention_bias),
+        *(() if attention_bias is None else (Fixed("attention_bias", attention_bias),)),
         Fixed("mlp_bias", False, is_written=False),
         _AttentionDropout(),
     )

@@ -35,6 +35,7 @@ from torchtitan_lite.models import (
     plain_dims,
     read_hugging_face_config,
 )
+from torchtitan_lite.models.auto import FLAVORS as AUTO
 from torchtitan_lite.models.llama3 import FLAVORS as LLAMA
 from torchtitan_lite.models.qwen3 import FLAVORS, spec_of
 from torchtitan_lite.nn.loss import cross_entropy
@@ -370,3 +371,50 @@ def test_a_checkpoint_is_not_taken_for_a_hugging_face_folder(tmp_path: Path) -> 
     config = _starts_in_hf(tmp_path, f'initial_load_path = "{tmp_path}/step-3"')
     with pytest.raises(ConfigError, match="step-3. is not a Hugging Face folder. Leave"):
         check_against(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "absent", "wanted"),
+    [
+        ("qwen3", "head_dim", {"head_dim": 128}),
+        ("qwen3_moe", "head_dim", {"head_dim": 8}),
+        ("seed_oss", "head_dim", {"head_dim": 128}),
+        ("mistral", "head_dim", {}),
+        ("mistral", "sliding_window", {"window": 4096}),
+        ("smollm3", "no_rope_layers", {"layers_without_rope": []}),
+        ("smollm3", "tie_word_embeddings", {"tied_embeddings": True}),
+        ("seed_oss", "attention_bias", {"bias": True}),
+    ],
+)
+def test_absent_keys_take_the_default_of_the_architecture(
+    family: str, absent: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    save_config(tmp_path, family)
+    values = read_hugging_face_config(tmp_path)
+    values.pop(absent, None)
+    _, dims = hugging_face_dims(values)
+    assert {name: dims[name] for name in wanted} == wanted
+    assert absent != "head_dim" or wanted or "head_dim" not in dims
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types is .*for each layer is needed"),
+        ({"layer_types": ["chunked", "full_attention"]}, "layer_types is .*chunked"),
+        ({"no_rope_layers": [1, 2]}, "no_rope_layers is .*0 or 1 for each layer"),
+        ({"attention_bias": True}, "attention_bias is True"),
+    ],
+)
+def test_layers_that_are_not_understood_are_rejected(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_config(tmp_path, "smollm3")
+    with pytest.raises(ConfigError, match=message):
+        hugging_face_dims(read_hugging_face_config(tmp_path) | change)
+
+
+def test_model_types_of_auto_are_named() -> None:
+    dims = plain_dims(AUTO["tiny"]) | {"model_type": "gpt2"}
+    with pytest.raises(ConfigError, match="model_type = .gpt2. is not one of mistral, qwen2"):
+        model_spec(ModelConfig(name="auto", flavor="mine", dims=dims))

@@ -1,0 +1,153 @@
+"""Decoders of transformers that differ in facts only. `config.json` decides: each `model_type` is a
+row of `_ARCHITECTURES`."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.models import flavor_dims
+from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
+from torchtitan_lite.nn.grouped_query import GroupedQuery
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face_facts import (
+    Architecture,
+    Fact,
+    Given,
+    HeadWidth,
+    LayersWithoutRope,
+    LayerWindows,
+    Rotation,
+    Value,
+    Window,
+    decoder_facts,
+)
+from torchtitan_lite.nn.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoDims(GroupedDecoderDims):
+    """The dimensions of one flavor."""
+
+    model_type: str
+    """The architecture in transformers, a row of `_ARCHITECTURES`."""
+    bias: bool = False
+    """Whether the projections of queries, keys and values have biases."""
+    out_bias: bool = False
+    """Whether the output projections of attention have biases."""
+    window: int | None = None
+    """Positions that a windowed layer attends to. Unset: all."""
+    windowed_layers: tuple[int, ...] | None = None
+    """Layers with a window. Unset: all layers, if there is a window."""
+    layers_without_rope: tuple[int, ...] = ()
+    """Layers without rotary embedding."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model_type not in _MODEL_TYPES:
+            raise ConfigError(
+                f'model_type = "{self.model_type}" is not one of {", ".join(_MODEL_TYPES)}.'
+            )
+
+    def stored_as(self) -> str:
+        return self.model_type
+
+    def attention(self, layer: int) -> GroupedQuery:
+        """Return the attention of a layer."""
+        whole = super().attention(layer)
+        is_windowed = self.windowed_layers is None or layer in self.windowed_layers
+        return replace(
+            whole,
+            bias=self.bias,
+            out_bias=self.out_bias,
+            window=self.window if is_windowed else None,
+            rotation=None if layer in self.layers_without_rope else whole.rotation,
+        )
+
+
+def _is_late(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    return layer >= config.integer("max_window_layers", 28, least=0)
+
+
+def _is_without_rope(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    return layer in dims["layers_without_rope"]
+
+
+def _row(name: str, model_type: str, *facts: Fact) -> Architecture:
+    return Architecture(
+        name=name, model_type=model_type, facts=(Given("model_type", model_type), *facts)
+    )
+
+
+_ROTATION = Rotation(10000.0, scaled=("llama3", "yarn"))
+_WIDTH = Value("hidden_dim", "intermediate_size")
+_ARCHITECTURES = (
+    _row(
+        "MistralForCausalLM",
+        "mistral",
+        *decoder_facts(attention_bias=None, num_kv_heads=8),
+        HeadWidth(),
+        _WIDTH,
+        Window(4096),
+        _ROTATION,
+    ),
+    _row(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        *decoder_facts(attention_bias=None),
+        Given("bias", True),
+        HeadWidth(),
+        _WIDTH,
+        LayerWindows(4096, _is_late),
+        _ROTATION,
+    ),
+    _row(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        *decoder_facts(attention_bias=None, num_kv_heads=8, pad_token_id=1),
+        Value("bias", "attention_bias", "flag", default=True),
+        Value("out_bias", "attention_out_bias", "flag", default=False),
+        HeadWidth(128),
+        _WIDTH,
+        _ROTATION,
+    ),
+    _row(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        *decoder_facts(num_kv_heads=4, tied_embeddings=True, pad_token_id=128004),
+        HeadWidth(),
+        _WIDTH,
+        LayersWithoutRope(),
+        LayerWindows(None, _is_without_rope),
+        Rotation(2000000.0, scaled=("llama3", "yarn")),
+    ),
+)
+_MODEL_TYPES = tuple(architecture.model_type for architecture in _ARCHITECTURES)
+
+FLAVORS = {
+    # 1.3 M parameters with everything that the architectures have.
+    "tiny": AutoDims(
+        model_type="qwen2",
+        dim=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        hidden_dim=384,
+        vocab_size=2048,
+        bias=True,
+        window=32,
+        windowed_layers=(1, 3),
+        document_mask=True,
+    ),
+}
+_FAMILY = GroupedDecoderFamily(
+    name="auto", dims=AutoDims, architectures=_ARCHITECTURES, is_in_torchtitan=False
+)
+ARCHITECTURES = _FAMILY.architecture_names
+spec_of = _FAMILY.spec_of
+dims_of_hugging_face = _FAMILY.dims_of_hugging_face
+
+
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """Return the spec of `config.flavor` with the configured attention."""
+    return spec_of(flavor_dims(FLAVORS, config), config.flavor)
