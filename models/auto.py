@@ -7,11 +7,13 @@ from typing import Any
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
+from torchtitan_lite.nn.decoder import Multipliers
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.hugging_face_facts import (
     Architecture,
+    Biases,
     Fact,
     Given,
     HeadWidth,
@@ -41,6 +43,11 @@ class AutoDims(GroupedDecoderDims):
     """Layers with a window. Unset: all layers, if there is a window."""
     layers_without_rope: tuple[int, ...] = ()
     """Layers without rotary embedding."""
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    """Factor of the scores. Unset: 1 / sqrt(head_dim)."""
+    logits_divisor: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +55,15 @@ class AutoDims(GroupedDecoderDims):
             raise ConfigError(
                 f'model_type = "{self.model_type}" is not one of {", ".join(_MODEL_TYPES)}.'
             )
+
+    @property
+    def multipliers(self) -> Multipliers:
+        """Constant factors."""
+        return Multipliers(
+            embedding=self.embedding_multiplier,
+            residual=self.residual_multiplier,
+            logits=1 / self.logits_divisor,
+        )
 
     def stored_as(self) -> str:
         return self.model_type
@@ -61,6 +77,7 @@ class AutoDims(GroupedDecoderDims):
             bias=self.bias,
             out_bias=self.out_bias,
             window=self.window if is_windowed else None,
+            scale=self.attention_multiplier,
             rotation=None if layer in self.layers_without_rope else whole.rotation,
         )
 
@@ -80,8 +97,22 @@ def _row(name: str, model_type: str, *facts: Fact) -> Architecture:
 
 
 _ROTATION = Rotation(10000.0, scaled=("llama3", "yarn"))
+_BIASES = Biases()
 _WIDTH = Value("hidden_dim", "intermediate_size")
 _ARCHITECTURES = (
+    _row(
+        "GraniteForCausalLM",
+        "granite",
+        *decoder_facts(attention_bias=None),
+        _BIASES,
+        HeadWidth(),
+        _WIDTH,
+        _ROTATION,
+        Value("embedding_multiplier", "embedding_multiplier", "number", 1.0),
+        Value("residual_multiplier", "residual_multiplier", "number", 1.0),
+        Value("attention_multiplier", "attention_multiplier", "number", 1.0),
+        Value("logits_divisor", "logits_scaling", "number", 1.0),
+    ),
     _row(
         "MistralForCausalLM",
         "mistral",
@@ -114,7 +145,10 @@ _ARCHITECTURES = (
     _row(
         "SmolLM3ForCausalLM",
         "smollm3",
-        *decoder_facts(num_kv_heads=4, tied_embeddings=True, pad_token_id=128004),
+        *decoder_facts(
+            attention_bias=None, num_kv_heads=4, tied_embeddings=True, pad_token_id=128004
+        ),
+        _BIASES,
         HeadWidth(),
         _WIDTH,
         LayersWithoutRope(),

@@ -185,6 +185,14 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     ),
     "llama": lambda: _llama(rope_parameters=_DEFAULT_ROPE, rms_norm_eps=3e-5),
     "llama_tied_stretched": lambda: _llama(rope_parameters=_SCALED_ROPE, tie_word_embeddings=True),
+    "granite": lambda: _dense(
+        "granite",
+        attention_bias=True,
+        embedding_multiplier=2.5,
+        residual_multiplier=0.6,
+        attention_multiplier=0.4,
+        logits_scaling=0.7,
+    ),
     "mistral": lambda: _dense("mistral", sliding_window=9),
     "mistral_whole": lambda: _dense(
         "mistral", sliding_window=None, head_dim=8, rope_parameters=_SCALED_ROPE
@@ -199,7 +207,10 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         rope_parameters={k: v for k, v in _YARN_ROPE.items() if not k.startswith("mscale")},
     ),
     "seed_oss": lambda: _dense("seed_oss", attention_out_bias=True),
-    "smollm3": lambda: _dense("smollm3", no_rope_layers=[0, 1], tie_word_embeddings=False),
+    # Without rotary embedding, the gradient of a key's bias is 0 up to rounding.
+    "smollm3": lambda: _dense(
+        "smollm3", no_rope_layers=[1, 1], attention_bias=True, tie_word_embeddings=False
+    ),
     "smollm3_windows": lambda: _dense(
         "smollm3",
         num_hidden_layers=4,

@@ -143,10 +143,14 @@ ODD_AUTO = auto.AutoDims(
     bias=True,
     window=5,
     windowed_layers=(1, 2),
+    embedding_multiplier=1.5,
+    residual_multiplier=0.7,
+    attention_multiplier=0.4,
+    logits_divisor=1.3,
     document_mask=True,
 )
-"""Biases of queries, keys and values alone, and windows in some layers. All layers have rotary
-embeddings: without them, the gradient of a key's bias is 0 up to rounding."""
+"""Multipliers, biases of queries, keys and values alone, and windows in some layers. All layers
+have rotary embeddings: without them, the gradient of a key's bias is 0 up to rounding."""
 
 ODD_LLAMA4 = llama4.Llama4Dims(
     dim=36,

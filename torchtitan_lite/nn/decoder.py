@@ -35,6 +35,17 @@ class DecoderLayer:
     feed_forward: FeedForwardDims
 
 
+@dataclass(frozen=True, kw_only=True)
+class Multipliers:
+    """Constant factors of a decoder (arXiv:2203.03466, as in Granite)."""
+
+    embedding: float = 1.0
+    """Of the embedded tokens."""
+    residual: float = 1.0
+    """Of what a block adds to the hidden states."""
+    logits: float = 1.0
+
+
 class DecoderBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
@@ -46,9 +57,12 @@ class DecoderBlock(nn.Module):
         layer: DecoderLayer,
         attention_backend: Backend,
         dropout: float,
+        residual: float = 1.0,
         zero_centered_norms: bool = False,
     ) -> None:
+        """`residual` is `Multipliers.residual`."""
         super().__init__()
+        self._residual = residual
         self.attention = layer.attention.build(dim, attention_backend)
         self.feed_forward = layer.feed_forward.build(dim)
         self.attention_norm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
@@ -59,10 +73,13 @@ class DecoderBlock(nn.Module):
     def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]."""
         keys, positions = context.rng_keys_B, context.positions_BS
-        update = self.attention(self.attention_norm(x_BSD), context)
+        update = self._scaled(self.attention(self.attention_norm(x_BSD), context))
         x_BSD = x_BSD + self.attention_dropout(update, keys, positions)
-        update = self.feed_forward(self.ffn_norm(x_BSD))
+        update = self._scaled(self.feed_forward(self.ffn_norm(x_BSD)))
         return x_BSD + self.ffn_dropout(update, keys, positions)
+
+    def _scaled(self, update_BSD: torch.Tensor) -> torch.Tensor:
+        return update_BSD if self._residual == 1.0 else update_BSD * self._residual
 
 
 class PredictionBlock(DecoderBlock):
@@ -78,6 +95,7 @@ class PredictionBlock(DecoderBlock):
         layer: DecoderLayer,
         attention_backend: Backend,
         dropout: float,
+        residual: float = 1.0,
         zero_centered_norms: bool = False,
     ) -> None:
         super().__init__(
@@ -86,6 +104,7 @@ class PredictionBlock(DecoderBlock):
             layer=layer,
             attention_backend=attention_backend,
             dropout=dropout,
+            residual=residual,
             zero_centered_norms=zero_centered_norms,
         )
         self.enorm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
@@ -153,6 +172,7 @@ class Decoder(nn.Module):
         prediction_layers: Sequence[DecoderLayer] = (),
         prediction_loss_weight: float = 0.0,
         zero_centered_norms: bool = False,
+        multipliers: Multipliers | None = None,
     ) -> None:
         """The embedding of `pad_token_id` gets no gradient as an input. `prediction_layers` predict
         further tokens in training, one each. Their losses add `prediction_loss_weight` times their
@@ -160,6 +180,7 @@ class Decoder(nn.Module):
         states multiply by 1 + weight."""
         super().__init__()
         self.dropout = dropout
+        self._multipliers = multipliers or Multipliers()
         self._prediction_weight = prediction_loss_weight / max(1, len(prediction_layers))
         all_layers = [*layers, *prediction_layers]
         kinds = [layer.attention for layer in all_layers]
@@ -185,6 +206,7 @@ class Decoder(nn.Module):
                     layer=layer,
                     attention_backend=attention_backend,
                     dropout=dropout,
+                    residual=self._multipliers.residual,
                     zero_centered_norms=zero_centered_norms,
                 )
                 for number, layer in enumerate(all_layers)
@@ -213,7 +235,7 @@ class Decoder(nn.Module):
         contexts = self.contexts(positions_BS, rng_keys_B, documents_BS)
         # The last stage has an embedding too, for future tokens.
         is_first = not tokens_BS.is_floating_point()
-        x_BSD = self.tok_embeddings(tokens_BS) if is_first else tokens_BS
+        x_BSD = self._embedded(tokens_BS) if is_first else tokens_BS
         for layer, block in self.layers.items():
             if not isinstance(block, PredictionBlock):
                 x_BSD = block(x_BSD, contexts[layer])
@@ -221,6 +243,8 @@ class Decoder(nn.Module):
             x_BSD = self.norm(x_BSD)
         if self.output is None:
             return x_BSD
+        # Scales the logits, without a copy of them.
+        x_BSD = x_BSD if self._multipliers.logits == 1.0 else x_BSD * self._multipliers.logits
         result = self.output(x_BSD, targets_BS, loss)
         if not self.training or loss is None or future_tokens_BJS is None:
             return result
@@ -228,6 +252,11 @@ class Decoder(nn.Module):
         further = self._further_losses(x_BSD, contexts, loss, future_tokens_BJS, future_targets_BJS)
         # The gradient of the sum, and the value of the first.
         return result + (further - further.detach())
+
+    def _embedded(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        x_BSD = self.tok_embeddings(tokens_BS)
+        factor = self._multipliers.embedding
+        return x_BSD if factor == 1.0 else x_BSD * factor
 
     def _further_losses(
         self,

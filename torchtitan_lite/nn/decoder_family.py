@@ -51,7 +51,7 @@ def build_decoder(
     return Decoder(
         dim=dims.dim,
         vocab_size=dims.vocab_size,
-        # A family of a user's may have none.
+        # A family of a user's may not have all.
         pad_token_id=getattr(dims, "pad_token_id", None),
         norm_eps=dims.norm_eps,
         layers=dims.layers,
@@ -61,6 +61,7 @@ def build_decoder(
         prediction_layers=prediction_layers,
         prediction_loss_weight=prediction_loss_weight,
         zero_centered_norms=zero_centered_norms,
+        multipliers=getattr(dims, "multipliers", None),
     )
 
 

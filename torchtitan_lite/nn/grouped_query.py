@@ -81,6 +81,8 @@ class GroupedQuery(AttentionDims):
     """Set: each head of queries and keys is divided by its root mean square after its rotation."""
     temperature: Temperature | None = None
     """Set: queries grow with their position."""
+    scale: float | None = None
+    """Factor of the scores. Unset: 1 / sqrt(head_dim)."""
     has_sinks: bool = False
     """Whether each head has a sink (`nn.attention_sinks`)."""
 
@@ -224,6 +226,8 @@ class GroupedQueryAttention(Attention):
         self._adjacent, self._temperature = dims.rotates_adjacent, dims.temperature
         self._rotated_norm_eps = dims.rotated_norm_eps
         self._gated = dims.gated
+        # Kernels divide by the root.
+        self._query_factor = 1.0 if dims.scale is None else dims.scale * dims.head_dim**0.5
         super().__init__(backend, dims.head_dim)
         head_dim, query_width = dims.head_dim, dims.num_heads * dims.head_dim
         self.wq = nn.Linear(dim, query_width * (2 if dims.gated else 1), bias=dims.bias)
@@ -249,6 +253,8 @@ class GroupedQueryAttention(Attention):
         if self._temperature is not None:
             factors_BS = self._temperature.of(context.positions_BS)
             q_BSHE = (q_BSHE * factors_BS[..., None, None]).to(q_BSHE.dtype)
+        if self._query_factor != 1.0:
+            q_BSHE = q_BSHE * self._query_factor
         queries = q_BSHE.transpose(1, 2), gate_BSF
         return queries, (k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2))
 

@@ -78,6 +78,16 @@ class Given:
         return {}
 
 
+class Biases:
+    """Biases of all projections of attention, or of none."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        dims["bias"] = dims["out_bias"] = config.flag("attention_bias", default=False)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {"attention_bias": dims.bias}
+
+
 @dataclass(frozen=True)
 class HeadWidth:
     """The width of a head, unset where it is that of dim / num_heads."""

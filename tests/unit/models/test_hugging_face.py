@@ -381,7 +381,7 @@ def test_a_checkpoint_is_not_taken_for_a_hugging_face_folder(tmp_path: Path) -> 
         ("seed_oss", "head_dim", {"head_dim": 128}),
         ("mistral", "head_dim", {}),
         ("mistral", "sliding_window", {"window": 4096}),
-        ("smollm3", "no_rope_layers", {"layers_without_rope": []}),
+        ("smollm3_windows", "no_rope_layers", {"layers_without_rope": [1, 3]}),
         ("smollm3", "tie_word_embeddings", {"tied_embeddings": True}),
         ("seed_oss", "attention_bias", {"bias": True}),
     ],
@@ -403,7 +403,7 @@ def test_absent_keys_take_the_default_of_the_architecture(
         ({"layer_types": ["full_attention"]}, "layer_types is .*for each layer is needed"),
         ({"layer_types": ["chunked", "full_attention"]}, "layer_types is .*chunked"),
         ({"no_rope_layers": [1, 2]}, "no_rope_layers is .*0 or 1 for each layer"),
-        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
     ],
 )
 def test_layers_that_are_not_understood_are_rejected(
@@ -416,5 +416,7 @@ def test_layers_that_are_not_understood_are_rejected(
 
 def test_model_types_of_auto_are_named() -> None:
     dims = plain_dims(AUTO["tiny"]) | {"model_type": "gpt2"}
-    with pytest.raises(ConfigError, match="model_type = .gpt2. is not one of mistral, qwen2"):
+    with pytest.raises(
+        ConfigError, match="model_type = .gpt2. is not one of granite, mistral, qwen2"
+    ):
         model_spec(ModelConfig(name="auto", flavor="mine", dims=dims))
