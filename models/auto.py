@@ -8,6 +8,7 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.decoder import Multipliers
+from torchtitan_lite.nn.feed_forward import Activation, Dense
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
@@ -15,6 +16,7 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Architecture,
     Biases,
     Fact,
+    Fixed,
     Given,
     HeadWidth,
     LayersWithoutRope,
@@ -43,6 +45,10 @@ class AutoDims(GroupedDecoderDims):
     """Layers with a window. Unset: all layers, if there is a window."""
     layers_without_rope: tuple[int, ...] = ()
     """Layers without rotary embedding."""
+    activation: Activation = "silu"
+    """Of the gate of the feed-forward block."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
@@ -64,6 +70,10 @@ class AutoDims(GroupedDecoderDims):
             residual=self.residual_multiplier,
             logits=1 / self.logits_divisor,
         )
+
+    def dense(self, hidden_dim: int) -> Dense:
+        """Return the feed-forward of dense layers."""
+        return Dense(hidden_dim=hidden_dim, activation=self.activation)
 
     def stored_as(self) -> str:
         return self.model_type
@@ -100,6 +110,24 @@ _ROTATION = Rotation(10000.0, scaled=("llama3", "yarn"))
 _BIASES = Biases()
 _WIDTH = Value("hidden_dim", "intermediate_size")
 _ARCHITECTURES = (
+    _row(
+        "GemmaForCausalLM",
+        "gemma",
+        *decoder_facts(
+            activation="gelu_pytorch_tanh",
+            attention_bias=None,
+            tied_embeddings=True,
+            pad_token_id=0,
+        ),
+        _BIASES,
+        HeadWidth(256),
+        _WIDTH,
+        _ROTATION,
+        Given("activation", "gelu_tanh"),
+        Given("zero_centered_norms", True),
+        Given("embedding_multiplier", lambda dims: dims["dim"] ** 0.5),
+        Fixed("use_bidirectional_attention", None, False, is_written=False),
+    ),
     _row(
         "GraniteForCausalLM",
         "granite",

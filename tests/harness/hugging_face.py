@@ -185,6 +185,7 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     ),
     "llama": lambda: _llama(rope_parameters=_DEFAULT_ROPE, rms_norm_eps=3e-5),
     "llama_tied_stretched": lambda: _llama(rope_parameters=_SCALED_ROPE, tie_word_embeddings=True),
+    "gemma": lambda: _dense("gemma"),
     "granite": lambda: _dense(
         "granite",
         attention_bias=True,
@@ -259,7 +260,9 @@ def make_model(family: str) -> "PreTrainedModel":
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 # Qwen3-Next's multiply by 1 + weight, but those of heads.
-                is_centered = family.startswith("qwen3_next") and "linear_attn" not in name
+                is_centered = family == "gemma" or (
+                    family.startswith("qwen3_next") and "linear_attn" not in name
+                )
                 parameter.uniform_(-0.5, 0.5) if is_centered else parameter.uniform_(0.5, 1.5)
             elif "bias" in name or "sinks" in name:
                 parameter.uniform_(-0.5, 0.5)

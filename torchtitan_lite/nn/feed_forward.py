@@ -1,13 +1,17 @@
-"""The SwiGLU feed-forward block (arXiv:2002.05202), and what a spec says of any kind of block."""
+"""The gated feed-forward block (arXiv:2002.05202), and what a spec says of any kind of block."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from torchtitan_lite.nn.spec import InitRule, ShardRule
+
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class FeedForwardDims(Protocol):
@@ -52,6 +56,7 @@ class Dense:
     """Dimensions of a `FeedForward`."""
 
     hidden_dim: int
+    activation: Activation = "silu"
 
     @property
     def shard_rules(self) -> tuple[ShardRule, ...]:
@@ -79,18 +84,19 @@ class Dense:
         return self.num_params(dim)
 
     def build(self, dim: int) -> "FeedForward":
-        return FeedForward(dim, self.hidden_dim)
+        return FeedForward(dim, self.hidden_dim, self.activation)
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x)."""
+    """w2(activation(w1 x) * w3 x)."""
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    def __init__(self, dim: int, hidden_dim: int, activation: Activation = "silu") -> None:
         super().__init__()
+        self._activation = _ACTIVATIONS[activation]
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+        return self.w2(self._activation(self.w1(x_BSD)) * self.w3(x_BSD))

@@ -70,11 +70,15 @@ class GroupedDecoderDims:
         feed_forward = self.moe
         if feed_forward is None:
             assert self.hidden_dim is not None
-            feed_forward = Dense(hidden_dim=self.hidden_dim)
+            feed_forward = self.dense(self.hidden_dim)
         return [
             DecoderLayer(attention=self.attention(layer), feed_forward=feed_forward)
             for layer in range(self.num_layers)
         ]
+
+    def dense(self, hidden_dim: int) -> Dense:
+        """Return the feed-forward of dense layers."""
+        return Dense(hidden_dim=hidden_dim)
 
     def stored_as(self) -> str | None:
         """Return the `model_type` under which transformers has the model; None: any of the
@@ -121,6 +125,7 @@ class GroupedDecoderFamily(Generic[_Dims]):
             dims,
             name=self.name,
             flavor=flavor,
+            zero_centered_norms=getattr(dims, "zero_centered_norms", False),
             torchtitan_keys=(
                 decoder_torchtitan_keys(dims.layers, keys) if self.is_in_torchtitan else ()
             ),

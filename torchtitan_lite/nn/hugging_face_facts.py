@@ -70,9 +70,10 @@ class Given:
 
     ours: str
     value: Any
+    """Or a function of the dimensions before."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        dims[self.ours] = self.value
+        dims[self.ours] = self.value(dims) if callable(self.value) else self.value
 
     def write(self, dims: Any) -> dict[str, Any]:
         return {}
@@ -288,15 +289,17 @@ def write_facts(facts: Iterable[Fact], dims: Any) -> dict[str, Any]:
 
 def decoder_facts(
     *,
+    activation: str = "silu",
     attention_bias: bool | None = False,
     norm_eps: float = 1e-6,
     num_kv_heads: int | None = None,
     tied_embeddings: bool = False,
     pad_token_id: int | None = None,
 ) -> Sequence[Fact]:
-    """Return the facts that all decoders have. `attention_bias` is the only supported one, None if
-    the architecture has facts of its own about biases. The others are those of a config without
-    them; by default, there are as many `num_kv_heads` as query heads."""
+    """Return the facts that all decoders have. `activation` (transformers' name) and
+    `attention_bias` are the only supported ones, the latter None if the architecture has facts of
+    its own about biases. The others are those of a config without them; by default, there are as
+    many `num_kv_heads` as query heads."""
 
     def default_kv_heads(dims: Mapping[str, Any]) -> int:
         return num_kv_heads or dims["num_heads"]
@@ -311,7 +314,7 @@ def decoder_facts(
         Value("max_seq_len", "max_position_embeddings"),
         Value("tied_embeddings", "tie_word_embeddings", "flag", default=tied_embeddings),
         PadToken(pad_token_id),
-        Fixed("hidden_act", "silu"),
+        Fixed("hidden_act", activation),
         *(() if attention_bias is None else (Fixed("attention_bias", attention_bias),)),
         Fixed("mlp_bias", False, is_written=False),
         _AttentionDropout(),

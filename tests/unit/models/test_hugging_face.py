@@ -417,6 +417,6 @@ def test_layers_that_are_not_understood_are_rejected(
 def test_model_types_of_auto_are_named() -> None:
     dims = plain_dims(AUTO["tiny"]) | {"model_type": "gpt2"}
     with pytest.raises(
-        ConfigError, match="model_type = .gpt2. is not one of granite, mistral, qwen2"
+        ConfigError, match="model_type = .gpt2. is not one of gemma, granite, mistral, qwen2"
     ):
         model_spec(ModelConfig(name="auto", flavor="mine", dims=dims))
