@@ -148,7 +148,7 @@ def test_the_config_overrides_the_attention_of_a_flavor() -> None:
 
 
 def test_an_unknown_family_or_flavor_lists_known_names_and_the_nearest() -> None:
-    known = "auto deepseek_v3 gpt_oss llama3 llama4 mixtral qwen3 qwen3_next".split()
+    known = ["auto", "deepseek_v3", "gpt_oss", "llama3", "llama4", "mixtral", "qwen3", "qwen3_next"]
     assert families() == known
     with pytest.raises(ConfigError) as error:
         model_spec(ModelConfig(name="lama3"))
