@@ -119,6 +119,13 @@ def test_an_average_of_equal_values_is_not_scaled() -> None:
     assert _plan([AVG], [P]).factor == 0.5
 
 
+def test_no_replica_owns_nothing_of_a_sum() -> None:
+    found = _plan([P], [R], HolderMesh.ranks(3), (2,))
+    parts = [part for rank in range(3) for part in found.transfers(rank)]
+    pieces = [piece for part in parts for some in part for piece in some]
+    assert pieces and all(piece.start < piece.stop for piece in pieces)
+
+
 def test_results_are_scaled_in_a_reduction_of_all_elements() -> None:
     assert _plan([AVG], [R]).is_scaled_in_reduction
     assert _plan([AVG], [S0]).is_scaled_in_reduction
