@@ -396,3 +396,16 @@ def test_groups_of_experts_fit_the_experts(groups: dict[str, int], message: str)
     dims = MoEDims(num_experts=8, top_k=2, hidden_dim=4)
     with pytest.raises(ConfigError, match=message):
         replace(dims, **groups)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        # The chosen groups have exactly as many experts as are chosen.
+        {"num_experts": 8, "num_groups": 4, "top_groups": 2, "top_k": 4},
+        # A single group may have a single expert.
+        {"num_experts": 1, "num_groups": 1, "top_k": 1, "group_score": "top2"},
+    ],
+)
+def test_the_least_groups_are_valid(dims: dict) -> None:
+    assert replace(DIMS, **dims).num_experts == dims["num_experts"]
