@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.harness.tolerances import GROUPED_BFLOAT16, MOE_FLOAT64
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.distributed.torch_compat import flops_of
 from torchtitan_lite.nn.grouped_linear import (
     _is_aligned,
     grouped_linear,
@@ -66,8 +67,9 @@ def test_no_token_is_dropped_if_all_choose_the_same_expert() -> None:
     assert moe.router.load_X.tolist() == [0, 0, 0, 14, 0]
 
 
-def test_capacity_drops_the_latest_tokens_of_a_full_expert() -> None:
-    moe = _moe(top_k=1, capacity_factor=1.0)
+@pytest.mark.parametrize("weights_inputs", [False, True])
+def test_capacity_drops_the_latest_tokens_of_a_full_expert(weights_inputs: bool) -> None:
+    moe = _moe(top_k=1, capacity_factor=1.0, weights_inputs=weights_inputs)
     moe.router.expert_bias_X[3] = 10.0
     out_TD = moe(_tokens(2, 7)).flatten(0, 1)
     capacity = math.ceil(7 / 5)
@@ -75,6 +77,15 @@ def test_capacity_drops_the_latest_tokens_of_a_full_expert() -> None:
         assert (out_SD[:capacity] != 0).all()
         assert (out_SD[capacity:] == 0).all()
     assert torch.equal(out_TD, moe(_tokens(2, 7)).flatten(0, 1))
+
+
+def test_products_of_experts_count_their_flops() -> None:
+    products = torch.ops.torchtitan_lite
+    x_NI, weight_XOI, counts_X = torch.zeros(6, 3), torch.zeros(2, 5, 3), torch.tensor([2, 4])
+    flops = flops_of(products.grouped_linear.default, (x_NI, weight_XOI, counts_X), {}, None)
+    assert flops == 2 * 6 * 5 * 3
+    outer = (torch.zeros(6, 5), x_NI, counts_X)
+    assert flops_of(products.grouped_outer.default, outer, {}, None) == 2 * 6 * 5 * 3
 
 
 def test_routing_of_a_token_does_not_depend_on_its_batch() -> None:
