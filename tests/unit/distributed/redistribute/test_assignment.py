@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -95,7 +94,7 @@ def test_no_move_of_a_tensor_and_no_swap_of_two_saves_bytes(seed: int) -> None:
         return sum(of_tensor[owner] for of_tensor, owner in zip(held, owners, strict=True))
 
     def largest(owners: Sequence[Any]) -> float:
-        sums = Counter(dict.fromkeys(owners, 0.0))
+        sums: dict[Any, float] = dict.fromkeys(owners, 0.0)
         for load, owner in zip(loads, owners, strict=True):
             sums[owner] += load
         return max(sums.values())

@@ -31,13 +31,10 @@ FOUR, SQUARE = HolderMesh.ranks(4), HolderMesh.ranks(2, 2)
         (lambda: HolderMesh((2, 2), (0, 1, 2)), ["(2, 2)", "needs 4 holders", "3 were given"]),
         (lambda: HolderMesh((2, 0), ()), ["(2, 0)", "0 were given"]),
         (lambda: HolderMesh((3,), (0, 7, 7)), ["Holder 7 is twice", "List each once"]),
-        (lambda: HolderMesh((2,), (7, 7), ("a", "b")), ["needs 1 different", "('a', 'b')"]),
         (lambda: HolderMesh((2,), (0, 1), ("a", "b")), ["needs 1 different", "('a', 'b')"]),
         (lambda: HolderMesh((1, 2), (0, 1), ("a", "a")), ["needs 2 different", "('a', 'a')"]),
         (lambda: Layout(SQUARE, [S0]), ["1 placements", "the 2 axes", "Give one an axis"]),
         (lambda: Layout(FOUR, [Shard(-1)]).check((4,)), ["dim -1 from the end", "with_num_dims"]),
-        (lambda: Layout(FOUR, [strided_shard(0, 0)]), ["split factor of at least 1"]),
-        (lambda: Layout(FOUR, [Shard(-3)]).with_num_dims(2), ["S(-3)", "2 dims", "-2 to 1"]),
         (lambda: Layout(FOUR, [Partial("bitor")]), ["'bitor'", "sum, avg, product, min, max"]),
         (
             lambda: Layout(SQUARE, [P, Partial("max")]),
@@ -57,6 +54,9 @@ FOUR, SQUARE = HolderMesh.ranks(4), HolderMesh.ranks(2, 2)
             lambda: Layout(FOUR, [strided_shard(0, 2)]).box((16,), (0,)),
             ["(16,)", "(0,)", "2 boxes"],
         ),
+        (lambda: HolderMesh((2,), (7, 7), ("a", "b")), ["needs 1 different", "('a', 'b')"]),
+        (lambda: Layout(FOUR, [strided_shard(0, 0)]), ["split factor of at least 1"]),
+        (lambda: Layout(FOUR, [Shard(-3)]).with_num_dims(2), ["S(-3)", "2 dims", "-2 to 1"]),
     ],
 )
 def test_errors_name_the_given_and_the_required_value(

@@ -26,10 +26,11 @@ WITH_PARTIAL = Layout(HolderMesh((2, 2, 3), (0, 1, 8, 2, 9, 12, 3, 7, 10, 4, 5, 
         (CROSSED, UNEVEN, 3, 4 * 6),
         (Layout(HolderMesh.ranks(2), [S0]), Layout(HolderMesh.ranks(2, first=4), [R]), 2, 8 * 6),
         (CROSSED, WITH_PARTIAL, 3, 4 * 6),
+        # Of contribution 0 instead.
+        (CROSSED, WITH_PARTIAL.with_holders((0, 1, 8, 2, 9, 12, 4, 5, 6, 3, 7, 10)), 3, 4 * 6),
         # Half of the owners of the sums are on the node.
         (Layout(EIGHT, [P]), Layout(EIGHT, [R]), 4, 4 * 6),
     ],
-    ids=str,
 )
 def test_relays_are_used_if_they_save_more_time_than_they_take(
     src: Layout, dst: Layout, receivers: int, lacking: int
@@ -63,7 +64,6 @@ def test_relays_are_used_if_they_save_more_time_than_they_take(
         (Layout(HolderMesh.ranks(4), [S0]), Layout(HolderMesh.ranks(1, first=4), [R])),
         (Layout(HolderMesh.ranks(4), [S0]), Layout(HolderMesh((2,), (4, 8)), [R])),
     ],
-    ids=str,
 )
 def test_no_relays_where_a_node_would_get_no_less(src: Layout, dst: Layout) -> None:
     free = Link(latency_s=0.0, bytes_per_s=1e30)

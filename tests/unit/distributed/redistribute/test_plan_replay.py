@@ -94,10 +94,15 @@ def test_a_strided_shard_over_one_holder_is_a_plain_shard(shape: tuple[int, ...]
     assert made.moved_bytes >= plan(src, dst, shape, torch.float32).moved_bytes
 
 
+def test_partial_sums_join_an_existing_reduction() -> None:
+    src = Layout(HolderMesh((4, 2), tuple(range(8))), [Partial(), Replicate()])
+    dst = Layout(HolderMesh((2, 2), (0, 1, 6, 7)), [Partial(), Replicate()])
+    check_exact(src, dst, (8,), 0)
+
+
 @pytest.mark.parametrize(
     ("src", "dst"),
     [
-        (HolderMesh.ranks(4, 2), HolderMesh((2, 2), (0, 1, 6, 7))),
         # No common holder, and contributions that cannot be divided evenly.
         (HolderMesh((2, 1), (2, 4)), HolderMesh((3, 1), (11, 0, 9))),
         (HolderMesh((4, 1), (11, 5, 3, 7)), HolderMesh((3, 1), (10, 9, 2))),
@@ -108,8 +113,7 @@ def test_a_strided_shard_over_one_holder_is_a_plain_shard(shape: tuple[int, ...]
         ),
         (HolderMesh((2, 2), (4, 1, 0, 6)), HolderMesh((2, 2), (8, 11, 5, 9))),
     ],
-    ids=str,
 )
-def test_partial_sums_join_an_existing_reduction(src: HolderMesh, dst: HolderMesh) -> None:
+def test_partial_sums_become_others(src: HolderMesh, dst: HolderMesh) -> None:
     kinds = [Partial(), Replicate()]
     check_exact(Layout(src, kinds), Layout(dst, kinds), (6,), 0)

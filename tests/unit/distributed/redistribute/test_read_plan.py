@@ -52,7 +52,7 @@ def test_readers_are_spread_over_ranks_and_tensors(num_files: int, num_ranks: in
 
 def test_only_ranks_that_reach_a_file_read_it() -> None:
     layout = Layout(_files(3), [S0])
-    reach = {"file 0": [4], "file 1": [6, 5, 4], "file 2": [5, 4, 7]}
+    reach: dict[Holder, list[int]] = {"file 0": [4], "file 1": [6, 5, 4], "file 2": [5, 4, 7]}
     readers = [tuple(assign_readers(layout, range(4, 8), n, reach).values()) for n in range(3)]
     # In turn where the rank in question does not.
     assert readers == [(4, 5, 7), (4, 5, 5), (4, 5, 4)]

@@ -73,12 +73,12 @@ def test_a_state_in_pieces_is_read_as_one() -> None:
     [
         [ByteRows(0, len(DATA))],
         [ByteRows(7, 3, 20, 100)],
-        # Its last row ends with the state.
-        [ByteRows(0, 10, 2, len(DATA) - 10)],
         [ByteRows(0, 1), ByteRows(500, 10), ByteRows(5, 2, 3, 50), ByteRows(100, 1)],
         # Rows may overlap, and ranges need no order.
         [ByteRows(300, 20, 4, 10), ByteRows(0, 5)],
         [ByteRows(n, 1) for n in range(MAX_RANGES)],
+        # Its last row ends with the state.
+        [ByteRows(0, 10, 2, len(DATA) - 10)],
     ],
 )
 def test_ranges_of_one_request(rows: list[ByteRows], connection: StateConnection) -> None:
