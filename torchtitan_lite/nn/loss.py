@@ -61,10 +61,10 @@ def cross_entropy(
 
 
 def _chunk_size(num_tokens: int, max_tokens: int) -> int:
-    """Return the tokens per chunk, at most `max_tokens`. Equal chunks are compiled once, so up to
-    twice as many as needed are taken if they divide the tokens."""
+    """Return the tokens per chunk, at most `max_tokens`. Equal chunks are compiled once, so more
+    than needed, but fewer than twice as many, are taken if they divide the tokens."""
     fewest = max(1, math.ceil(num_tokens / max_tokens))
-    dividing = (count for count in range(fewest, 2 * fewest + 1) if num_tokens % count == 0)
+    dividing = (count for count in range(fewest, 2 * fewest) if num_tokens % count == 0)
     return max(1, math.ceil(num_tokens / next(dividing, fewest)))
 
 

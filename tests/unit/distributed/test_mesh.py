@@ -1,5 +1,6 @@
 """ParallelDims, and the mesh of a single process."""
 
+import os
 from datetime import timedelta
 from threading import Event
 from typing import Any, NoReturn
@@ -139,6 +140,37 @@ def test_a_tensor_on_one_axis_becomes_one_on_all_ranks_of_its_stage(degrees: Par
         return on_stage.device_mesh.size(), len(on_stage), mesh.to_dtensor(on_stage) is on_stage
 
     assert run_on_threads(4, sizes) == [(4 // degrees.pp, 4, True)] * 4
+
+
+def test_a_tensor_on_the_axis_of_the_stages_is_rejected() -> None:
+    def convert() -> str:
+        mesh = Mesh(detect_device("cpu"), ParallelDims(pp=2))
+        whole = DTensor.from_local(torch.ones(2), mesh.device_mesh, [Shard(0)] * 5)
+        with pytest.raises(MeshError) as error:
+            mesh.to_dtensor(whole)
+        return str(error.value)
+
+    for message in run_on_threads(2, convert):
+        assert f"['pp'] are not axes of a pipeline stage: {AXES[1:]}" in message
+
+
+def test_ranks_with_other_degrees_share_their_meshes() -> None:
+    def check() -> None:
+        mesh = Mesh(detect_device("cpu"), ParallelDims(dp_shard=2))
+        other = mesh.with_degrees(ParallelDims(tp=2))
+        assert other.degrees == ParallelDims(tp=2) and other.groups is mesh.groups
+        assert mesh.with_degrees(ParallelDims(tp=2)) is other
+        assert mesh.with_degrees(mesh.degrees) is mesh
+
+    run_on_threads(2, check)
+
+
+def test_a_notebook_keeps_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for comm, is_set in ((None, False), (CommConfig(), True)):
+        monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "")
+        monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+        with start_mesh(None, comm, detect_device("cpu")):
+            assert ("TORCH_FR_BUFFER_SIZE" in os.environ) is is_set
 
 
 def test_ranks_that_share_a_gpu_are_named_on_all_ranks() -> None:

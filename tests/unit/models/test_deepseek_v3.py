@@ -1,6 +1,7 @@
 """DeepSeek-V3 and V2: compared with Hugging Face's, sizes, cost, routing and rules."""
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -433,3 +434,12 @@ def _summed(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(
         logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 14])
+def test_each_rule_of_the_shard_plan_has_a_weight(q_lora_rank: int | None) -> None:
+    dims = replace(DEEPSEEK, q_lora_rank=q_lora_rank)
+    with torch.device("meta"):
+        names = [name for name, _ in deepseek_v3.build(dims).named_parameters()]
+    for rule in deepseek_v3.spec_of(dims, "tiny").shard_plan:
+        assert any(fnmatchcase(name, rule.pattern) for name in names), rule.pattern

@@ -93,6 +93,9 @@ def test_the_spec_of_a_flavor_fits_its_module(flavor: str) -> None:
         assert any(fnmatchcase(name, rule.pattern) for name in names), rule.pattern
     modules = dict(model.named_modules())
     assert all(unit in modules for unit in (*spec.stage_units, *spec.extra_fsdp_units))
+    # Tied weights are one parameter: only the model itself gathers it.
+    is_tied = len(parameters) < len(names)
+    assert spec.extra_fsdp_units == (() if is_tied else ("tok_embeddings", "output"))
 
 
 def test_the_shard_plan_splits_head_norms_over_heads() -> None:

@@ -1,7 +1,9 @@
 """Keyed dropout."""
 
+import pytest
 import torch
 
+from torchtitan_lite.nn import dropout as module
 from torchtitan_lite.nn.dropout import KeyedDropout
 
 _POSITIONS_BS = torch.arange(50).repeat(4, 1)
@@ -42,6 +44,14 @@ def test_the_share_is_dropped_and_the_rest_scaled_up() -> None:
         # 8,000 draws: a standard deviation of at most 0.0056.
         assert abs(kept.float().mean() - (1 - share)) < 0.02
         torch.testing.assert_close(dropped[kept], torch.ones(()).expand(kept.sum()) / (1 - share))
+
+
+def test_draws_below_the_share_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Draws are from [0, 1): a quarter of them is below 0.25.
+    draws = torch.tensor([0.0, 0.125, 0.25, 0.5])
+    monkeypatch.setattr(module, "uniform", lambda keys: draws.expand(keys.shape))
+    out = KeyedDropout(0.25, 0)(_ONES_BSD[..., :4], _KEYS_B, _POSITIONS_BS)
+    assert (out[0, 0] != 0).tolist() == [False, False, True, True]
 
 
 def test_nothing_is_dropped_in_eval_or_at_rate_zero() -> None:

@@ -200,3 +200,7 @@ def test_a_packed_document_equals_the_document_alone() -> None:
 def test_sizes_that_do_not_fit_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(DIMS, **changes)
+
+
+def test_a_convolution_needs_the_inputs_before_it() -> None:
+    assert replace(DIMS, kernel_size=4).sharding.carried_inputs == 3

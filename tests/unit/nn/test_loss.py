@@ -1,6 +1,7 @@
 """The chunked loss compared with torch's cross entropy."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,3 +223,11 @@ def test_the_losses_of_many_chunks_are_summed_in_float64(monkeypatch: pytest.Mon
             torch.zeros(9, 2), torch.zeros(3, 2), torch.zeros(9, dtype=torch.int64)
         )
     assert not losses and summed.item() == 2.0**25 + 8
+
+
+def test_a_shard_of_the_vocabulary_holds_its_own_targets() -> None:
+    shard: Any = SimpleNamespace(first=10)
+    targets = torch.tensor([IGNORE_INDEX, 9, 10, 12, 14, 15])
+    rows, is_mine = module._rows(targets, torch.zeros(5, 3), shard)
+    assert is_mine.flatten().tolist() == [False, False, True, True, True, False]
+    assert rows.flatten().tolist() == [0, 0, 0, 2, 4, 4]

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.harness.tolerances import GROUPED_BFLOAT16, MOE_FLOAT64
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.distributed.torch_compat import flops_of
 from torchtitan_lite.nn.grouped_linear import (
     _is_aligned,
     grouped_linear,
@@ -67,14 +68,24 @@ def test_no_token_is_dropped_if_all_choose_the_same_expert() -> None:
 
 
 def test_capacity_drops_the_latest_tokens_of_a_full_expert() -> None:
-    moe = _moe(top_k=1, capacity_factor=1.0)
-    moe.router.expert_bias_X[3] = 10.0
-    out_TD = moe(_tokens(2, 7)).flatten(0, 1)
-    capacity = math.ceil(7 / 5)
-    for out_SD in out_TD.split(7):
-        assert (out_SD[:capacity] != 0).all()
-        assert (out_SD[capacity:] == 0).all()
-    assert torch.equal(out_TD, moe(_tokens(2, 7)).flatten(0, 1))
+    for weights_inputs in (False, True):
+        moe = _moe(top_k=1, capacity_factor=1.0, weights_inputs=weights_inputs)
+        moe.router.expert_bias_X[3] = 10.0
+        out_TD = moe(_tokens(2, 7)).flatten(0, 1)
+        capacity = math.ceil(7 / 5)
+        for out_SD in out_TD.split(7):
+            assert (out_SD[:capacity] != 0).all()
+            assert (out_SD[capacity:] == 0).all()
+        assert torch.equal(out_TD, moe(_tokens(2, 7)).flatten(0, 1))
+
+
+def test_products_of_experts_count_their_flops() -> None:
+    products = torch.ops.torchtitan_lite
+    x_NI, weight_XOI, counts_X = torch.zeros(6, 3), torch.zeros(2, 5, 3), torch.tensor([2, 4])
+    flops = flops_of(products.grouped_linear.default, (x_NI, weight_XOI, counts_X), {}, None)
+    assert flops == 2 * 6 * 5 * 3
+    outer = (torch.zeros(6, 5), x_NI, counts_X)
+    assert flops_of(products.grouped_outer.default, outer, {}, None) == 2 * 6 * 5 * 3
 
 
 def test_routing_of_a_token_does_not_depend_on_its_batch() -> None:
@@ -396,3 +407,16 @@ def test_groups_of_experts_fit_the_experts(groups: dict[str, int], message: str)
     dims = MoEDims(num_experts=8, top_k=2, hidden_dim=4)
     with pytest.raises(ConfigError, match=message):
         replace(dims, **groups)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        # The chosen groups have exactly as many experts as are chosen.
+        {"num_experts": 8, "num_groups": 4, "top_groups": 2, "top_k": 4},
+        # A single group may have a single expert.
+        {"num_experts": 1, "num_groups": 1, "top_k": 1, "group_score": "top2"},
+    ],
+)
+def test_the_least_groups_are_valid(dims: dict) -> None:
+    assert replace(DIMS, **dims).num_experts == dims["num_experts"]

@@ -73,6 +73,16 @@ def test_yarn_interpolates_in_the_number_of_the_frequency() -> None:
     torch.testing.assert_close(scaled.double(), expected, rtol=10 * ROPE_FLOAT32, atol=0)
 
 
+def test_yarn_interpolates_at_most_to_the_width() -> None:
+    # From 2.5 to 8.5, rounded to whole frequencies: 2 to 9, of a width of 8.
+    scaling = YarnScaling(factor=4.0, original_max_position=838)
+    scaled = RotaryEmbedding(8, 10.0, scaling).frequencies_E
+    plain = _exact(8, 10.0)
+    slow = torch.tensor([0, 0, 0, 1 / (7 - 2)], dtype=torch.float64)
+    expected = plain / 4 * slow + plain * (1 - slow)
+    torch.testing.assert_close(scaled.double(), expected, rtol=10 * ROPE_FLOAT32, atol=0)
+
+
 def test_the_magnitude_of_yarn_is_relative_to_that_of_the_scores() -> None:
     scaling = YarnScaling(factor=4.0, original_max_position=64, mscale=1.0, mscale_all_dim=0.5)
     growth = 0.1 * math.log(4)

@@ -139,7 +139,7 @@ class _Seen:
         self.counters.add(counter)
         if len(self.counters) > 2 * _WINDOW:
             kept = sorted(self.counters)[_WINDOW:]
-            self.floor, self.counters = kept[0] - 1, set(kept)
+            self.floor, self.counters = kept[0], set(kept)
         return True
 
 

@@ -248,7 +248,6 @@ class StateConnection:
                         raise
                     time.sleep(_UNPROVEN_POLL_S)
                 # A session ends after an hour, or with the server that it was opened with.
-                self.serial = 0
                 self._session = ClientSession(self._endpoint.secret, self._endpoint.purpose)
             except _ConnectionLost:
                 if not may_reconnect:

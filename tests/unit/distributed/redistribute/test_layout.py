@@ -129,6 +129,8 @@ def _boxes(*bounds: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Box]:
         ((), _boxes(((), ()), ((), ())), False),
         ((0, 3), [], True),
         ((2, 3), [], False),
+        ((4, 6), _boxes(((0, 2), (4, 4)), ((0, 0), (4, 2))), True),
+        ((4, 6), [Box((0,), (4, 6))], False),
     ],
 )
 def test_boxes_that_cover_a_shape_exactly(
@@ -157,7 +159,7 @@ def test_a_tensor_with_too_few_dims_has_no_shards() -> None:
 def test_only_ranks_exchange_parts() -> None:
     files = Layout(HolderMesh((2,), ("a", "b"), ("dp",)), [Shard(0)])
     ranks = Layout(HolderMesh((2,), (0, 1), ("dp",)), [Shard(0)])
-    one = plan(files, ranks, (4,), torch.float32)
-    with pytest.raises(RedistributionError, match="Holder 'a' .* is no rank"):
+    one = plan(files, files.with_holders(("b", "a")), (4,), torch.float32)
+    with pytest.raises(RedistributionError, match="Holder '[ab]' .* is no rank"):
         execute._ranks([one])
     assert execute._ranks([plan(ranks, ranks, (4,), torch.float32)]) == (0, 1)

@@ -17,6 +17,7 @@ from tests.redistribution.layouts import layouts, mesh_shapes, meshes, shapes
 from tests.redistribution.reference import coordinates, dims_of, elements_of
 from torchtitan_lite.core.errors import LayoutError
 from torchtitan_lite.distributed.redistribute import Box, HolderMesh, Layout
+from torchtitan_lite.distributed.redistribute.planning.partition import Split
 from torchtitan_lite.distributed.redistribute.planning.placements import decode_strided
 from torchtitan_lite.distributed.torch_compat import is_strided_shard, strided_shard
 
@@ -29,7 +30,7 @@ FOUR, SQUARE = HolderMesh.ranks(4), HolderMesh.ranks(2, 2)
     [
         (lambda: HolderMesh((2, 2), (0, 1, 2)), ["(2, 2)", "needs 4 holders", "3 were given"]),
         (lambda: HolderMesh((2, 0), ()), ["(2, 0)", "0 were given"]),
-        (lambda: HolderMesh((2,), (7, 7)), ["Holder 7 is twice", "List each once"]),
+        (lambda: HolderMesh((3,), (0, 7, 7)), ["Holder 7 is twice", "List each once"]),
         (lambda: HolderMesh((2,), (0, 1), ("a", "b")), ["needs 1 different", "('a', 'b')"]),
         (lambda: HolderMesh((1, 2), (0, 1), ("a", "a")), ["needs 2 different", "('a', 'a')"]),
         (lambda: Layout(SQUARE, [S0]), ["1 placements", "the 2 axes", "Give one an axis"]),
@@ -53,6 +54,9 @@ FOUR, SQUARE = HolderMesh.ranks(4), HolderMesh.ranks(2, 2)
             lambda: Layout(FOUR, [strided_shard(0, 2)]).box((16,), (0,)),
             ["(16,)", "(0,)", "2 boxes"],
         ),
+        (lambda: HolderMesh((2,), (7, 7), ("a", "b")), ["needs 1 different", "('a', 'b')"]),
+        (lambda: Layout(FOUR, [strided_shard(0, 0)]), ["split factor of at least 1"]),
+        (lambda: Layout(FOUR, [Shard(-3)]).with_num_dims(2), ["S(-3)", "2 dims", "-2 to 1"]),
     ],
 )
 def test_errors_name_the_given_and_the_required_value(
@@ -89,6 +93,31 @@ def test_the_text_is_complete() -> None:
     assert str(layout) == (
         "[S0#1, P(sum), S0#0, S1] on (w 2 x x 2 x y 2 x z 1 of a, b, c, d, e, f, g, h)"
     )
+    assert str(HolderMesh((9,), tuple("abcdefghi"))) == "(axis0 9 of a, b, c, d, e, f, g, h, …)"
+
+
+def test_dims_from_the_end_are_counted_from_the_front() -> None:
+    mesh = HolderMesh.ranks(2, 2, 2)
+    for last, first in ((Shard(-1), Shard(-3)), (Shard(2), S0)):
+        layout = Layout(mesh, [last, first, last], {last.dim: (2, 0)})
+        assert layout.with_num_dims(3) == Layout(mesh, [Shard(2), S0, Shard(2)], {2: (2, 0)})
+    assert layout.with_num_dims(3) is layout
+    strided = Layout(SQUARE, [strided_shard(-1, 2), Shard(-1)])
+    assert strided.with_num_dims(2) == Layout(SQUARE, [strided_shard(1, 2), S1])
+
+
+def test_only_partial_values_of_the_given_reductions_become_replicas() -> None:
+    layout = Layout(HolderMesh.ranks(2, 2, 2), [Partial("avg"), S0, P])
+    assert layout.with_replicas(("avg", "max")) == Layout(layout.mesh, [R, S0, P])
+    assert layout.with_replicas(("max",)) is layout
+
+
+def test_axes_of_one_holder_and_coordinates_of_other_meshes() -> None:
+    assert Layout(HolderMesh.ranks(1, 2), [S0, S0]).splits == {0: (Split(1, 2),)}
+    for use in (lambda: SQUARE.at((1,)), lambda: Box((0, 0), (24,)).slices):
+        with pytest.raises(ValueError, match="shorter"):
+            use()
+    assert Box((1, 2), (3, 0)).is_empty
 
 
 @settings(max_examples=200)
@@ -138,6 +167,20 @@ def test_an_order_survives_encoding_as_strided_shards(data: st.DataObject) -> No
     ]
     if 1 not in mesh.shape:
         assert decoded == layout
+
+
+def test_only_axes_after_others_in_the_mesh_are_encoded_as_strided() -> None:
+    cube = HolderMesh.ranks(2, 3, 2)
+    encoded = {
+        (1, 0, 2): (strided_shard(0, 3), S0, S0),
+        (2, 0, 1): (strided_shard(0, 2), strided_shard(0, 2), S0),
+        (2, 1, 0): (strided_shard(0, 6), strided_shard(0, 2), S0),
+    }
+    for order, placements in encoded.items():
+        layout = Layout(cube, [S0, S0, S0], {0: order})
+        assert layout.dtensor_placements == placements
+        assert decode_strided(cube, placements) == (layout.placements, layout.shard_order)
+    assert decode_strided(cube, [strided_shard(0, 3), S0, R]) == ((S0, S0, R), ((0, (1, 0)),))
 
 
 def test_a_stride_without_an_equivalent_order_is_not_decoded() -> None:

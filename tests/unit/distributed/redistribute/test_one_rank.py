@@ -16,7 +16,11 @@ from torchtitan_lite.distributed.redistribute import (
     redistribute_state_dict,
 )
 from torchtitan_lite.distributed.redistribute.execution import serialization
-from torchtitan_lite.distributed.redistribute.execution.execute import execute_exchange
+from torchtitan_lite.distributed.redistribute.execution.execute import (
+    execute_exchange,
+    fused_exchange,
+    shared_memory_for,
+)
 from torchtitan_lite.distributed.redistribute.planning.cost import DEFAULT_OPTIONS
 
 _ONE = HolderMesh((1,), (0,), ("dp",))
@@ -28,6 +32,10 @@ def test_parts_that_do_not_fit_their_layouts_are_errors(mesh: Mesh) -> None:
     fits, other = torch.ones(4, 3), torch.ones(3, 4)
     (moved,) = execute_exchange([found], [fits], [None], _CPU, DEFAULT_OPTIONS)
     assert torch.equal(moved, fits)
+    # One rank allocates no shared memory.
+    allocated = shared_memory_for.cache_info().misses
+    fused_exchange([found], (0,), _CPU, DEFAULT_OPTIONS)
+    assert shared_memory_for.cache_info().misses == allocated
     with pytest.raises(LayoutError, match=r"has a part of shape \(3, 4\)"):
         execute_exchange([found], [other], [None], _CPU, DEFAULT_OPTIONS)
     for out in (other, fits.double(), torch.ones(3, 4).t()):
@@ -74,4 +82,7 @@ def test_a_description_of_too_few_dims_is_rejected() -> None:
     described = json.loads(text)
     described["tensors"]["a"][1] = [4]
     with pytest.raises(LayoutError, match="shards dim 1"):
+        serialization._from_json(json.dumps(described).encode())
+    described["tensors"]["a"][0] = 1
+    with pytest.raises(LayoutError, match="describes a by layout 1 of 1"):
         serialization._from_json(json.dumps(described).encode())

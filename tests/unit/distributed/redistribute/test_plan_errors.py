@@ -7,7 +7,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torchtitan_lite.core.errors import LayoutError, RedistributionError
 from torchtitan_lite.distributed.redistribute import ExchangeOptions, HolderMesh, Layout, plan
 
-MESH = HolderMesh.ranks(4)
+MESH = HolderMesh.ranks(2)
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 

@@ -98,3 +98,22 @@ def test_partial_sums_join_an_existing_reduction() -> None:
     src = Layout(HolderMesh((4, 2), tuple(range(8))), [Partial(), Replicate()])
     dst = Layout(HolderMesh((2, 2), (0, 1, 6, 7)), [Partial(), Replicate()])
     check_exact(src, dst, (8,), 0)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        # No common holder, and contributions that cannot be divided evenly.
+        (HolderMesh((2, 1), (2, 4)), HolderMesh((3, 1), (11, 0, 9))),
+        (HolderMesh((4, 1), (11, 5, 3, 7)), HolderMesh((3, 1), (10, 9, 2))),
+        # Owners of several groups, and groups that are better merged.
+        (
+            HolderMesh((4, 3), (1, 4, 2, 3, 5, 0, 8, 7, 9, 11, 6, 10)),
+            HolderMesh((2, 2), (4, 8, 9, 0)),
+        ),
+        (HolderMesh((2, 2), (4, 1, 0, 6)), HolderMesh((2, 2), (8, 11, 5, 9))),
+    ],
+)
+def test_partial_sums_become_others(src: HolderMesh, dst: HolderMesh) -> None:
+    kinds = [Partial(), Replicate()]
+    check_exact(Layout(src, kinds), Layout(dst, kinds), (6,), 0)

@@ -18,6 +18,7 @@ from torchtitan_lite.distributed.redistribute.execution.shared_memory_transport 
     _joined_writes,
     _sent_part,
     _SlotCopy,
+    _without_gaps,
 )
 
 
@@ -113,6 +114,10 @@ def test_all_ranks_have_the_same_buckets(seed: int) -> None:
             for near in (frozenset(range(4)), frozenset({rank}), frozenset({rank, 3 - rank}))
         }
         assert len(counts) == 1
+
+
+def test_intervals_that_touch_are_one() -> None:
+    assert _without_gaps([(4, 6), (0, 2), (2, 3), (1, 2)]) == ((0, 3, 0), (4, 6, 3))
 
 
 def test_fewer_buckets_if_little_of_the_shards_is_sent() -> None:

@@ -64,7 +64,8 @@ def test_a_state_in_pieces_is_read_as_one() -> None:
     assert state.length == len(whole)
     for start in range(len(whole)):
         for stop in range(start + 1, len(whole) + 1):
-            assert b"".join(state.read(start, stop)) == whole[start:stop]
+            pieces = list(state.read(start, stop))
+            assert all(map(len, pieces)) and b"".join(pieces) == whole[start:stop]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,8 @@ def test_a_state_in_pieces_is_read_as_one() -> None:
         # Rows may overlap, and ranges need no order.
         [ByteRows(300, 20, 4, 10), ByteRows(0, 5)],
         [ByteRows(n, 1) for n in range(MAX_RANGES)],
+        # Its last row ends with the state.
+        [ByteRows(0, 10, 2, len(DATA) - 10)],
     ],
 )
 def test_ranges_of_one_request(rows: list[ByteRows], connection: StateConnection) -> None:
@@ -101,6 +104,35 @@ def test_ranges_beyond_the_state_or_a_limit_are_rejected(
     assert fetched(connection, [ByteRows(1, 2)]) == [DATA[1:3]]
 
 
+def test_many_rows_are_rejected(
+    connection: StateConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_server, "MAX_ROWS", 5)
+    rows = [ByteRows(0, 1, 3, 7), ByteRows(9, 1, 2, 7)]
+    assert fetched(connection, rows) == [expected(one) for one in rows]
+    with pytest.raises(RpcError, match="HTTP 416"):
+        fetched(connection, [*rows, ByteRows(0, 1)])
+
+
+def test_a_large_target_is_filled_piece_by_piece(
+    connection: StateConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_client, "_PIECE_BYTES", 1000)
+    assert fetched(connection, [ByteRows(0, len(DATA))]) == [DATA]
+
+
+def test_what_is_withdrawn_is_not_in_preparation(
+    server: StateServer, connection: StateConnection
+) -> None:
+    for version, prepared in ((None, 0), (4, 7)):
+        server.prepare(3, 7)
+        server.withdraw(3)
+        server.withdraw(version)
+        with pytest.raises(state_client._NotReady) as error:
+            connection.fetch_range(0, [memoryview(bytearray(1))])
+        assert error.value.prepared == prepared
+
+
 def test_many_large_ranges_are_rejected(
     connection: StateConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +143,9 @@ def test_many_large_ranges_are_rejected(
             fetched(connection, rows)
 
 
-@pytest.mark.parametrize("text", ["", "bytes=", "bytes=5", "bytes=0-1,", "bytes=0-1;rows=2", "0-1"])
+@pytest.mark.parametrize(
+    "text", ["", "bytes=", "bytes=5", "bytes=5-4", "bytes=0-1,", "bytes=0-1;rows=2", "0-1"]
+)
 def test_malformed_ranges_are_rejected(text: str, connection: StateConnection) -> None:
     with pytest.raises(RpcError, match="HTTP 416"):
         connection._fetch(text, 1, [memoryview(bytearray(1))])

@@ -189,8 +189,8 @@ class Intersections:
 @lru_cache(maxsize=4096)
 def _size_and_row(lengths: tuple[int, ...]) -> tuple[int, int]:
     """Return the elements of a rectangle, and of its rows."""
-    first = next((dim for dim, length in enumerate(lengths[:-1]) if length != 1), len(lengths) - 1)
-    return math.prod(lengths), math.prod(lengths[max(first, 0) + 1 :])
+    long = list(itertools.dropwhile(lambda length: length == 1, lengths))
+    return math.prod(lengths), math.prod(long[1:])
 
 
 def choose_owners(

@@ -125,7 +125,7 @@ class DimIntersections:
         key = (of_src, part)
         if key not in self._of:
             mine, theirs = (self.one, self.other) if of_src else (self.other, self.one)
-            at = (mine == part).nonzero()[0]
+            at = np.flatnonzero(mine == part)
             segments = zip(
                 self.one_local[at].tolist(),
                 self.other_local[at].tolist(),
@@ -160,8 +160,6 @@ def dim_intersections(
 def _merged(segments: list[tuple[int, int, int]]) -> Segments:
     """Merge segments that are adjacent in both shards: other shards are between them in the dim,
     but not in storage."""
-    if len(segments) == 1:
-        return tuple(segments)
     merged = segments[:1]
     for one, other, length in segments[1:]:
         last_one, last_other, last = merged[-1]
@@ -193,7 +191,7 @@ def _contiguous(length: int, splits: Sequence[Split]) -> Partition:
         size = np.minimum(piece, size[:, None] - begin).ravel()
         part = (part[:, None] + index * strides[split.axis]).ravel()
     # The cuts go from the outermost in, so the parts are in the order of the dim.
-    held = size.nonzero()[0]
+    held = np.flatnonzero(size)
     starts = np.empty(len(held) + 1, np.int64)
     starts[:-1], starts[-1] = start[held], length
     return Partition(starts, part[held], np.zeros(len(held), np.int64))
@@ -207,7 +205,7 @@ def _strided(length: int, splits: Sequence[Split]) -> Partition:
     gives the intervals after it.
     """
     strides = _strides(splits)
-    start, size = np.zeros(int(length > 0), np.int64), np.full(int(length > 0), length)
+    start, size = np.zeros(1, np.int64), np.array([length])
     place, part = np.zeros_like(start), np.zeros(1, np.int64)
     for split in splits:
         total = np.bincount(place, weights=size, minlength=len(part)).astype(np.int64)
@@ -238,7 +236,7 @@ def _strided(length: int, splits: Sequence[Split]) -> Partition:
 def _joined(starts: np.ndarray, part: np.ndarray) -> Partition:
     """Build a partition whose adjacent intervals belong to different shards."""
     if len(part) == 0:
-        return Partition(starts[-1:], part, part)
+        return Partition(starts, part, part)
     begins = np.append(True, part[1:] != part[:-1])
     starts, part = np.append(starts[:-1][begins], starts[-1]), part[begins]
     order = np.argsort(part, kind="stable")

@@ -39,19 +39,20 @@ class HolderMesh:
         if not self.axes:
             names = tuple(f"axis{number}" for number in range(len(self.shape)))
             object.__setattr__(self, "axes", names)
-        if math.prod(self.shape) != len(self.holders) or min(self.shape, default=1) < 1:
+        if math.prod(self.shape) != len(self.holders) or any(size < 1 for size in self.shape):
             raise LayoutError(
                 f"A mesh of shape {self.shape} needs {math.prod(self.shape)} holders, and "
                 f"{len(self.holders)} were given."
             )
-        if len(set(self.holders)) != len(self.holders):
-            twice, _ = Counter(self.holders).most_common(1)[0]
-            raise LayoutError(f"Holder {twice} is twice in the mesh {self}. List each once.")
         if len(set(self.axes)) != len(self.axes) or len(self.axes) != len(self.shape):
             raise LayoutError(
                 f"A mesh of shape {self.shape} needs {len(self.shape)} different axis names, and "
                 f"{self.axes} were given."
             )
+        counts = Counter(self.holders)
+        if len(counts) != len(self.holders):
+            twice = max(counts, key=counts.__getitem__)
+            raise LayoutError(f"Holder {twice} is twice in the mesh {self}. List each once.")
         object.__setattr__(self, "_hash", hash((self.shape, self.holders, self.axes)))
 
     def __hash__(self) -> int:

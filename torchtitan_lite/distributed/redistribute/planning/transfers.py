@@ -129,8 +129,7 @@ def deliveries_from(multicast: Multicast, source: Holder, row: int) -> list[Deli
     left = range(whole, len(needers))
     if _is_divided(multicast):
         start, stop = _ends(multicast.start, multicast.stop, count, row, (mine, mine + 1))
-        found += [Delivery(source, needers[index], start, stop) for index in left if start < stop]
-        return found
+        return found + [Delivery(source, needers[index], start, stop) for index in left]
     return found + [
         Delivery(source, needers[index], multicast.start, multicast.stop)
         for index in left
@@ -226,10 +225,8 @@ def _to(
     if index < whole or not _is_divided(multicast):
         source = multicast.sources[(index + multicast.rotation) % count]
         return [Delivery(source, receiver, multicast.start, multicast.stop)]
-    found = []
-    for source, (start, stop) in zip(
-        multicast.sources, stripes(multicast.start, multicast.stop, count, row), strict=True
-    ):
-        if start < stop:
-            found.append(Delivery(source, receiver, start, stop))
-    return found
+    parts = stripes(multicast.start, multicast.stop, count, row)
+    return [
+        Delivery(source, receiver, start, stop)
+        for source, (start, stop) in zip(multicast.sources, parts, strict=True)
+    ]
