@@ -82,7 +82,8 @@ class _Link:
 def _coordinator(link: Any = None, world_size: int = 2, host: str = "127.0.0.1") -> Any:
     """Return a coordinator in the running event loop."""
     identity = ReplicaIdentity("a run", _OWN, "store", world_size)
-    coordinator: Any = ReplicaServer(identity, lambda: link or _Link(), secret="", host=host)
+    link = link or _Link()
+    coordinator: Any = ReplicaServer(identity, lambda: link, secret="", host=host)
     coordinator._handlers(lambda peer: None)
     return coordinator
 

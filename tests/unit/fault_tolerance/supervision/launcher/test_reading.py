@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan_lite.cli import main
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.outputs import PARTICIPATES, RECEIVES_STATE
+from torchtitan_lite.core.outputs import PARTICIPATES, RECEIVES_STATE, STARTING
 from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
 from torchtitan_lite.fault_tolerance.supervision.launcher import plan as plan_module
 from torchtitan_lite.fault_tolerance.supervision.launcher.logs import (
@@ -254,9 +254,13 @@ def test_progress_excludes_records_of_earlier_attempts(tmp_path: Path) -> None:
 def test_progress_sees_healing(tmp_path: Path) -> None:
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
     progress = ReplicaProgress(metrics, log)
-    log.write_text("12:00:00 Receiving the state of another replica, at sample 4.\n")
+    log.write_text(f"{STARTING}\tcompiling\n")
     progress.update()
-    assert progress.is_healing
+    assert progress.stage == "compiling"
+    with log.open("a") as file:
+        file.write(f"12:00:00 {STARTING}4\n12:00:00 {RECEIVES_STATE}, at sample 4.\n")
+    progress.update()
+    assert progress.is_healing and progress.stage == "4"
     with log.open("a") as file:
         file.write(f"12:00:01 {PARTICIPATES} in the quorum.\n")
     progress.update()
