@@ -341,9 +341,10 @@ def test_failures_in_a_row_delay_an_attempt_by_at_most_a_second_and_end_the_run(
         rig.send("a")
         for name in "bab":
             assert rig.send(name).state is RunState.FORMING
-        rig.now_s += delay_s - 0.01
+        ended_s = rig.now_s
+        rig.now_s = ended_s + delay_s - 0.01
         assert rig.send("a").state is RunState.FORMING
-        rig.now_s += 0.02
+        rig.now_s = ended_s + delay_s
         assert rig.send("a").state is rig.send("b").state is RunState.RUNNING
     fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
     rig.run(2)
