@@ -88,6 +88,13 @@ def test_many_replicas(links: frozenset[frozenset[int]]) -> None:
     assert not any(_is_cover(cover - {one}, broken) for one in cover)
 
 
+def test_the_replica_with_the_most_broken_links_of_many_is_left_out_first() -> None:
+    pairs = [("hub", f"{one:02d}") for one in range(17)] + [("00", "01"), ("01", "02")]
+    ids = sorted(set(itertools.chain(*pairs)))
+    broken = frozenset(map(frozenset, pairs))
+    assert replicas_to_leave_out(broken, tuple((one, 0) for one in ids)) == {"hub", "01"}
+
+
 @pytest.mark.parametrize(
     "pairs",
     [

@@ -347,16 +347,23 @@ def test_other_replicas_are_not_replaced() -> None:
 def test_long_silent_replicas_are_forgotten() -> None:
     rules = QuorumRules(SETTINGS)
     rules.heartbeat("old", 0)
-    assert _request(rules, 100, "a", "b")
+    rules.report_links("old", {"a"})
+    assert _request(rules, 604, "a", "b")
     assert "old" in rules.heartbeats
-    assert _request(rules, 1000, "a", "b")
-    assert rules.heartbeats.keys() == {"a", "b"}
+    assert _request(rules, 605, "a", "b")
+    assert rules.heartbeats.keys() == {"a", "b"} and not rules._first_heartbeats
+    # Its report is outdated when it returns.
+    rules.heartbeat("old", 605)
+    assert rules.broken_links(605) == []
 
 
-@pytest.mark.parametrize("wrong", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
-def test_invalid_settings(wrong: tuple[int, int, int]) -> None:
-    with pytest.raises(LighthouseError, match="too small"):
-        QuorumSettings(*wrong)
+def test_invalid_settings() -> None:
+    least = {"min_replicas": 1, "join_timeout_ms": 0, "heartbeat_timeout_ms": 1}
+    QuorumSettings(**least)
+    for name, bound in least.items():
+        message = f"^{name} = {bound - 1} is too small: it must be at least {bound}.$"
+        with pytest.raises(LighthouseError, match=message):
+            QuorumSettings(**{**least, name: bound - 1})
 
 
 _AGES_S = st.floats(0, 8)

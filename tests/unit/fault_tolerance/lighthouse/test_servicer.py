@@ -49,3 +49,33 @@ def test_a_cancelled_call_takes_part_in_nothing(
         servicer.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_authenticated", [False, True])
+def test_a_heartbeat_answers_the_calls_that_waited_for_it(is_authenticated: bool) -> None:
+    async def run() -> None:
+        settings = QuorumSettings(min_replicas=2, heartbeat_timeout_ms=600_000)
+        loop = asyncio.get_running_loop()
+        servicer = LighthouseServicer(loop, settings, "secret", 1)
+        passed_s, untyped = 0.0, cast("Any", servicer)
+        untyped._run_id = "run"
+        untyped._loop = SimpleNamespace(
+            time=lambda: loop.time() + passed_s,
+            call_at=loop.call_at,
+            create_future=loop.create_future,
+        )
+        calls = []
+        # The heartbeat of the first one has expired when the second one calls.
+        for passed_s in (0.0, 700.0):
+            calls.append(asyncio.create_task(servicer._wait_for_quorum(Replica(f"{passed_s}:1"))))
+            await asyncio.sleep(0)
+        assert len(servicer._waiting) == 2
+        if is_authenticated:
+            await servicer._heartbeat({"replica_id": "0.0:1", "run_id": "run"})
+        else:
+            await servicer._torchft_heartbeat(SimpleNamespace(replica_id="0.0:1"), None)
+        assert not servicer._waiting
+        assert [(await call).ids for call in calls] == [("0.0:1", "700.0:1")] * 2
+        servicer.close()
+
+    asyncio.run(run())

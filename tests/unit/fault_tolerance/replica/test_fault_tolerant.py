@@ -326,3 +326,19 @@ def test_a_rank_that_is_not_the_leader_knows_no_fence(run: Run, mesh: Mesh) -> N
     replicas.agree()
     replicas._fence = None
     assert _vote(replicas, run)
+
+
+@pytest.mark.parametrize("is_leader", [False, True])
+def test_the_leader_reports_once_that_its_replica_leaves(is_leader: bool) -> None:
+    left: list[str] = []
+    ended: list[str] = []
+    replicas: Any = object.__new__(FaultTolerantReplicas)
+    replicas._has_left, replicas._leave = False, left.append
+    replicas._mesh = SimpleNamespace(is_leader=is_leader)
+    replicas._quorum_executor = SimpleNamespace(shutdown=lambda **_: ended.append("quorums"))
+    replicas._manager = SimpleNamespace(
+        full_id="a:f:1", shutdown=lambda **_: ended.append("manager")
+    )
+    for _ in range(2):
+        replicas.close()
+    assert ended == ["quorums", "manager"] and left == ["a:f:1"] * is_leader

@@ -109,6 +109,14 @@ def test_a_replica_without_samples_makes_the_same_calls() -> None:
     assert idle.sent == busy.sent
 
 
+def test_a_bucket_that_is_not_full_sends_only_its_gradients() -> None:
+    group, parameters = _Twice(), list(_model().parameters())
+    sums = _sums(group, per_bucket=4)
+    for _ in range(2):
+        sums.reduce(parameters, torch.zeros(1, dtype=torch.float64))
+    assert group.sent == [4 * 256, 2 * 256, 7] * 2
+
+
 def test_only_the_announced_backward_reduces() -> None:
     """Also if it did not take place, because this replica had no samples."""
     group, model = _Twice(), _model()

@@ -1,11 +1,13 @@
 """Transfer of the state from one replica to another: real servers, real sockets."""
 
 import http.client
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -116,6 +118,22 @@ def test_a_state_arrives_complete_and_in_place(
     assert rng.capture() == expected
     assert torch.equal(fresh.seen, donor.tensors()["model.turned"])
     assert tensor_ranges.items() <= {n: t.data_ptr() for n, t in fresh.tensors().items()}.items()
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor whose memory is not that of the host, as far as its reader knows."""
+
+    device = SimpleNamespace(type="cuda")  # pyright: ignore[reportAssignmentType]
+
+
+def test_a_range_of_a_state_has_the_bytes_of_the_whole_one() -> None:
+    tensors = [torch.arange(3.0), torch.empty(0), torch.arange(4).as_subclass(_OnDevice)]
+    state = LiveState(b"header", tensors)
+    whole = b"header" + b"".join(one.numpy().tobytes() for one in map(torch.Tensor.cpu, tensors))
+    assert state.length == len(whole)
+    for start, stop in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
+        pieces = list(map(bytes, state.read(start, stop)))
+        assert b"".join(pieces) == whole[start:stop] and all(pieces)
 
 
 def test_a_request_before_the_donor_is_notified_waits(donor: Run, server: StateServer) -> None:

@@ -84,7 +84,7 @@ def test_a_name_that_means_loopback_here_is_not_used(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rank_that_is_not_the_leader_leaves_without_a_claim(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed: list[str] = []
 
@@ -104,7 +104,7 @@ def test_a_rank_that_is_not_the_leader_leaves_without_a_claim(
     state: Any = SimpleNamespace(cursor=0)
     with joining.join(FaultToleranceConfig(), state, mesh, **_unused()):
         assert not closed
-    assert closed == ["replicas"]
+    assert closed == ["replicas"] and "unauthenticated" not in caplog.text
 
 
 def _unused() -> Any:
@@ -132,7 +132,9 @@ def test_an_address_that_the_others_cannot_reach_is_an_error(
         pass
 
 
-def test_all_ranks_meet_at_the_store_of_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_meet_at_the_store_of_the_leader(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Met(Exception):
         pass
 
@@ -154,7 +156,7 @@ def test_all_ranks_meet_at_the_store_of_the_leader(monkeypatch: pytest.MonkeyPat
         with (
             pytest.raises(Met) as met,
             joining.join(
-                FaultToleranceConfig(),
+                FaultToleranceConfig(lighthouse="torchft"),
                 state,
                 Mesh(detect_device("cpu"), ParallelDims(dp_shard=2)),
                 run_id="run",
@@ -170,4 +172,6 @@ def test_all_ranks_meet_at_the_store_of_the_leader(monkeypatch: pytest.MonkeyPat
             pass
         return met.value.args
 
-    assert run_on_threads(2, meet) == [("10.0.0.0", 77)] * 2
+    with caplog.at_level("WARNING", "torchtitan_lite"):
+        assert run_on_threads(2, meet) == [("10.0.0.0", 77)] * 2
+    assert caplog.text.count("torchft's lighthouse accepts unauthenticated clients") == 1

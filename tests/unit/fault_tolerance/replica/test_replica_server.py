@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torchft.coordination import ManagerClient, ManagerServer
 
@@ -118,6 +118,7 @@ def _together(calls: list[Any]) -> list[Any]:
     steps=st.lists(st.sampled_from([0, 1, 7, 9]), min_size=1, max_size=4),
     failures=st.integers(0, 2),
 )
+@example(steps=[9, 0, 9, 9], failures=0)
 @settings(max_examples=8)
 def test_quorums_are_those_of_torchft(steps: list[int], failures: int) -> None:
     ids = [f"replica_{i}" for i in range(len(steps))]

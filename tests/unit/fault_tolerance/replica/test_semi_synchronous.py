@@ -11,6 +11,7 @@ from torch import nn
 from tests.unit.fault_tolerance.replica.step_votes import StepVote
 from tests.unit.fault_tolerance.replica.test_healing import Run
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.phases import Phases
 from torchtitan_lite.fault_tolerance.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.fault_tolerance.replica.participation import Share
@@ -18,6 +19,7 @@ from torchtitan_lite.fault_tolerance.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.fault_tolerance.replica.semi_synchronous import (
     Averaging,
     SemiSynchronousReplicas,
+    fragments_of,
 )
 
 _FURTHEST = 2**40 + 8
@@ -157,3 +159,24 @@ def test_steps_beyond_the_integers_of_float32_are_compared_exactly(
     replicas = _replicas(run, _Manager(loses_max=False), lambda mine: mine)
     replicas.finish_step(committed=True, is_last=False)
     assert run.cursor == _FURTHEST
+
+
+def test_an_average_starts_its_delay_before_its_step() -> None:
+    config = FaultToleranceConfig(
+        semi_sync_method="streaming_diloco", sync_steps=4, num_fragments=2, fragment_sync_delay=1
+    )
+    averaging = Averaging(config, nn.Linear(2, 2))
+    # Each fragment every 2 steps, from the first one on that has taken steps since the start.
+    assert [step for step in range(1, 8) if averaging.is_due(step)] == [3, 5, 7]
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 100], [100, 1, 1], [1, 100, 1, 1], [3, 3, 3, 3, 3, 3]])
+def test_a_model_has_as_many_fragments_as_configured_in_its_order(sizes: list[int]) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+    for count in range(1, len(sizes) + 1):
+        fragments = fragments_of(model, count)
+        names = [name for one in fragments for name in one.parameters]
+        assert names == [str(place) for place in range(len(sizes))]
+        assert len(fragments) == count and all(one.parameters for one in fragments)
+    with pytest.raises(ConfigError, match=f"{len(sizes) + 1}.* above the {len(sizes)} parameters"):
+        fragments_of(model, len(sizes) + 1)

@@ -115,7 +115,6 @@ class Coordinator:
         """Machines of the present or last attempt, by node rank; "" for one that is unknown."""
         self._finished: dict[int, int] = {}
         """Attempt in which all ranks of a node rank finished before its machine left."""
-        self._store_port = 0
         self._lost: list[str] = []
         """Names of the members that were lost in this attempt."""
         self._suspects: dict[str, int] = {}
@@ -253,9 +252,6 @@ class Coordinator:
         if not self._attempt:
             self._members = []
         if seats and all(n in seats or self._has_finished(n) for n in range(size)):
-            for report in seats.values():
-                self._machines[report.machine].was_joined = True
-            self._store_port = seats[0].store_port if 0 in seats else 0
             self._state = RunState.RUNNING
             self._rebuild_resize(list(seats.values()), now_s)
             return
@@ -403,7 +399,7 @@ class Coordinator:
         seen = max(one.report.seen_attempt for one in self._machines.values())
         self._attempt = max(self._attempt, seen) + 1
         self._members = [seats[number] for number in range(size)]
-        self._state, self._store_port, self._lost = RunState.RUNNING, 0, []
+        self._state, self._lost = RunState.RUNNING, []
         self._policy.attempt_started()
         self._progress_since_s = None
         for one in self._machines.values():
@@ -542,12 +538,11 @@ class Coordinator:
 
     def _answer(self, machine: str) -> Answer:
         members = self._members
-        store_address = ""
+        store_address, store_port = "", 0
         if self._state is RunState.RUNNING and members[0] in self._machines:
             first = self._machines[members[0]].report
             if first.attempt == self._attempt and first.store_port:
-                self._store_port = first.store_port
-            store_address = first.address if self._store_port else ""
+                store_address, store_port = first.address, first.store_port
         names = sorted(one.report.name for one in self._machines.values())
         resize = self._resize
         request = self._machines[machine].report.request if machine in self._machines else ""
@@ -559,7 +554,7 @@ class Coordinator:
             attempt=self._attempt,
             node_rank=members.index(machine) if machine in members else -1,
             store_address=store_address,
-            store_port=self._store_port,
+            store_port=store_port,
             is_blamed=machine == self._blamed,
             reason=self._reason[:1000],
             status=self._status,

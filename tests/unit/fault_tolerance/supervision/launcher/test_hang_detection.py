@@ -5,7 +5,9 @@ import json
 import math
 import os
 import random
+import struct
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +105,9 @@ def test_the_culprit_by_the_collectives() -> None:
     assert numbers(both, {0, 1}, {0: waiting, 1: other}) == [1]
     assert numbers(both, {0, 1}, {0: other, 1: waiting}) == [0]
     # It waits too, but in another collective, in which no known rank is missing.
-    elsewhere = FlightRecord([call(3, "replicas")], {"dp gloo": 6, "replicas gloo": 3})
-    assert numbers(both, {0, 1}, {0: waiting, 1: elsewhere}) == [1]
+    for newest in (0, 6):
+        elsewhere = FlightRecord([call(3, "replicas")], {"dp gloo": newest, "replicas gloo": 3})
+        assert numbers(both, {0, 1}, {0: waiting, 1: elsewhere}) == [1]
     # Nothing is known about a rank that does not respond.
     assert numbers(both, {0, 1}, {0: waiting}) == [0, 1]
     assert numbers(both, {0, 1}, {0: FlightRecord([], {}), 1: waiting}) == [0]
@@ -225,6 +228,34 @@ def test_a_damaged_heartbeat_is_ignored(tmp_path: Path) -> None:
         changed[place] ^= 1 << place % 8
         assert parse(bytes(changed)) is None, place
     assert parse(random.Random(0).randbytes(64)) is None
+    assert parse(full[:48]) == parse(full)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_valid"),
+    [
+        ({}, True),
+        ({"step": 0}, True),
+        ({"step": -1}, False),
+        ({"phase": len(Phase) - 1}, True),
+        ({"phase": len(Phase)}, False),
+        ({"magic": 1}, False),
+        ({"limit_s": 0.0}, False),
+        ({"hang_timeout_s": math.inf}, False),
+    ],
+)
+def test_values_that_no_rank_writes_are_ignored(
+    changes: dict[str, Any], is_valid: bool, tmp_path: Path
+) -> None:
+    """Although their checksum is right."""
+    path = tmp_path / "heartbeats"
+    path.write_bytes(bytes(64))
+    HeartbeatWriter(path, 0, LIMITS, 10.0).entered(Phase.COMPUTE, 3)
+    names = ("magic", "pid", "phase", "step", "since_s", "limit_s", "hang_timeout_s")
+    values = dict(zip(names, struct.unpack_from("<IIIqddd", path.read_bytes()), strict=True))
+    content = struct.pack("<IIIqddd", *{**values, **changes}.values())
+    slot = content + zlib.crc32(content).to_bytes(4, "little")
+    assert (parse(slot) is not None) == is_valid
 
 
 def test_an_empty_file_is_rejected(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torchtitan_lite.core.rank import supervised
 from torchtitan_lite.core.rank.processes import spawn
 from torchtitan_lite.core.rank.supervised import rank_log
 from torchtitan_lite.fault_tolerance.supervision.launcher import hang_diagnosis
+from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import flight_record_file
 from torchtitan_lite.fault_tolerance.supervision.launcher.hang_detection import RankStatus
 from torchtitan_lite.fault_tolerance.supervision.launcher.hang_diagnosis import HangMonitor
 from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure
@@ -50,6 +52,48 @@ def test_flight_records_are_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     request = json.loads(hang_diagnosis.diagnosis_request([RankStatus(0, 7, None, "S")], {0}, 1))
     hang_diagnosis.main(tmp_path, request)
     assert order[:5] == ["ask", "look", "look", "look", "stacks"]
+
+
+@pytest.mark.parametrize(("mask", "is_sent"), [(0x100, False), (0x200, True), (0x400, False)])
+def test_only_a_process_that_handles_a_signal_receives_it(
+    mask: int, is_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would kill any other one."""
+    sent: list[tuple[int, int]] = []
+    status = f"SigBlk:\tffff\nSigCgt:\t{mask:016x}\n"
+    monkeypatch.setattr(hang_diagnosis, "_read_proc", lambda pid, name: status)
+    monkeypatch.setattr(hang_diagnosis, "signal_process", lambda *one: sent.append(one))
+    assert hang_diagnosis._signal_if_expected(7, signal.Signals(10), "SigCgt") == is_sent
+    assert sent == [(7, 10)] * is_sent
+
+
+def test_stacks_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes some time to answer, and writes them piece by piece."""
+    log = rank_log(tmp_path, 0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("before\n")
+    pieces = ["", "", "", "first ", "second", "", "never read"]
+
+    def sleep(seconds: float) -> None:
+        with log.open("a") as file:
+            file.write(pieces.pop(0))
+
+    monkeypatch.setattr(hang_diagnosis, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0))
+    monkeypatch.setattr(hang_diagnosis, "_signal_if_expected", lambda *_: True)
+    found = hang_diagnosis._faulthandler_stacks([RankStatus(0, 7, None, "S")], tmp_path)
+    assert found == {0: "first second"}
+
+
+def test_a_flight_record_is_new_within_the_resolution_of_file_times(tmp_path: Path) -> None:
+    path = flight_record_file(tmp_path, 3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    assert not hang_diagnosis.has_newer_flight_record(tmp_path, 3, 0)
+    path.touch()
+    written_ns = 10**18
+    os.utime(path, ns=(written_ns, written_ns))
+    for late_ns, is_new in ((0, True), (10**7, True), (10**7 + 1, False)):
+        found = hang_diagnosis.has_newer_flight_record(tmp_path, 3, written_ns + late_ns)
+        assert found == is_new
 
 
 def test_a_rank_that_does_not_answer_is_reported(

@@ -147,6 +147,20 @@ def test_no_replica_leaves_or_starts_before_all_can(run: _Run) -> None:
     ]
 
 
+def test_a_lost_slot_is_followed_at_once_and_a_new_one_when_all_train(run: _Run) -> None:
+    first = run.replicas[0]
+    first.state, first.is_training = ReplicaState.RESTARTING, False
+    run.limit(2)
+    assert run.resizer.mesh == RunMesh(2) and run.restarts() == [1, 1]
+    run.limit(4)
+    assert run.resizer.mesh == RunMesh(2) and first.request is None
+    first.state, first.is_training = ReplicaState.TRAINING, True
+    run.poll()
+    run.poll()
+    assert first.request is not None and first.request.mesh == RunMesh(4)
+    assert run.events[-1].endswith("in their processes: slots are available again")
+
+
 def test_a_requested_mesh_stays_while_there_are_slots(run: _Run) -> None:
     request = run.request(_TP)
     for state in (ResizeState.READY, ResizeState.LEFT, ResizeState.DONE):

@@ -174,3 +174,22 @@ def test_lost_packets_of_a_moment_are_no_dead_link() -> None:
     for _ in range(20):
         assert _observe(monitor, {(0, 1): (100, 3, False)}, 3) == []
         assert _observe(monitor, {}, 1) == []
+
+
+def test_sockets_are_assigned_to_ranks_anew_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[float] = []
+    monkeypatch.setattr(link_monitor, "_connections", lambda pids: [])
+    monkeypatch.setattr(
+        link_monitor, "_socket_owners", lambda ranks: (read.append(now_s), {}.items())[1]
+    )
+    monitor, first_s = LinkMonitor(), 1000.0
+    last_s = first_s + link_monitor._INODES_S
+    for now_s in (first_s, last_s - 1, last_s):
+        monitor.poll({(0, 0): 1}, now_s, is_symmetric=True)
+    assert read == [first_s, last_s]
+    # Those of other processes are read at once.
+    now_s = last_s + 1
+    monitor.poll({(0, 0): 2}, now_s, is_symmetric=True)
+    assert read[2:] == [now_s]

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -82,3 +84,17 @@ def test_signals_are_forwarded(tmp_path: Path) -> None:
     assert run(_LEAVES + "\ntime.sleep(60)", tmp_path, requests) is None
     thread.join()
     assert {path.name for path in tmp_path.glob("*-15")} == {"0-15", "1-15"}
+
+
+def test_each_request_is_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    closed: list[int] = []
+    process: Any = SimpleNamespace(pid=7, wait=lambda: 0)
+    polls = [set[int](), {5}]
+    monkeypatch.setattr(local_ranks, "_start", lambda *_: [local_ranks._Rank(0, process, 5)])
+    monkeypatch.setattr(local_ranks, "signal_process", lambda *one: sent.append(one))
+    monkeypatch.setattr(local_ranks, "wait_readable", lambda *_: polls.pop(0))
+    monkeypatch.setattr(local_ranks, "exit_status_of", lambda pid: ExitStatus(0))
+    monkeypatch.setattr(local_ranks.os, "close", closed.append)
+    assert run_ranks([], 1, {}, [signal.SIGTERM]) is None
+    assert sent == [(7, signal.SIGTERM)] and closed == [5]

@@ -35,6 +35,11 @@ def test_replicas_on_cpus_get_no_variable(plan: LaunchPlan) -> None:
 def test_too_few_gpus_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"2 replicas of 2 ranks need 4 GPUs, .* has 3\."):
         _plan("0,1,2").devices_of(0)
+    # Of three replicas each needs as many as the largest mesh has ranks.
+    with pytest.raises(ConfigError, match="3 replicas of 2 ranks need 6 GPUs"):
+        _plan("0,1,2,3,4", num_replicas=3).devices_of(0)
+    plan = _plan("0,1,2,3,4,5", num_replicas=3)
+    assert plan.devices_of(2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """Inputs of the launcher: arguments, logs, metrics."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from torchtitan_lite.cli import main
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.outputs import PARTICIPATES, RECEIVES_STATE
+from torchtitan_lite.core.outputs import PARTICIPATES, RECEIVES_STATE, STARTING
 from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
 from torchtitan_lite.fault_tolerance.supervision.launcher import plan as plan_module
 from torchtitan_lite.fault_tolerance.supervision.launcher.logs import (
@@ -35,14 +38,26 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_dump_folder(config: str, tmp_path: Path) -> None:
-    assert dump_folder(["--config", config]) == Path("from_file")
-    assert dump_folder([f"--config={config}", "--job.dump_folder=x"]) == Path("x")
-    assert dump_folder(["--job.dump-folder", "x y", "--job.config_file", config]) == Path("x y")
-    Path(config).write_bytes(b"\xef\xbb\xbf" + Path(config).read_bytes())
-    assert dump_folder(["--config", config]) == Path("from_file")
-    (tmp_path / "empty.toml").touch()
-    assert dump_folder(["--config", str(tmp_path / "empty.toml")]) == Path("outputs")
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        ("--config {}", "from_file"),
+        ("--config={} --job.dump_folder=x", "x"),
+        ("--job.dump-folder y --job.config_file {}", "y"),
+        # The last of several values counts, and an option is not the value of another.
+        ("--job.dump_folder x --job.dump_folder=y --config none.toml --config {}", "y"),
+        ("a --job.dump_folder --config={}", "outputs"),
+        ("--training.dump_folder x --job.dump_folder=a=b --config {}", "a=b"),
+    ],
+)
+def test_dump_folder(arguments: str, folder: str, config: str) -> None:
+    assert dump_folder(arguments.format(config).split()) == Path(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[training]\n", "job = 3\n", "\ufeff[job]\n"])
+def test_dump_folder_by_default(text: str, config: str) -> None:
+    Path(config).write_text(text, encoding="utf-8")
+    assert dump_folder(["--config", config]) == Path("outputs")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +68,7 @@ def test_dump_folder(config: str, tmp_path: Path) -> None:
         (["--config", "nowhere.toml"], "nowhere.toml cannot be read: [Errno 2]"),
         (["--config", "x", "--fault_tolerance.replica-id=3"], "the launcher sets it"),
         (["--fault_tolerance.no_enable"], "the launcher sets it"),
+        (["--config", "x", "--nproc-per-node=3"], "--nproc-per-node is given after --"),
     ],
 )
 def test_unsupported_arguments(arguments: list[str], error: str) -> None:
@@ -61,42 +77,96 @@ def test_unsupported_arguments(arguments: list[str], error: str) -> None:
     assert error in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_plan(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[int] = []
+@pytest.mark.parametrize(
+    ("lighthouse", "module"),
+    [
+        ("builtin", "fault_tolerance.lighthouse"),
+        ("torchft", "fault_tolerance.supervision.launcher.torchft_lighthouse"),
+    ],
+)
+def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Sequence[str]] = []
 
     def check(ranks: Sequence[int], arguments: Sequence[str]) -> None:
         """Check the config in this process, which has imported torch."""
-        checked.append(check_config([",".join(map(str, ranks)), "--", *arguments]))
+        assert check_config([",".join(map(str, ranks)), "--", *arguments]) == 0
+        checked.append(arguments)
 
     monkeypatch.setattr(plan_module, "_check_ranks", check)
-    plan = training_plan(
-        ["--config", config, "--training.steps=3"],
-        num_replicas=2,
-        ranks=[4],
-        num_spares=0,
-        slots_file=None,
-        regrow_after_s=600,
-        lighthouse="torchft",
-        min_replicas=2,
-        max_restarts=1,
-        max_restart_delay_s=30,
-        grace_s=7.5,
-        host="127.0.0.1",
-        log_dir=None,
+
+    def planned(*more: str, log_dir: Path | None = None) -> LaunchPlan:
+        return training_plan(
+            ["--config", config, "--training.steps=3", *more],
+            num_replicas=2,
+            ranks=[4],
+            num_spares=0,
+            slots_file=None,
+            regrow_after_s=600,
+            lighthouse=lighthouse,
+            min_replicas=2,
+            max_restarts=1,
+            max_restart_delay_s=30,
+            grace_s=7.5,
+            host="127.0.0.1",
+            log_dir=log_dir,
+        )
+
+    plan = planned("--job.device=cpu")
+    suffix = " --fault_tolerance.lighthouse torchft" * (lighthouse == "torchft")
+    own = (
+        f"--config {config} --training.steps=3 --job.device=cpu --fault_tolerance.enable true "
+        f"--fault_tolerance.replica_id {{}} --fault_tolerance.group_size 2{suffix}"
     )
-    assert checked == [0]
+    # The first replica stands for all.
+    assert [" ".join(one) for one in checked] == [own.format(0)]
+    program, degree = (
+        f"{sys.executable} -m torchtitan_lite",
+        "--parallelism.pipeline_parallel_degree",
+    )
     command = " ".join(plan.group_command(1, RunMesh(4)))
-    assert command.endswith(
-        f"-m torchtitan_lite train --nproc=4 --spares=0 --config {config} --training.steps=3 "
-        "--fault_tolerance.enable true --fault_tolerance.replica_id 1 "
-        "--fault_tolerance.group_size 2 --fault_tolerance.lighthouse torchft"
-    )
+    assert command == f"{program} train --nproc=4 --spares=0 {own.format(1)}"
+    pipelined = RunMesh(2, (f"{degree}=2",))
+    whole = RunMesh(2, (f"{degree}=2", f"{degree}=1", "--a.b=2"))
+    command = " ".join(plan.group_command(0, pipelined))
+    assert f"train --nproc=2 --spares=0 --resized={degree}=2 --config" in command
     options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
-    assert " ".join(plan.lighthouse_command("a:1")).endswith(options)
-    pipelined = RunMesh(4, ("--parallelism.pipeline_parallel_degree=2",))
+    assert " ".join(plan.lighthouse_command("a:1")) == f"{program}.{module} {options}"
+    # torchft's lighthouse accepts no notices.
+    assert (plan.notifier_command is not None) == (lighthouse == "builtin")
     assert plan.is_pipelined(pipelined) and not plan.is_pipelined(RunMesh(4))
     assert plan.log_folder(1) == Path("from_file/launch_logs/replica_001")
     assert plan.metrics_file(0) == Path("from_file/replica_000/metrics.jsonl")
+    assert not plan.uses_gpus and not plan.waits_for_folder
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    plan = planned(f"{degree}=2", "--job.when_in_use=wait", log_dir=Path("logs"))
+    assert plan.is_pipelined(RunMesh(4)) and not plan.is_pipelined(whole)
+    assert plan.uses_gpus and plan.waits_for_folder
+    assert plan.log_folder(0) == Path("logs/replica_000")
+    # Before anything starts.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
+    with pytest.raises(ConfigError, match="need 8 GPUs, but this machine has 7"):
+        planned()
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "error"),
+    [
+        (0, "a warning", None),
+        (2, "too few layers\n", "too few layers"),
+        (2, "", "torchtitan_lite.training.checks.rank_counts ended with 2."),
+    ],
+)
+def test_a_process_checks_the_configuration_for_all_numbers_of_ranks(
+    status: int, output: str, error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], *, capture_output: bool, text: bool) -> object:
+        assert command[-5:] == ["1,2", "--", "--config", "x", "--steps=3"]
+        assert capture_output and text
+        return subprocess.CompletedProcess(command, status, "", output)
+
+    monkeypatch.setattr(plan_module.subprocess, "run", run)
+    with nullcontext() if error is None else pytest.raises(ConfigError, match=f"^{error}$"):
+        plan_module._check_ranks([1, 2], ["--config", "x", "--steps=3"])
 
 
 def plan_with(environment: dict[str, str]) -> LaunchPlan:
@@ -117,7 +187,7 @@ def test_environment() -> None:
     environment = plan.base_environment()
     assert "RANK" not in environment and environment["PATH"] == "/bin"
     assert environment["OMP_NUM_THREADS"] == "8"
-    assert len(environment["TORCHTITAN_LITE_TOKEN"]) >= 16
+    assert len(environment["TORCHTITAN_LITE_TOKEN"]) == 2 * 16
     variables["TORCHTITAN_LITE_TOKEN"] = "a secret of the user"
     kept = plan_with(variables).base_environment()
     assert kept["TORCHTITAN_LITE_TOKEN"] == "a secret of the user"
@@ -184,9 +254,13 @@ def test_progress_excludes_records_of_earlier_attempts(tmp_path: Path) -> None:
 def test_progress_sees_healing(tmp_path: Path) -> None:
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
     progress = ReplicaProgress(metrics, log)
-    log.write_text("12:00:00 Receiving the state of another replica, at sample 4.\n")
+    log.write_text(f"{STARTING}\tcompiling\n")
     progress.update()
-    assert progress.is_healing
+    assert progress.stage == "compiling"
+    with log.open("a") as file:
+        file.write(f"12:00:00 {STARTING}4\n12:00:00 {RECEIVES_STATE}, at sample 4.\n")
+    progress.update()
+    assert progress.is_healing and progress.stage == "4"
     with log.open("a") as file:
         file.write(f"12:00:01 {PARTICIPATES} in the quorum.\n")
     progress.update()

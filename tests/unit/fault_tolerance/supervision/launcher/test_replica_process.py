@@ -1,5 +1,6 @@
 """Attempts of a replica, whose processes end as the test says, and the loop of the launcher."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,13 +9,19 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.core.diagnosis import Diagnosis
+from torchtitan_lite.core.diagnosis import Cause, Diagnosis
+from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.fault_tolerance.supervision.launcher import launcher as launcher_module
 from torchtitan_lite.fault_tolerance.supervision.launcher import replica_process
 from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
 from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import (
     ReplicaProcess,
     ReplicaState,
+)
+from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+    Permission,
+    ResizeRequest,
+    RunMesh,
 )
 from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
     Failure,
@@ -29,14 +36,20 @@ class _Group:
 
     def __init__(self, folder: Path, calls: list[str]) -> None:
         self.folder, self.leader_log, self.calls = folder, folder / "log", calls
-        self.has_failed = self.has_ended = False
+        self.has_failed = self.has_ended = self.ends_with_hang = False
         self.descriptors: list[int] = []
+        self.pids: dict[int, int] = {}
+        self.hang: Failure | None = None
 
     def poll(self) -> None:
         pass
 
     def rank_pids(self) -> dict[int, int]:
-        return {}
+        return self.pids
+
+    def end_hang(self, failure: Failure) -> None:
+        self.calls.append(f"end {failure.description}")
+        self.has_failed, self.hang = self.ends_with_hang, None
 
     def take_lost_ranks(self) -> list[Failure]:
         return []
@@ -60,10 +73,11 @@ class _Monitor:
     pid = None
 
     def __init__(self, group: _Group) -> None:
-        self._calls = group.calls
+        self._calls, self._group = group.calls, group
 
-    def poll(self, now_s: float) -> None:
+    def poll(self, now_s: float) -> Failure | None:
         self._calls.append("check for hangs")
+        return self._group.hang
 
     def close(self) -> None:
         self._calls.append("close monitor")
@@ -75,6 +89,7 @@ class _Attempts:
     def __init__(self, folder: Path) -> None:
         self.calls: list[str] = []
         self.failed_ranks: list[int | None] = []
+        self.events: list[str] = []
         self.group: Any = None
         self.replica = ReplicaProcess(
             0,
@@ -83,7 +98,7 @@ class _Attempts:
             metrics=folder / "metrics.jsonl",
             policy=RestartPolicy(9),
             on_failure=lambda replica, rank: self.failed_ranks.append(rank),
-            report_event=print,
+            report_event=self.events.append,
             report_diagnosis=self._report,
         )
 
@@ -179,3 +194,175 @@ def test_a_new_attempt_is_watched_for_hangs(attempts: _Attempts) -> None:
     attempts.replica.start_attempt()
     attempts.replica.poll(10.0)
     assert attempts.calls == ["check for hangs"]
+
+
+def test_the_ranks_and_the_progress_of_an_attempt_are_reported(
+    attempts: _Attempts, tmp_path: Path
+) -> None:
+    replica = attempts.replica
+    replica.start_attempt()
+    attempts.group.descriptors, attempts.group.pids = [5], {0: 70, 1: 71}
+    attempts.events.clear()
+    for now_s in (1.0, 1.1):
+        replica.poll(now_s)
+    assert replica.descriptors == [5] and replica.state is ReplicaState.STARTING
+    assert attempts.events == ["replica 0: rank 0 is process 70, rank 1 is process 71"]
+    attempts.group.pids = {0: 70, 1: 72}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
+    replica.poll(9.0)
+    assert (tmp_path / "rank_1.pid").read_text() == "72\n"
+    last = ["replica 0: rank 1 is process 72", "replica 0: training at step 3"]
+    assert attempts.events[1:] == last and replica.state is ReplicaState.TRAINING
+    attempts.group.has_ended = True
+    replica.poll(9.1)
+    assert not list(tmp_path.glob("*.pid")) and replica.descriptors == []
+
+
+def test_a_failed_attempt_is_followed_by_another_after_its_delay(attempts: _Attempts) -> None:
+    attempts.replica.start_attempt()
+    attempts.group.has_failed = attempts.group.has_ended = True
+    attempts.replica.poll(1.0)
+    assert attempts.events[-1] == "replica 0: restarts in 0.2 s"
+    for now_s, state in ((1.1, ReplicaState.RESTARTING), (1.0 + 0.2, ReplicaState.STARTING)):
+        attempts.replica.poll(now_s)
+        assert attempts.replica.state is state
+
+
+def test_a_replica_leaves_when_it_is_asked_to(attempts: _Attempts) -> None:
+    replica = attempts.replica
+    replica.start_attempt()
+    replica.resize()
+    assert attempts.calls == ["terminate"] and replica.state is ReplicaState.RESIZING
+    replica.start_attempt()
+    replica.stop()
+    assert attempts.calls == ["terminate"] * 2 and replica.state is ReplicaState.LEAVING
+    for _ in range(2):
+        replica.kill()
+    assert attempts.calls[2:] == ["kill"] * 2
+    assert attempts.events.count("replica 0: killed before it had left") == 1
+
+
+def test_a_replica_that_waits_has_left_when_it_is_asked_to(attempts: _Attempts) -> None:
+    attempts.replica.stop()
+    attempts.replica.kill()
+    assert attempts.replica.state is ReplicaState.STOPPED and attempts.calls == []
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["replaced", "ends the attempt"])
+def test_a_rank_that_hangs_is_reported_once(
+    attempts: _Attempts, ends: bool, tmp_path: Path
+) -> None:
+    hang = "rank 1: no progress"
+    attempts.replica.start_attempt()
+    attempts.group.hang = Failure(hang, "", tmp_path / "log", rank=1, is_hang=True)
+    attempts.group.ends_with_hang = ends
+    for now_s in (1.0, 9.0):
+        attempts.replica.poll(now_s)
+    assert attempts.calls.count(f"end {hang}") == 1
+    # The heartbeats of others are as late, until they have left their training.
+    assert attempts.calls.count("check for hangs") == 1
+    reported = "failed, rank 0 exited" if ends else hang
+    assert attempts.events.count(f"replica 0: {reported}") == 1
+    assert (f"replica 0: {hang}" in attempts.events) == (not ends)
+
+
+def test_ranks_that_move_to_another_mesh_are_not_taken_for_a_hang(attempts: _Attempts) -> None:
+    request = ResizeRequest(mesh=RunMesh(2))
+    attempts.replica.start_attempt()
+    attempts.replica.permit(request, Permission.START, 1.0)
+    assert attempts.calls == ["close monitor"]
+    attempts.replica.poll(2.0)
+    assert "check for hangs" not in attempts.calls
+    attempts.group.has_ended = True
+    attempts.replica.poll(3.0)
+    # Its processes have ended meanwhile.
+    attempts.replica.permit(request, Permission.START, 4.0)
+
+
+def _launcher(**values: Any) -> Any:
+    launcher: Any = object.__new__(Launcher)
+    vars(launcher).update(values)
+    return launcher
+
+
+def test_a_launcher_reports_the_end_of_a_run(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"a line\n{SAMPLE}\nOnce upon\na time\nOutputs are in x\n")
+    first = SimpleNamespace(state=ReplicaState.FINISHED, progress=None, leader_log=None)
+    second = SimpleNamespace(
+        state=ReplicaState.FINISHED, progress=SimpleNamespace(total_steps=8), leader_log=log
+    )
+    for replicas in ([second], [first, second]):
+        launcher = _launcher(_replicas=replicas)
+        assert launcher.finished_steps == 8
+        assert launcher.sample() == [SAMPLE, "Once upon", "a time", ""]
+    launcher = _launcher(_replicas=[first, second])
+    first.state = ReplicaState.STOPPED
+    assert launcher.finished_steps is None
+    second.leader_log = None
+    assert launcher.sample() == []
+
+
+@pytest.mark.parametrize("explains", [False, True])
+def test_a_launcher_reports_a_hang_unless_a_link_explains_it(explains: bool) -> None:
+    reported: list[Diagnosis] = []
+    launcher = _launcher(
+        _links=SimpleNamespace(explains_hang=lambda replica, now_s: explains),
+        _view=SimpleNamespace(report_diagnosis=reported.append),
+    )
+    hang, other, of_run = (
+        Diagnosis(cause=cause, text="", replica=replica)
+        for cause, replica in ((Cause.HANG, 0), (Cause.PROCESS_DIED, 0), (Cause.HANG, None))
+    )
+    for one in (hang, other, of_run):
+        launcher._report_failure(one)
+    assert reported == [hang, other, of_run][explains:]
+
+
+def test_a_launcher_counts_failures_of_ranks_and_notifies_the_lighthouse() -> None:
+    failures: list[tuple[int, int]] = []
+    notices: list[tuple[str, str]] = []
+    launcher = _launcher(
+        _resizer=SimpleNamespace(record_failure=lambda *one: failures.append(one[:2])),
+        _lighthouse=SimpleNamespace(address="host:1"),
+        _notifier=SimpleNamespace(notify=lambda *one: notices.append(one)),
+    )
+    replica: Any = SimpleNamespace(number=3, name="replica_00003")
+    for rank in (None, 0):
+        launcher._on_failure(replica, rank)
+    assert failures == [(3, 0)] and notices == [("host:1", "replica_00003")] * 2
+
+
+def test_a_launcher_follows_each_signal_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    stopped: list[str] = []
+    launcher = _launcher(
+        _signals=[signal.SIGTERM],
+        _num_handled=0,
+        _deadline_s=None,
+        _plan=SimpleNamespace(grace_s=30.0),
+        _view=SimpleNamespace(report_event=events.append),
+        _resizer=SimpleNamespace(end=lambda reason: None),
+        _replicas=[SimpleNamespace(stop=lambda: stopped.append("replica"))],
+        _subreaper=SimpleNamespace(num_orphans=1, has_writer=True),
+        _reap_orphans=lambda now_s: None,
+    )
+    for now_s in (1.0, 2.0):
+        launcher._handle_signals(now_s)
+    assert launcher._deadline_s == 31.0 and stopped == ["replica"]
+    launcher._signals.append(signal.SIGINT)
+    launcher._handle_signals(3.0)
+    assert launcher._deadline_s == 3.0
+    assert events == [
+        "SIGTERM: replicas save and leave within 30 s",
+        "SIGINT again: killing everything",
+    ]
+    # One that arrives later ends the wait for checkpoint writers.
+    monkeypatch.setattr(
+        launcher_module.time, "sleep", lambda _: launcher._signals.append(signal.SIGINT)
+    )
+    launcher._wait_for_orphans()
+    assert len(launcher._signals) == 3 and [one.partition(":")[0] for one in events[2:]] == [
+        "waiting for checkpoint writers",
+        "checkpoint writers are still busy",
+    ]

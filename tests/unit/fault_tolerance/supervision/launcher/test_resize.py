@@ -75,6 +75,14 @@ def test_three_deaths_of_one_rank_remove_its_slot_for_a_while() -> None:
     assert target(made, {}, 351)[0] == 4
 
 
+@pytest.mark.parametrize(("gap_s", "is_lost"), [(120, True), (121, False)])
+def test_deaths_with_much_time_between_them_remove_no_slot(gap_s: int, is_lost: bool) -> None:
+    made = policy(1, 2)
+    for now_s in (0, 120, 120 + gap_s):
+        made.record_failure(1, 1, 2, now_s)
+    assert target(made, {}, 120 + gap_s)[0] == (1 if is_lost else 2)
+
+
 def test_unrelated_deaths_remove_no_slot() -> None:
     made = policy(1, 2)
     for now_s, rank in [(0, 1), (10, 0), (20, 1), (30, 1), (200, 1), (210, 1)]:

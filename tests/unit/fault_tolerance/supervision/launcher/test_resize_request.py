@@ -35,6 +35,8 @@ def test_a_request_is_read_once_and_answered(tmp_path: Path) -> None:
     )
     assert read_answer(tmp_path, ResizeRequest(mesh=RunMesh(2))) is None
     assert str(request.mesh) == "2 ranks --parallelism.tensor_parallel_degree=2"
+    for mesh in (RunMesh(1), request.mesh):
+        assert RunMesh.from_text(mesh.to_text()) == mesh
 
 
 def test_an_agent_does_not_follow_a_request_to_an_earlier_one(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.cli.train import _split_options
+from torchtitan_lite.fault_tolerance.supervision.launcher import start_command as module
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import (
     TRAIN_OPTIONS,
     start_command,
@@ -82,3 +83,31 @@ def test_one_rank_needs_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRAIN_OPTIONS, raising=False)
     words = start_command(["--config", "c.toml"], 1)
     assert words[words.index("train") + 1 :] == ["--config", "c.toml"]
+
+
+@pytest.mark.parametrize("command", [[], ["train"]])
+def test_a_rank_of_torchrun_repeats_its_command(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*command, "--config", "c.toml"]
+    words = ["python", "/bin/torchrun", "--nnodes", "2", "train.py", *arguments]
+    monkeypatch.setattr(module, "command_line", lambda pid: words)
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    monkeypatch.setenv("RANK", "1")
+    program, *resumed = start_command(["--config", "c.toml", "--x"], 4)
+    assert Path(program).name == "torchrun"
+    assert resumed == ["--nnodes", "2", "train.py", *command, "--config", "c.toml", "--x"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "program", "options"),
+    [(1, "python", []), (2, "torchrun", ["--nproc-per-node", "2"])],
+)
+def test_the_script_is_started_by_torchrun_if_it_has_several_ranks(
+    world_size: int, program: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "c.toml"])
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    first, *rest = start_command(["--config", "c.toml"], world_size)
+    assert Path(first).name == program and rest == [*options, "train.py", "--config", "c.toml"]

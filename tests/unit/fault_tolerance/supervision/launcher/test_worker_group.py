@@ -7,10 +7,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from torchtitan_lite.core.rank.heartbeat import HeartbeatMemory
+from torchtitan_lite.core.rank.processes import ExitStatus
+from torchtitan_lite.fault_tolerance.supervision.launcher import worker_group
 from torchtitan_lite.fault_tolerance.supervision.launcher.failure_cause import diagnose_failure
 from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure
 from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
@@ -160,3 +165,24 @@ def test_the_end_of_the_agent_is_one_failure_and_leaves_no_process(
     wait_until(lambda: polled(group).has_ended)
     assert group.take_lost_ranks() == []
     assert not any(map(runs, children(tmp_path)))
+
+
+def test_a_rank_is_watched_until_it_has_exited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by descriptor 0, which a launcher without standard input gets."""
+    closed: list[int] = []
+    monkeypatch.setattr(worker_group, "os", SimpleNamespace(close=closed.append))
+    monkeypatch.setattr(worker_group, "wait_readable", set)
+    monkeypatch.setattr(worker_group, "exit_status_of", lambda pid: ExitStatus(0))
+    group: Any = object.__new__(WorkerGroup)
+    group._ranks = {pid: worker_group._RankProcess(n, pid, n) for n, pid in enumerate((71, 70))}
+    group._heartbeats, group.num_ranks, group.folder = HeartbeatMemory(2), 2, tmp_path
+    group._parent, group._descriptor = SimpleNamespace(returncode=None), 9
+    group._first_failure, group._num_clean, group.replaces_ranks = None, 0, False
+    group._poll_parent = lambda: None
+    assert [(one.number, one.pid) for one in group.rank_statuses()] == [(0, 71), (1, 70)]
+    assert group.rank_pids() == {0: 71, 1: 70} and group.descriptors == [9, 0, 1]
+    group.poll()
+    assert closed == [0, 1] and group.has_finished and group.descriptors == [9]
+    assert group.rank_statuses() == [] and group.rank_pids() == {}

@@ -12,7 +12,7 @@ class FakeProcess:
     def __init__(self) -> None:
         self.state, self.has_progress = RankState.TRAINING, True
         self.status: ExitStatus | None = None
-        self.error, self.may_pass, self.pid = "", False, 0
+        self.error, self.end_reason, self.may_pass, self.pid = "", "", False, 0
         self.failed_at_s = 0.0
         self.is_ordered_to_leave = self.is_started = False
         self.signals: list[object] = []

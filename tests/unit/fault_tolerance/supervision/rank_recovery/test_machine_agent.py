@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -395,6 +396,68 @@ def test_a_machine_takes_a_seat_only_with_a_lease(agent: _Agent) -> None:
     seat = replace(_QUIET, node_rank=1, store_address="127.0.0.1", store_port=29500)
     assert agent.joined((seat, False), (seat, True)) == 1
     assert agent.current_report.attempt == 1
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_the_first_machine_opens_one_store_per_attempt(
+    agent: _Agent, node_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(
+        machine_agent,
+        "listening_store",
+        lambda address: (opened.append(address), SimpleNamespace(port=29501))[1],
+    )
+    # Of the attempt before.
+    agent._excepted, agent._num_forwarded = 0, 2
+    seat = replace(_QUIET, attempt=2, node_rank=node_rank)
+    known = replace(seat, store_address="127.0.0.1", store_port=29501)
+    assert agent.joined((seat, True), (seat, True), (known, True)) == node_rank
+    assert opened == ["127.0.0.1"] * (node_rank == 0)
+    assert agent.current_report.store_port == (29501 if node_rank == 0 else 0)
+    assert agent._excepted is None and agent._num_forwarded == 0 and agent._attempt() == 1
+
+
+@pytest.mark.parametrize("text", ["1", "1 --parallelism.pipeline_parallel_schedule=a"])
+def test_a_machine_joins_with_the_mesh_of_the_run(
+    agent: _Agent, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    seat = replace(_QUIET, node_rank=1, store_address="127.0.0.1", store_port=29500, mesh=text)
+    with caplog.at_level("WARNING", "torchtitan_lite"):
+        agent.joined((seat, True))
+    assert agent._mesh.to_text() == text
+    assert ("change to" in caplog.text) == (text != "1")
+
+
+def test_a_machine_is_ready_to_resize_once_its_processes_are(agent: _Agent) -> None:
+    agent._ranks = cast("dict[int, Any]", {0: FakeProcess()})
+    answer = replace(_READY, resize_state=ResizeState.ACCEPTED)
+    assert agent.follow(answer, lambda report: report.ready_for).ready_for == "r1"
+    agent._ranks = {}
+
+
+@pytest.mark.parametrize("is_blamed", [False, True])
+def test_the_rank_that_ended_the_run_exits_with_its_status(agent: _Agent, is_blamed: bool) -> None:
+    process = FakeProcess()
+    agent._ranks, agent._excepted = cast("dict[int, Any]", {0: process}), 0
+    answer = replace(_QUIET, state=RunState.ENDED, status=7, reason="why", is_blamed=is_blamed)
+    agent.answered(answer)
+    assert agent._finish(answer).state is WorkerState.FAILED and agent.exit_status == 7
+    assert process.status == (ExitStatus(7) if is_blamed else None)
+    agent._ranks = {}
+
+
+def test_a_machine_accepts_no_request_while_its_processes_end(
+    agent: _Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not agent._has_finished(), "it has no rank that could have"
+    is_open: list[bool] = []
+    monkeypatch.setattr(
+        machine_agent.ProcessAgent, "_shutdown", lambda *_: is_open.append(agent._inbox.is_open)
+    )
+    agent._inbox.is_open = True
+    agent.end()
+    assert is_open == [False]
 
 
 def test_a_spare_machine_waits_as_long_as_it_has_a_lease(agent: _Agent) -> None:

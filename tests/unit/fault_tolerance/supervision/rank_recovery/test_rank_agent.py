@@ -1,6 +1,7 @@
 """The agent of a run on one machine resizes it; that of a replica waits for the launcher in each
 phase."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -368,3 +369,39 @@ def test_a_process_that_trains_again_has_no_exit_status() -> None:
     process.start_training({"RANK": "1"}, ["--x"])
     assert process.status is None and process.state is RankState.TRAINING
     assert sent == [{"start": {"RANK": "1"}, "arguments": ["--x"]}]
+
+
+def test_each_signal_is_forwarded_once(replica: _Replica) -> None:
+    for one in replica.ranks:
+        vars(one)["signal"] = one.signals.append
+    for num_stops in (1, 1, 2):
+        replica.stops[:] = [signal.SIGTERM] * num_stops
+        replica.tick()
+        assert [len(one.signals) for one in replica.ranks] == [num_stops] * 2
+
+
+def test_an_error_of_a_user_waits_until_the_other_ranks_have_ended(replica: _Replica) -> None:
+    failing, other = replica.ranks
+    failing.state, failing.status = RankState.ENDED, ExitStatus(2)
+    assert replica.tick().state is WorkerState.HEALTHY
+    other.error = "connection closed"
+    assert replica.tick().state is WorkerState.FAILED
+
+
+@pytest.mark.parametrize("num_spares", [0, 1])
+def test_only_the_configured_spares_remain_the_warm_ones_first(
+    replica: _Replica, num_spares: int
+) -> None:
+    killed: list[Any] = []
+    agent: Any = replica.agent
+    agent._num_spares, agent._kill = num_spares, killed.extend
+    starting, warm, other = (FakeProcess() for _ in range(3))
+    starting.state, warm.state, other.state = (
+        RankState.STARTING,
+        RankState.PARKED,
+        RankState.STARTING,
+    )
+    agent._spares = [starting, warm, other]
+    agent._end_surplus_spares()
+    assert agent._spares == [warm][:num_spares]
+    assert len(killed) == 3 - num_spares and starting in killed and other in killed

@@ -1,15 +1,18 @@
 """Decisions of the rendezvous, on a clock of the test."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, fail, park
-from torchtitan_lite.core.errors import MACHINE_FAULT
+from torchtitan_lite.core.errors import GIVEN_UP, MACHINE_FAULT
 from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import HEALTHY_S
+from torchtitan_lite.fault_tolerance.supervision.rendezvous import coordinator
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import Busy, Rejected
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
+    Answer,
     FailureKind,
     NodeState,
     Report,
@@ -36,10 +39,17 @@ def test_a_lease_ends_before_a_machine_counts_as_lost() -> None:
 
 def test_the_first_machines_train_and_the_next_is_a_spare() -> None:
     rig = Rig("a", "b")
-    rig.start()
+    waiting = Answer(state=RunState.REBUILDING, attempt=0, num_joined=1, joined="a", mesh="1")
+    assert rig.send("a") == waiting
+    # Machines of an earlier run may report until then.
+    rig.now_s += LOST_S - 0.5
+    assert rig.send("b").state is RunState.REBUILDING
+    rig.now_s += 0.5
+    assert rig.send("a").state is RunState.RUNNING
     rig.add("c")
     rig.run(2)
     assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 1
+    assert rig.answers["b"].reason == ""
     answer = rig.answers["b"]
     assert (answer.store_address, answer.store_port) == ("10.0.0.1", 29001)
     assert rig.answers["c"].state is RunState.RUNNING
@@ -74,11 +84,36 @@ def test_a_dead_rank_keeps_all_machines_in_their_places() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
-    # Its consequence on another machine, which reports it first.
+    # Its consequence on another machine.
+    fail(rig, "b", FailureKind.EXCEPTION, "rank 1: Connection closed by peer", age_s=1)
     rig.run(5)
     assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 2
     assert rig.answers["a"].is_blamed and not rig.answers["b"].is_blamed
     assert rig.answers["b"].reason == "a: rank 0: killed by SIGKILL"
+
+
+def test_one_member_that_is_silent_is_replaced_although_no_other_answers() -> None:
+    rig = Rig("a", "b", num_machines=1)
+    rig.start()
+    rig.silent = {"a"}
+    rig.run(LOST_S + 2)
+    assert rig.places() == {"a": 0, "b": 0} and rig.attempt() == 2
+
+
+@pytest.mark.parametrize("gap_s", [OUTAGE_S, OUTAGE_S + 0.5], ids=["no outage", "outage"])
+def test_silent_machines_get_the_time_of_a_lease_after_an_outage(gap_s: float) -> None:
+    rig = Rig("a", "b", num_machines=3)
+    rig.run(LOST_S + 2)
+    rig.send("a")
+    rig.send("b")
+    ended_s = silent_since_s = rig.now_s
+    rig.now_s += gap_s
+    rig.send("a")
+    if gap_s > OUTAGE_S:
+        ended_s = rig.now_s
+    lost_s = ended_s + LOST_S
+    for rig.now_s in sorted((silent_since_s + LOST_S - 0.5, lost_s - 3, lost_s, lost_s + OUTAGE_S)):
+        assert rig.send("a").num_joined == (2 if rig.now_s <= lost_s else 1)
 
 
 def test_an_exception_that_a_lost_machine_explains_blames_nobody() -> None:
@@ -134,6 +169,7 @@ def test_an_outage_of_the_server_expires_nobody(silence_s: float, first: str) ->
     rig.silent = set()
     rig.run(5)
     assert rig.places() == {"a": 0, "b": 1} and rig.state() is RunState.RUNNING
+    assert "lost" not in rig.answers["a"].reason
 
 
 def test_machines_that_are_all_lost_are_replaced_in_the_end() -> None:
@@ -212,6 +248,8 @@ def test_after_a_restart_of_the_server_the_place_of_a_lost_machine_is_filled() -
     rig.silent = {"b"}
     rig.run(LOST_S + 5)
     assert rig.attempt() == 2 and rig.places() == {"a": 0, "b": 1, "c": 1}
+    # It does not know why the attempt before has ended.
+    assert rig.answers["a"].reason == ""
 
 
 def test_a_member_of_an_older_attempt_does_not_displace_a_newer_one() -> None:
@@ -294,15 +332,25 @@ def test_a_machine_that_joins_when_all_ranks_have_finished_is_of_the_next_run() 
         rig.send("d")
 
 
-def test_failures_in_a_row_delay_an_attempt_by_at_most_a_second() -> None:
+def test_failures_in_a_row_delay_an_attempt_by_at_most_a_second_and_end_the_run() -> None:
     rig = Rig("a", "b")
     rig.start()
-    for attempt in range(2, 9):
+    for delay_s in (0.1, 0.2, 0.4, 0.8, *(1.0,) * 6):
         fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
-        failed_at_s = rig.now_s
-        rig.run(8, until=lambda attempt=attempt: rig.attempt() == attempt)
-        # The ranks of the other machine park before.
-        assert rig.now_s - failed_at_s <= 2 * REPORT_S + 1
+        # The ranks of the other machine park.
+        rig.send("a")
+        for name in "bab":
+            assert rig.send(name).state is RunState.FORMING
+        ended_s = rig.now_s
+        rig.now_s = ended_s + delay_s - 0.01
+        assert rig.send("a").state is RunState.FORMING
+        rig.now_s = ended_s + delay_s
+        assert rig.send("a").state is rig.send("b").state is RunState.RUNNING
+    fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+    rig.run(2)
+    assert rig.state() is RunState.ENDED and rig.answers["a"].status == GIVEN_UP
+    reason = "b: rank 1: killed by SIGKILL: it failed 11 times in a row"
+    assert rig.answers["a"].reason == reason
 
 
 def test_a_machine_that_fails_twice_in_a_row_is_replaced() -> None:
@@ -329,6 +377,80 @@ def test_failures_before_a_healthy_attempt_do_not_count() -> None:
     fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
     rig.run(8)
     assert rig.places() == {"a": 0, "c": 1}
+
+
+@pytest.mark.parametrize("trained_s", [HEALTHY_S - 1, HEALTHY_S])
+def test_failures_count_again_after_a_healthy_attempt(trained_s: float) -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+    rig.run(3)
+    rig.train("a", "b")
+    rig.send("a")
+    rig.send("b")
+    healthy_s = rig.now_s + trained_s
+    rig.run(trained_s - 1)
+    rig.now_s = healthy_s
+    fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+    for name in "aba":
+        rig.send(name)
+    rig.run(3)
+    assert rig.attempt() == 3
+    assert rig.places() == {"a": 0, "b" if trained_s == HEALTHY_S else "c": 1}
+
+
+def _cut(rig: Rig, *names: str) -> Mapping[str, int]:
+    """Let members lose their leases. Return the node ranks in the next attempt."""
+    attempt = rig.attempt()
+    for name in names:
+        rig.send(name, phase=NodeState.PARKED, has_lost_lease=True)
+    rig.run(4)
+    assert rig.attempt() == attempt + 1
+    return rig.places()
+
+
+def test_a_spare_machine_replaces_one_that_has_failed_more_often() -> None:
+    """And not one that has failed as often."""
+    rig = Rig("a", "b", "c", "d", num_machines=3)
+    rig.start()
+    assert _cut(rig, "b") == {"a": 0, "b": 1, "c": 2}
+    # b fails for the second time, a for the first.
+    assert _cut(rig, "a", "b") == {"a": 0, "d": 1, "c": 2}
+    _cut(rig, "c")
+    # The spare machine b has failed twice, too.
+    assert _cut(rig, "c") == {"a": 0, "d": 1, "c": 2}
+    assert _cut(rig, "a", "c") == {"a": 0, "d": 1, "b": 2}
+    # Of the two spare machines, c has failed three times, as both members have then.
+    rig.add("e", num_machines=3)
+    rig.run(1)
+    assert _cut(rig, "a", "b") == {"e": 0, "d": 1, "b": 2}
+
+
+def test_the_worst_spare_machine_does_not_keep_others_from_a_place() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    _cut(rig, "b")
+    assert _cut(rig, "b") == {"a": 0, "c": 1}
+    rig.add("d")
+    _cut(rig, "c")
+    assert _cut(rig, "c") == {"a": 0, "d": 1}
+
+
+def test_of_spare_machines_those_without_a_failure_are_first() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    _cut(rig, "b")
+    rig.silent = {"b"}
+    rig.run(LOST_S + 4)
+    # It returns, before a new machine joins.
+    rig.silent = set()
+    rig.run(1)
+    rig.add("d")
+    rig.run(1)
+    assert rig.places() == {"a": 0, "c": 1}
+    rig.leave("c")
+    rig.run(2)
+    assert rig.answers["d"].node_rank == 1
 
 
 def test_a_machine_that_is_lost_before_the_first_attempt_is_forgotten() -> None:
@@ -404,12 +526,16 @@ def test_the_same_exception_on_two_machines_ends_the_run() -> None:
     assert rig.state() is RunState.ENDED and "in the same way" in rig.answers["a"].reason
 
 
-def test_a_machine_asked_to_stop_ends_the_run_for_all() -> None:
+@pytest.mark.parametrize(("status", "expected"), [(0, 1), (7, 7)])
+def test_a_machine_asked_to_stop_ends_the_run_for_all(status: int, expected: int) -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGTERM", is_stopping=True)
+    text = "rank 1: killed by SIGTERM"
+    fail(rig, "b", FailureKind.DEATH, text, status=status, is_stopping=True)
     rig.run(3)
-    assert rig.state() is RunState.ENDED and "b was asked to stop" in rig.answers["c"].reason
+    answer = rig.answers["c"]
+    assert (answer.state, answer.status) == (RunState.ENDED, expected)
+    assert answer.reason == f"b: {text}; b was asked to stop"
 
 
 def test_a_member_that_leaves_is_replaced_without_a_wait() -> None:
@@ -419,6 +545,27 @@ def test_a_member_that_leaves_is_replaced_without_a_wait() -> None:
     rig.silent = {"b"}
     rig.run(2)
     assert rig.attempt() == 2 and rig.answers["c"].node_rank == 1
+    assert rig.answers["a"].reason == "lost b"
+
+
+def test_the_reason_for_which_a_member_leaves_ends_the_run() -> None:
+    rig = Rig("a", "b", "c", "d", "e")
+    rig.start()
+
+    def leave(name: str) -> RunState:
+        rig.silent.add(name)
+        rig.coordinator.leave(rig.machines[name], f"{name} was asked to stop", rig.now_s)
+        return rig.send("e").state
+
+    # Neither that of a spare machine nor that of a lost member does.
+    assert leave("d") is RunState.RUNNING
+    rig.silent.add("b")
+    rig.run(LOST_S + 3)
+    assert rig.attempt() == 2 and rig.answers["c"].node_rank == 1
+    assert leave("b") is RunState.RUNNING
+    # The first one does.
+    assert leave("c") is leave("a") is RunState.ENDED
+    assert (rig.answers["e"].status, rig.answers["e"].reason) == (1, "c: c was asked to stop")
 
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["running", "rebuilding"])
@@ -429,9 +576,11 @@ def test_the_last_machine_may_leave_and_a_late_report_does_not_bring_it_back(is_
     else:
         rig.start()
     rig.leave("a")
+    rig.now_s += LOST_S
     rig.leave("b")
-    with pytest.raises(Rejected, match="b has left"):
-        rig.send("b")
+    for name in "ab":
+        with pytest.raises(Rejected, match=f"{name} has left"):
+            rig.send(name)
     rig.add("c")
     assert rig.send("c").joined == "c"
 
@@ -466,10 +615,12 @@ def test_the_place_of_a_machine_that_has_finished_is_filled_if_another_fails() -
     assert rig.attempt() == 2 and (rig.answers["c"].node_rank, rig.places()["b"]) == (0, 1)
 
 
-def test_a_late_report_does_not_count() -> None:
+@pytest.mark.parametrize("num_later", [0, 1], ids=["repeated", "late"])
+def test_only_newer_reports_count(num_later: int) -> None:
     rig = Rig("a", "b")
     rig.start()
-    late = replace(rig.machines["b"], phase=NodeState.FAILED, failure=FailureKind.DEATH, sequence=1)
+    sequence = rig.machines["b"].sequence - num_later
+    late = replace(rig.machines["b"], phase=NodeState.FAILED, sequence=sequence)
     rig.coordinator.report(late, rig.now_s)
     rig.run(2)
     assert rig.attempt() == 1 and rig.state() is RunState.RUNNING
@@ -546,6 +697,30 @@ def test_the_first_of_two_failures_is_the_cause_however_often_they_are_reported(
         rig.now_s += 1
         rig.send(name)
     assert rig.answers["a"].reason == "a: rank 0: killed by SIGKILL"
+
+
+def test_the_number_of_machines_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "_MAX_MACHINES", 2)
+    rig = Rig("a", "b", "c")
+    rig.send("a")
+    rig.send("b")
+    with pytest.raises(Rejected, match="^2 machines have joined already"):
+        rig.send("c")
+
+
+def test_an_answer_has_at_most_1000_characters_of_a_text() -> None:
+    names = "a" * 600, "b" * 600
+    rig = Rig(*names)
+    rig.start()
+    rig.train(*names)
+    rig.machines[names[0]] = replace(rig.machines[names[0]], request="r", request_mesh="2")
+    rig.run(1)
+    refused = rig.send(names[1], refused="r", refusal="x" * 1500)
+    assert refused.joined == ", ".join(names)[:1000]
+    assert rig.send(names[0]).request_reason == "x" * 1000
+    fail(rig, names[1], FailureKind.DEATH, "y" * 1500)
+    rig.run(1)
+    assert rig.answers[names[0]].reason == f"{names[1]}: {'y' * 398}"
 
 
 def test_machines_of_one_run_do_not_displace_each_other() -> None:

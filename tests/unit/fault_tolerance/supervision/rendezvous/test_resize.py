@@ -12,7 +12,12 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     NodeState,
     RunState,
 )
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import HOLD_S, LEASE_S, LOST_S
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
+    HOLD_S,
+    LEASE_S,
+    LOST_S,
+    REPORT_S,
+)
 
 _MESH = "2 --parallelism.tensor_parallel_degree=2"
 
@@ -57,6 +62,7 @@ def test_all_machines_resize_together() -> None:
     rig.stays.add("b")
     rig.run(20)
     assert rig.machines["a"].has_left and rig.attempt() == 1
+    assert rig.answers["b"].request_state is ResizeState.READY
     rig.stays.clear()
     rig.run(3)
     assert rig.attempt() == 2 and rig.places() == {"a": 0, "b": 1}
@@ -120,7 +126,10 @@ def test_machines_that_do_not_become_ready_end_the_request() -> None:
     rig = _training()
     rig.slow.add("a")
     _request(rig)
-    rig.run(601)
+    rig.run(600)
+    assert _present(rig) == ("r1", ResizeState.ACCEPTED)
+    rig.send("a")
+    rig.send("b")
     state, reason = rig.ended["r1"]
     assert state is ResizeState.FAILED and "a did not start missing processes in 600 s" in reason
     assert rig.attempt() == 1
@@ -141,7 +150,10 @@ def test_requests_of_two_machines_are_followed_one_after_the_other(is_restarted:
     meshes = []
     for _ in range(2):
         rig.run(5)
-        assert _present(rig)[1] is ResizeState.LEFT
+        for answer in (rig.answers[name] for name in "ab"):
+            is_followed = answer.request == answer.resize
+            state = ResizeState.LEFT if is_followed else ResizeState.ACCEPTED
+            assert (answer.resize_state, answer.request_state) == (ResizeState.LEFT, state)
         meshes.append(rig.answers["a"].mesh)
         rig.train("a", "b")
         rig.run(2)
@@ -219,9 +231,12 @@ def test_ranks_that_do_not_leave_are_stopped() -> None:
     rig = _training()
     rig.stays = {"a", "b"}
     _request(rig)
-    rig.run(LEAVE_S - 5)
-    assert rig.attempt() == 1
-    rig.run(10)
+    rig.run(3, until=lambda: _present(rig)[1] is ResizeState.READY)
+    ordered_s = rig.now_s - REPORT_S
+    rig.run(LEAVE_S - REPORT_S)
+    assert rig.now_s == ordered_s + LEAVE_S and rig.state() is RunState.RUNNING
+    assert rig.send("a").state is RunState.FORMING
+    rig.run(3)
     assert rig.attempt() == 2 and rig.answers["a"].mesh == _MESH
 
 
@@ -255,7 +270,9 @@ def test_a_machine_asked_to_stop_ends_a_resize(state: str) -> None:
     _request(rig)
     rig.run(3)
     rig.machines["b"] = replace(rig.machines["b"], is_stopping=True)
-    rig.run(HOLD_S / 2 + 5)
+    rig.run(HOLD_S / 2 - 2)
+    assert rig.attempt() == 1 + (state == "left")
+    rig.run(7)
     assert rig.state() is RunState.RUNNING
     if state == "preparing":
         assert rig.attempt() == 1
@@ -291,6 +308,8 @@ def test_a_restarted_rendezvous_continues_a_resize(has_started: bool, is_stoppin
     _request(rig)
     rig.run(3)
     rig.restart_server()
+    rig.run(3)
+    assert rig.attempt() == 1 + has_started
     rig.stays.clear()
     if is_stopping:
         rig.machines["b"] = replace(rig.machines["b"], is_stopping=True)
