@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.harness.threads import run_on_threads
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.attention import AcrossHeads
@@ -17,6 +19,7 @@ from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.parallel import context, tensor
 from torchtitan_lite.parallel.autograd_collectives import _AllGather
 from torchtitan_lite.parallel.pipeline import SharedWeight
+from torchtitan_lite.parallel.pipeline_stages import StagePlan
 
 
 @pytest.fixture
@@ -107,3 +110,25 @@ def test_a_gradient_is_returned_to_the_owner_once() -> None:
     )
     weight.return_gradient()
     assert owner.grad.tolist() == [3.0, 3.0] and copy.grad is None
+
+
+def test_a_copy_on_another_rank_follows_its_owner_and_returns_its_gradient() -> None:
+    """An uneven shard may be empty."""
+
+    def run(num_rows: int) -> list[float]:
+        group, rank = dist.group.WORLD, dist.get_rank()
+        assert group is not None
+        layer = nn.Module()
+        layer.weight = nn.Parameter(torch.full((num_rows, 2), 1.0 + rank))
+        layer.weight.grad = torch.full_like(layer.weight, 10.0 + rank)
+        stage = nn.ModuleDict({"embed": layer} if rank == 0 else {"out": layer})
+        plan = StagePlan(modules=(("embed",), (), ("out",)), ranks=(0, 2, 1))
+        held = {0: stage} if rank == 0 else {2: stage} if rank == 1 else {}
+        shared = SharedWeight(held, plan, ("embed", "out"), (0, 2), group)
+        shared.refresh()
+        shared.return_gradient()
+        grad = layer.weight.grad
+        return [layer.weight.sum().item(), -1.0 if grad is None else grad.sum().item()]
+
+    assert run_on_threads(3, run, 1) == [[2.0, 42.0], [2.0, -1.0], [6.0, 24.0]]
+    assert run_on_threads(3, run, 0) == [[0.0, 0.0], [0.0, -1.0], [0.0, 0.0]]
