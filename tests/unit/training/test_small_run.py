@@ -1,0 +1,126 @@
+"""A run of some steps with every part of the product. Its ranks are threads."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.harness.jobs import mesh_for, odd_config
+from tests.harness.threads import run_on_threads
+from torchtitan_lite.core.preemption import StopRequest, TrainingLeft
+from torchtitan_lite.training.builders import build
+from torchtitan_lite.training.summary import print_end, print_start
+from torchtitan_lite.training.trainer import train
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+_BATCH, _STEPS = 8, 3
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Threads that build models at the same time must not change the default to and fro."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _run(
+    folder: Path, overrides: dict[str, Any], stops: Callable[[int], bool], is_signal: bool
+) -> dict[str, Any]:
+    """Train, and return what happened. `stops` says after how many steps a stop is requested: by a
+    signal, or else by an order to leave."""
+    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
+    config = odd_config(folder, {"training.steps": _STEPS, **overrides})
+    reports: list[Any] = []
+    stop = StopRequest(lambda: not is_signal and stops(len(reports)))
+
+    def watch(state: Any, report: Any) -> None:
+        reports.append(report)
+        stop.was_signaled = is_signal and stops(len(reports))
+
+    with build(config, mesh_for(config), stop) as built:
+        job, ledger, contexts = built.job, mock.Mock(), []
+        enter_step = job.step_context
+
+        def context(number: int) -> Any:
+            contexts.append(number)
+            return enter_step(number)
+
+        def spy(owner: Any, name: str) -> Any:
+            return mock.patch.object(owner, name, wraps=getattr(owner, name))
+
+        with (
+            spy(job.state.loader, "load") as load,
+            spy(job.state.loader, "prefetch") as prefetch,
+            spy(job.replicas, "finish_step") as finish_step,
+            spy(job.checkpoints, "apply_signals") as apply_signals,
+        ):
+            print_start(built, config)
+            job = replace(job, hooks=[*job.hooks, watch], ledger=ledger, step_context=context)
+            try:
+                finished = train(job)
+            except TrainingLeft:
+                finished = None
+        with mock.patch("torchtitan_lite.training.summary._sample_lines", lambda *_: []):
+            print_end(built, config, [], finished=bool(finished))
+        assert all(one.grad is None for one in job.state.model.parameters())
+        return {
+            "finished": finished,
+            "numbers": [report.number for report in reports],
+            "contexts": contexts,
+            "loaded": [call.args[1] for call in load.call_args_list],
+            "prefetched": [call.args[1] for call in prefetch.call_args_list],
+            "last": [call.kwargs["is_last"] for call in finish_step.call_args_list],
+            "signals": apply_signals.call_count,
+            "ledger": [(name, *args[:2]) for name, args, _ in ledger.mock_calls],
+            "tracker": built.goodput_tracker is not None,
+        }
+
+
+def _never(step: int) -> bool:
+    return False
+
+
+def test_a_run_takes_its_steps_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = run_on_threads(2, _run, tmp_path, {}, _never, False)
+    for run in runs:
+        steps = [1, 2, 3]
+        assert run["numbers"] == run["contexts"] == run["loaded"] == steps
+        # The samples of the next step are read during a step, if there is one.
+        assert run["prefetched"] == [2, 3]
+        assert run["last"] == [False, False, True] and run["finished"] is True
+        assert run["signals"] == _STEPS
+        assert run["ledger"] == [
+            entry
+            for step in steps
+            for entry in (("begin", step, (step - 1) * _BATCH), ("end", "commit", step))
+        ]
+    assert [run["tracker"] for run in runs] == [True, False]
+    printed = capsys.readouterr().out
+    assert printed.count("2 processes: dp_shard 2\n") == printed.count("Outputs ") == 1
+    assert "new, with initial weights drawn from the seed" in printed
+    assert (tmp_path / "config.toml").exists()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert [line["step"] for line in lines if line.get("event") == "start"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "is_signal", "num_steps", "finished"),
+    [(1, True, 2, False), (3, True, 3, True), (1, False, 2, None), (2, False, 3, True)],
+)
+def test_a_run_ends_after_the_step_in_which_it_is_asked_to(
+    tmp_path: Path, stop_at: int, is_signal: bool, num_steps: int, finished: bool | None
+) -> None:
+    """None: its ranks leave for another mesh."""
+    (run,) = run_on_threads(1, _run, tmp_path, {}, lambda step: step >= stop_at, is_signal)
+    assert run["finished"] is finished
+    assert run["numbers"] == [*range(1, num_steps + 1)]
+    assert run["last"] == [False] * (num_steps - 1) + [True]
