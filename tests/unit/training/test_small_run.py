@@ -14,6 +14,7 @@ import torch
 from tests.harness.jobs import mesh_for, odd_config
 from tests.harness.threads import run_on_threads
 from torchtitan_lite.core.preemption import StopRequest, TrainingLeft
+from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.training.builders import build
 from torchtitan_lite.training.summary import print_end, print_start
 from torchtitan_lite.training.trainer import train
@@ -32,11 +33,14 @@ def float64() -> Iterator[None]:
 
 
 def _run(
-    folder: Path, overrides: dict[str, Any], stops: Callable[[int], bool], is_signal: bool
+    folder: Path,
+    overrides: dict[str, Any],
+    stops: Callable[[int], bool],
+    is_signal: bool,
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """Train, and return what happened. `stops` says after how many steps a stop is requested: by a
     signal, or else by an order to leave."""
-    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     config = odd_config(folder, {"training.steps": _STEPS, **overrides})
     reports: list[Any] = []
     stop = StopRequest(lambda: not is_signal and stops(len(reports)))
@@ -45,7 +49,7 @@ def _run(
         reports.append(report)
         stop.was_signaled = is_signal and stops(len(reports))
 
-    with build(config, mesh_for(config), stop) as built:
+    with build(config, mesh or mesh_for(config), stop) as built:
         job, ledger, contexts = built.job, mock.Mock(), []
         enter_step = job.step_context
 
@@ -76,6 +80,7 @@ def _run(
             "numbers": [report.number for report in reports],
             "contexts": contexts,
             "loaded": [call.args[1] for call in load.call_args_list],
+            "samples": [call.args[0] for call in load.call_args_list],
             "prefetched": [call.args[1] for call in prefetch.call_args_list],
             "last": [call.kwargs["is_last"] for call in finish_step.call_args_list],
             "signals": apply_signals.call_count,
@@ -89,9 +94,12 @@ def _never(step: int) -> bool:
 
 
 def test_a_run_takes_its_steps_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = run_on_threads(2, _run, tmp_path, {}, _never, False)
-    for run in runs:
+    local = {"training.local_batch_size": 2}
+    runs = run_on_threads(2, _run, tmp_path, local, _never, False)
+    for rank, run in enumerate(runs):
         steps = [1, 2, 3]
+        firsts = [[cursor + 2 * rank, cursor + 4 + 2 * rank] for cursor in (0, 8, 16)]
+        assert run["samples"] == [[range(one, one + 2) for one in rows] for rows in firsts]
         assert run["numbers"] == run["contexts"] == run["loaded"] == steps
         # The samples of the next step are read during a step, if there is one.
         assert run["prefetched"] == [2, 3]
@@ -124,3 +132,23 @@ def test_a_run_ends_after_the_step_in_which_it_is_asked_to(
     assert run["finished"] is finished
     assert run["numbers"] == [*range(1, num_steps + 1)]
     assert run["last"] == [False] * (num_steps - 1) + [True]
+
+
+def test_a_run_resumes_and_a_finished_one_ends_at_once(
+    mesh: Mesh, tmp_path: Path, logged: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    saving = {"checkpoint.enable": True, "checkpoint.async_mode": "disabled"}
+    logged.set_level(logging.INFO, "torchtitan_lite")
+    first = _run(tmp_path, saving, lambda step: step >= 1, True, mesh)
+    assert (first["finished"], first["numbers"]) == (False, [1, 2])
+    assert "Stopped at step 2 of 3 on request." in capsys.readouterr().out
+    assert (tmp_path / "checkpoint" / "assets" / "tokenizer.json").exists()
+    second = _run(tmp_path, saving, _never, False, mesh)
+    assert (second["finished"], second["numbers"]) == (True, [3])
+    assert f"resumed from {tmp_path}" in capsys.readouterr().out
+    third = _run(tmp_path, saving, _never, False, mesh)
+    assert (third["finished"], third["numbers"]) == (True, [])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = [(line["event"], line["step"]) for line in lines if "event" in line]
+    assert events == [("start", 0), ("saved", 1), ("resume", 2), ("start", 2), ("resume", 3)]
+    assert logged.messages.count("All 3 steps of this run are done.") == 1
