@@ -3,6 +3,8 @@
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -193,3 +195,25 @@ def test_bash_accepts_the_completion() -> None:
 
 def test_sizes() -> None:
     assert (size("5GB"), size("1.5mb")) == (5 * 10**9, 1_500_000)
+
+
+def test_launch_passes_on_what_follows_the_separator(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(
+        "torchtitan_lite.cli.launch.run", lambda options, others: given.append(list(others)) or 0
+    )
+    assert main(["launch", "--replicas=2", "--", "--config=x.toml", "--", "--job.x=1"]) == 0
+    assert given == [["--config=x.toml", "--", "--job.x=1"]]
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_one_rank_prints_an_evaluation(is_leader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[object] = []
+    world = nullcontext(SimpleNamespace(is_leader=is_leader))
+    monkeypatch.setattr("torchtitan_lite.cli.evaluate.start_mesh", lambda **_: world)
+    monkeypatch.setattr("torchtitan_lite.cli.evaluate.evaluate", lambda *_: {"loss": 2.5})
+    monkeypatch.setattr(
+        "torchtitan_lite.cli.evaluate._print", lambda record, _: printed.append(record)
+    )
+    assert main(["evaluate", "folder", "--device=cpu"]) == 0
+    assert printed == [{"loss": 2.5}] * is_leader

@@ -104,6 +104,8 @@ def test_every_stage_of_a_batch_size_warmup_must_fit_the_mesh(config) -> None:
         "Set batch_size_warmup[1][1] = 8 or 16, or local_batch_size = 1."
     )
     check_against(config(*arguments), 2)
+    one = ("--training.local_batch_size=1", "--training.batch_size_warmup=[[1, 1]]")
+    check_against(config("--training.global_batch_size=8", *one), 1)
     pipeline = ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=1"]
     text = config_error(
         config(
@@ -347,6 +349,8 @@ def test_loading_with_checkpoints_disabled(config, tmp_path: Path) -> None:
     assert "have no effect while checkpoint.enable is false" in text
     check_against(config(*arguments, "--checkpoint.enable"), 1)
     check_against(config(*arguments, "--checkpoint.load_only"), 1)
+    text = config_error(config("--checkpoint.load_step", "0"))
+    assert "checkpoint.load_step = 0 has no effect" in text or "load_step = 0 have" in text
 
 
 def test_an_export_at_the_end_needs_a_checkpoint_that_transformers_can_read(config) -> None:
@@ -573,7 +577,11 @@ _SEMI_SYNC = (
 
 @pytest.mark.parametrize("method", ["local_sgd", "diloco", "streaming_diloco"])
 def test_semi_synchronous_training_with_supported_features(config, method: str) -> None:
-    check_against(config(*_SEMI_SYNC, f"--fault_tolerance.semi_sync_method={method}"), 1)
+    options = (*_SEMI_SYNC, f"--fault_tolerance.semi_sync_method={method}")
+    check_against(config(*options), 1)
+    # A round of the local batch for each replica.
+    shares = ("--fault_tolerance.group_size=8", "--training.local_batch_size=2")
+    check_against(config(*options, *shares, "--training.global_batch_size=16"), 1)
 
 
 @pytest.mark.parametrize(
