@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,8 @@ from tests.harness.jobs import mesh_for, odd_config
 from tests.harness.threads import run_on_threads
 from torchtitan_lite.core.preemption import StopRequest, TrainingLeft
 from torchtitan_lite.distributed.mesh import Mesh
-from torchtitan_lite.training.builders import build
-from torchtitan_lite.training.summary import print_end, print_start
+from torchtitan_lite.training.builders import build, model, spec_on_device
+from torchtitan_lite.training.summary import print_end, print_start, start_rows
 from torchtitan_lite.training.trainer import train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -143,7 +144,9 @@ def test_a_run_resumes_and_a_finished_one_ends_at_once(
     assert (first["finished"], first["numbers"]) == (False, [1, 2])
     assert "Stopped at step 2 of 3 on request." in capsys.readouterr().out
     assert (tmp_path / "checkpoint" / "assets" / "tokenizer.json").exists()
+    assert (tmp_path / "config.toml").exists()
     second = _run(tmp_path, saving, _never, False, mesh)
+    assert not any("steps of this run are done" in text for text in logged.messages)
     assert (second["finished"], second["numbers"]) == (True, [3])
     assert f"resumed from {tmp_path}" in capsys.readouterr().out
     third = _run(tmp_path, saving, _never, False, mesh)
@@ -152,3 +155,35 @@ def test_a_run_resumes_and_a_finished_one_ends_at_once(
     events = [(line["event"], line["step"]) for line in lines if "event" in line]
     assert events == [("start", 0), ("saved", 1), ("resume", 2), ("start", 2), ("resume", 3)]
     assert logged.messages.count("All 3 steps of this run are done.") == 1
+    base = str(tmp_path / "checkpoint" / "step-3")
+    _run(tmp_path / "other", saving | {"checkpoint.initial_load_path": base}, _never, False, mesh)
+    assert f"new, with initial weights from {base}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("degrees", "axes"),
+    [({"expert": 2}, "dp_shard 2 x ep 2"), ({"tensor": 2, "expert_tensor": 2}, "tp 2 x etp 2")],
+)
+def test_the_start_shows_the_axes_of_several_ranks(
+    tmp_path: Path, degrees: dict[str, int], axes: str
+) -> None:
+    overrides = {"model.name": "qwen3", "model.flavor": "many_experts"}
+    sizes = {f"parallelism.{axis}_parallel_degree": size for axis, size in degrees.items()}
+
+    def mesh_row() -> str:
+        config = odd_config(tmp_path, {**overrides, **sizes})
+        with build(config, mesh_for(config), StopRequest()) as built:
+            return start_rows(built, config)["Mesh"]
+
+    assert run_on_threads(2, mesh_row) == [f"2 processes: {axes}"] * 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_documents_take_flex_attention_on_a_gpu(tmp_path: Path, dtype: str) -> None:
+    overrides = {"model.flavor": "debugmodel", "model.attention_mask": "document"}
+    config = odd_config(tmp_path, {**overrides, "training.mixed_precision_param": dtype})
+    gpu: Any = SimpleNamespace(kind="cuda")
+    with mock.patch.object(model, "trained_spec", wraps=model.trained_spec) as trained_spec:
+        spec_on_device(config, gpu)
+    found = [call.args[0].model.attention_backend for call in trained_spec.call_args_list]
+    assert found == ["auto", "flex"]
