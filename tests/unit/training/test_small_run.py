@@ -11,11 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.harness.jobs import mesh_for, odd_config
+from tests.harness.jobs import odd_config
 from tests.harness.threads import run_on_threads
+from torchtitan_lite.config import Config
 from torchtitan_lite.core.preemption import StopRequest, TrainingLeft
-from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.mesh import Mesh, resolve_degrees
 from torchtitan_lite.training.builders import build, model, spec_on_device
 from torchtitan_lite.training.summary import print_end, print_start, start_rows
 from torchtitan_lite.training.trainer import train
@@ -50,7 +53,7 @@ def _run(
         reports.append(report)
         stop.was_signaled = is_signal and stops(len(reports))
 
-    with build(config, mesh or mesh_for(config), stop) as built:
+    with build(config, mesh or _mesh(config), stop) as built:
         job, ledger, contexts = built.job, mock.Mock(), []
         enter_step = job.step_context
 
@@ -88,6 +91,10 @@ def _run(
             "ledger": [(name, *args[:2]) for name, args, _ in ledger.mock_calls],
             "tracker": built.goodput_tracker is not None,
         }
+
+
+def _mesh(config: Config) -> Mesh:
+    return Mesh(detect_device("cpu"), resolve_degrees(config.parallelism, dist.get_world_size()))
 
 
 def _never(step: int) -> bool:
@@ -172,7 +179,7 @@ def test_the_start_shows_the_axes_of_several_ranks(
 
     def mesh_row() -> str:
         config = odd_config(tmp_path, {**overrides, **sizes})
-        with build(config, mesh_for(config), StopRequest()) as built:
+        with build(config, _mesh(config), StopRequest()) as built:
             return start_rows(built, config)["Mesh"]
 
     assert run_on_threads(2, mesh_row) == [f"2 processes: {axes}"] * 2
