@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from torchtitan_lite.config import Config
+from torchtitan_lite.config.resize import resize_problems
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.config.tables.section import Section
@@ -743,3 +744,16 @@ def test_an_unknown_family_is_named_alone() -> None:
     with pytest.raises(ConfigError) as caught:
         check_against(config, 2)
     assert str(caught.value) == str(alone.value)
+
+
+@pytest.mark.parametrize(("load_step", "is_problem"), [("-1", False), ("0", True), ("3", True)])
+def test_a_run_that_changes_its_ranks_resumes_the_newest_state(
+    config, load_step: str, is_problem: bool
+) -> None:
+    resumed = config(
+        "--checkpoint.enable",
+        "--training.global_batch_size=8",
+        f"--checkpoint.load_step={load_step}",
+    )
+    problems = list(resize_problems(resumed, "a resize"))
+    assert ["load_step" in problem for problem in problems] == [True] * is_problem

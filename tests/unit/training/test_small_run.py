@@ -16,9 +16,11 @@ import torch.distributed as dist
 from tests.harness.jobs import odd_config
 from tests.harness.threads import run_on_threads
 from torchtitan_lite.config import Config
+from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.preemption import StopRequest, TrainingLeft
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, resolve_degrees
+from torchtitan_lite.training import final_export
 from torchtitan_lite.training.builders import build, model, spec_on_device
 from torchtitan_lite.training.summary import print_end, print_start, start_rows
 from torchtitan_lite.training.trainer import train
@@ -194,3 +196,25 @@ def test_documents_take_flex_attention_on_a_gpu(tmp_path: Path, dtype: str) -> N
         spec_on_device(config, gpu)
     found = [call.args[0].model.attention_backend for call in trained_spec.call_args_list]
     assert found == ["auto", "flex"]
+
+
+def test_all_ranks_export_the_step_that_the_leader_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(prepare: object) -> None:
+        raise CheckpointError("The disk is full.")
+
+    monkeypatch.setattr(final_export, "export_on_all_ranks", fail)
+    config = odd_config(tmp_path, {})
+
+    # Only the leader sees the newest step yet.
+    storage = SimpleNamespace(steps=lambda: [1, 5] if dist.get_rank() == 0 else [1])
+    monkeypatch.setattr(final_export, "open_storage", lambda root: storage)
+
+    def export() -> str:
+        with pytest.raises(CheckpointError) as raised:
+            final_export.export_last_save(config, "root", tmp_path)
+        return str(raised.value)
+
+    texts = run_on_threads(2, export)
+    assert all(text.startswith("Step 5 is saved in root, but could not be") for text in texts)

@@ -3,6 +3,8 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from tests.harness.threads import run_on_threads
 from tests.parity.meshes import CP, FSDP, MESHES, TP
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.training.checks.constraints import check_against
 from torchtitan_lite.training.debug import traced_step
-from torchtitan_lite.training.debug.table import fold
+from torchtitan_lite.training.debug.communication import Collective
+from torchtitan_lite.training.debug.table import columns, fold, folded
+from torchtitan_lite.training.debug.trace import StepTracer
 
 # torch warns of its own code.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -264,3 +269,34 @@ def test_a_step_beyond_the_last_is_rejected() -> None:
     config = Config.model_validate({"debug": debug, "training": {"steps": 8}})
     with pytest.raises(ConfigError, match=r"trace_communication_step \(9\) is above .*\(8\)"):
         check_against(config, 1)
+
+
+def test_equal_collectives_are_counted_together() -> None:
+    one = Collective(
+        order=0, operation="all_gather", axis="tp", num_bytes=8, dtype="float32",
+        module="layers.1.attention", phase="forward",
+    )  # fmt: skip
+    other = replace(one, axis="cp")
+    found = folded([one, other, replace(one, module="layers.2.attention", order=2)])
+    names = ("module", "axis", "count", "num_bytes_in_all")
+    assert [tuple(row[name] for name in names) for row in found] == [
+        ("layers.*.attention", "tp", 2, 16),
+        ("layers.*.attention", "cp", 1, 8),
+    ]
+
+
+def test_a_repeated_step_is_traced_once(mesh: Mesh, tmp_path: Path) -> None:
+    tracer = StepTracer([], mesh, traced_step=2, folder=tmp_path, tensors=dict)
+    for number, is_traced in ((1, False), (2, True), (2, False), (3, False)):
+        context = tracer.step(number)
+        assert isinstance(context, nullcontext) is not is_traced
+        with context:
+            assert isinstance(tracer.in_schedule(), nullcontext) is not is_traced
+    assert isinstance(tracer.in_schedule(), nullcontext)
+    trace = json.loads((tmp_path / "communication_rank_0.json").read_text())
+    assert trace["step"] == 2 and (tmp_path / "communication.txt").exists()
+
+
+def test_the_last_columns_are_aligned_right() -> None:
+    text = columns(("name", "a", "b"), [("x", "1", "20"), ("longer", "300", "4")], numbers=2)
+    assert text.splitlines() == ["name      a   b", "x         1  20", "longer  300   4"]
