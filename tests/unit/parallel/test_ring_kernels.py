@@ -29,8 +29,9 @@ def test_a_ring_computes_causal_attention_and_sends_nothing_for_the_last_turn(
     shapes = (1, 4, length, 8), (1, 2, length, 8), (1, 2, length, 6), (1, 4, length, 6)
     q, k, v, grad = (torch.randn(*one, generator=draws, dtype=torch.float64) for one in shapes)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    q_whole, k_whole, v_whole = whole
     expected = torch.nn.functional.scaled_dot_product_attention(
-        *whole, is_causal=True, enable_gqa=True
+        q_whole, k_whole, v_whole, is_causal=True, enable_gqa=True
     )
     expected.backward(grad)
 

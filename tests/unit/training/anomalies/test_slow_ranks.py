@@ -137,6 +137,6 @@ def test_a_rank_waits_for_data_if_that_is_most_of_the_difference(
     data_s: float, waits: bool
 ) -> None:
     detector = SlowRankDetector()
-    for _ in range(64):
-        found = detector.step([RankWork(0, 0, 0, 1, 0.4, data_s), RankWork(0, 1, 0, 1, 0.2)])
+    work = [RankWork(0, 0, 0, 1, 0.4, data_s), RankWork(0, 1, 0, 1, 0.2)]
+    found = [one for _ in range(64) for one in detector.step(work)]
     assert [(one.rank, one.times_slower, one.waits_for_data) for one in found] == [(0, 2, waits)]
