@@ -3,11 +3,16 @@
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from torchtitan_lite.cli import main
-from torchtitan_lite.cli.parsers import size
+from torchtitan_lite.cli import launch, main
+from torchtitan_lite.cli.parsers import parser, size
+from torchtitan_lite.core.errors import ConfigError
 
 COMMANDS = ["train", "launch", "generate", "evaluate", "convert", "estimate", "inspect", "report"]
 
@@ -193,3 +198,48 @@ def test_bash_accepts_the_completion() -> None:
 
 def test_sizes() -> None:
     assert (size("5GB"), size("1.5mb")) == (5 * 10**9, 1_500_000)
+
+
+def test_launch_passes_on_what_follows_the_separator(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(
+        "torchtitan_lite.cli.launch.run", lambda options, others: given.append(list(others)) or 0
+    )
+    assert main(["launch", "--replicas=2", "--", "--config=x.toml", "--", "--job.x=1"]) == 0
+    assert given == [["--config=x.toml", "--", "--job.x=1"]]
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_one_rank_prints_an_evaluation(is_leader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[object] = []
+    world = nullcontext(SimpleNamespace(is_leader=is_leader))
+    monkeypatch.setattr("torchtitan_lite.cli.evaluate.start_mesh", lambda **_: world)
+    monkeypatch.setattr("torchtitan_lite.cli.evaluate.evaluate", lambda *_: {"loss": 2.5})
+    monkeypatch.setattr(
+        "torchtitan_lite.cli.evaluate._print", lambda record, _: printed.append(record)
+    )
+    assert main(["evaluate", "folder", "--device=cpu"]) == 0
+    assert printed == [{"loss": 2.5}] * is_leader
+
+
+@pytest.mark.parametrize(("replicas", "error"), [(1, "there are 1 replicas"), (2, "")])
+def test_a_quorum_of_all_replicas_is_possible(replicas: int, error: str) -> None:
+    options = parser().parse_args(["launch", f"--replicas={replicas}", "--min-replicas=2"])
+    context = pytest.raises(ConfigError, match=error) if error else nullcontext()
+    with context:
+        launch._check(options, [1])
+
+
+@pytest.mark.parametrize(("steps", "number"), [(None, "5"), (5, "10")])
+def test_a_launch_shows_how_to_resume_it(
+    steps: int | None, number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A finished one needs more steps."""
+    plan: Any = SimpleNamespace(
+        num_replicas=1, goodput_file=lambda number: tmp_path / "none", dump_folder=tmp_path
+    )
+    launcher: Any = SimpleNamespace(sample=list, finished_steps=steps)
+    options: Any = SimpleNamespace(argv=["--replicas=1"])
+    launch._print_end(plan, launcher, options, ["--training.steps=5"])
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "Resume" in one]
+    assert line.replace("=", " ").endswith(f"launch --replicas 1 -- --training.steps {number}")

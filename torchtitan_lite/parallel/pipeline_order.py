@@ -256,7 +256,7 @@ def _check_stages(rows: Iterable[tuple[Action, ...]]) -> None:
                     f"stage {action.stage} is in row {holder} and, as {action}, in row {row}; "
                     "a stage is on one rank."
                 )
-    missing = set(range(max(holders) + 1)) - set(holders)
+    missing = set(range(max(holders))) - set(holders)
     if missing:
         raise MeshError(
             f"stages must be 0 to n-1, and there is {_listed(holders)}, but not {_listed(missing)}."
@@ -268,7 +268,7 @@ def _check_each_once(order: PipelineOrder) -> None:
     two."""
     count = Counter(action for row in order.rows for action in row)
     microbatches = {action.microbatch for action in count}
-    missing = set(range(max(microbatches) + 1)) - microbatches
+    missing = set(range(max(microbatches))) - microbatches
     if missing:
         raise MeshError(
             f"microbatches must be 0 to m-1, and there is {_listed(microbatches)}, but not "

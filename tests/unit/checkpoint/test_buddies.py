@@ -1,6 +1,7 @@
 """Which rank is whose buddy, and when a rank's trainer orders copies: one process that is its own
 buddy, with its real writer and copying process."""
 
+import logging
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from torchtitan_lite.checkpoint.buddies import (
     BuddyCopies,
     BuddyPairing,
     BuddyProcess,
+    CopySignals,
     buddies_of,
     pair_buddies,
 )
@@ -447,3 +449,69 @@ def test_one_machine_is_warned_about(
     assert saver_of(manager).buddies is None
     warnings = [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
     assert len(warnings) == 1 and "checkpoint.buddy_interval = 2 has no effect" in warnings[0]
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+@pytest.mark.parametrize(
+    ("signals", "is_complete", "reports"),
+    [
+        (CopySignals(0, 0, 0), True, ["success"]),
+        (CopySignals(1, 0, 0), False, []),
+        # It may still arrive.
+        (CopySignals(1, 0, 1), False, ["failure"]),
+        (CopySignals(0, 1, 0), False, ["failure", "cancelled"]),
+    ],
+)
+def test_a_copy_is_complete_once_all_ranks_have_it(
+    signals: CopySignals,
+    is_complete: bool,
+    reports: list[str],
+    is_leader: bool,
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    logged.set_level(logging.INFO, "torchtitan_lite")
+    found: list[str] = []
+    copies: Any = SimpleNamespace(
+        _copy=SimpleNamespace(order=SimpleNamespace(slot=1, segment=0, step=7), begun_s=1.0),
+        _has_copied=False,
+        _context=SimpleNamespace(mesh=SimpleNamespace(is_leader=is_leader)),
+        _report_failure=lambda copy: found.append("failure"),
+        _report_success=lambda step: found.append("success"),
+        cancel=lambda: found.append("cancelled"),
+    )
+    assert BuddyCopies.apply(copies, signals) is is_complete
+    assert found == reports
+    assert len(logged.messages) == int(is_complete and is_leader)
+    if is_complete:
+        assert BuddyCopies.apply(copies, signals) is False, "there is no copy any more"
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_the_leader_logs_when_copies_fail_and_when_they_arrive_again(
+    is_leader: bool, mesh: Mesh, logged: pytest.LogCaptureFixture
+) -> None:
+    logged.set_level(logging.INFO, "torchtitan_lite")
+    config = SimpleNamespace(buddy_interval=5)
+    copies: Any = SimpleNamespace(
+        _failing_since_s=None,
+        _kept=None,
+        _events=[],
+        _reason=lambda copy: "it was lost.",
+        _context=SimpleNamespace(mesh=SimpleNamespace(is_leader=is_leader), config=config),
+        copied_step=-1,
+    )
+    copy: Any = SimpleNamespace(order=SimpleNamespace(step=7), begun_s=1.0)
+    for _ in range(2):
+        BuddyCopies._report_failure(copies, copy)
+    for _ in range(2):
+        BuddyCopies._report_success(copies, 9)
+    assert [event.name for event in copies._events] == [
+        "buddy_copies_failed",
+        "buddy_copies_recovered",
+    ]
+    starts = [
+        "Step 7 is not copied to another machine: it was lost.",
+        "Step 9 is copied to another",
+    ]
+    assert len(logged.messages) == 2 * is_leader
+    assert all(text.startswith(one) for text, one in zip(logged.messages, starts, strict=False))

@@ -167,3 +167,22 @@ def test_tensors_of_another_plan_are_rejected(mesh: Mesh) -> None:
     copier.start(0, state.tensors(), lambda: None)
     copier.close()
     assert same(copier._targets[0], state.tensors())
+
+
+def test_chunks_are_of_a_minimum_size_and_cover_all_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 8)
+    tensors = [torch.zeros(number, dtype=torch.uint8) for number in (3, 5, 1, 9, 2, 2)]
+    assert module._chunks(tensors) == [slice(0, 2), slice(2, 4), slice(4, 6)]
+    assert module._chunks([]) == []
+
+
+@pytest.mark.parametrize(("num_cores", "is_free"), [(2, False), (3, True)])
+def test_a_core_is_free_beside_the_threads_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, is_free: bool
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda process: set(range(num_cores)))
+    assert module.has_free_core() is is_free

@@ -10,12 +10,14 @@ import pytest
 from tests.harness.snapshots import description, slot_bytes_of, snapshot
 from torchtitan_lite.checkpoint import leftover_snapshots
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, _Save
+from torchtitan_lite.checkpoint.convert.hugging_face.folder import saved_assets
 from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, HeldRegion, Position
 from torchtitan_lite.checkpoint.leftover_snapshots import (
     LeftoverSnapshot,
     SnapshotOrigin,
     newest_leftover,
 )
+from torchtitan_lite.checkpoint.save_context import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.core.errors import DamagedCheckpoint
 
@@ -107,3 +109,24 @@ def test_only_responses_about_the_present_attempt_count() -> None:
     assert saver._save.committed
     saver._save = None
     AsynchronousSaver._handle(saver, {"committed": 7, "token": "ab-7x2"})
+
+
+def test_a_rank_without_a_region_has_no_generators() -> None:
+    found: Any = SimpleNamespace(position="here")
+    region = SimpleNamespace(values=lambda slot: {"rng": f"slot {slot}"})
+    mine: Any = {1: SimpleNamespace(region=region, slots={"here": 2})}
+    assert leftover_snapshots._generators(found, mine, 1) == {"1": "slot 2"}
+    assert leftover_snapshots._generators(found, mine, 0) == {}
+
+
+def test_a_replica_has_snapshots_of_its_own() -> None:
+    names = [replica_run_id("run", replica) for replica in range(3)]
+    assert names[0] == "run" and len(set(names)) == 3
+
+
+def test_the_tokenizer_beside_a_step_is_found(tmp_path: Path) -> None:
+    step = str(tmp_path / "step-3")
+    assert saved_assets(step) is None and saved_assets(f"memory://{step}") is None
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "tokenizer.json").touch()
+    assert saved_assets(step) == tmp_path / "assets"

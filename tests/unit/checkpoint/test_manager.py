@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
+from tests.harness.threads import run_on_threads
 from tests.unit.checkpoint.conftest import (
     Manage,
     SmallState,
@@ -26,10 +29,12 @@ from tests.unit.checkpoint.conftest import (
 from torchtitan_lite.checkpoint import sync_saver
 from torchtitan_lite.checkpoint import tensors as tensors_module
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, Position
+from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import RetryBackoff
 from torchtitan_lite.checkpoint.shared_memory.folder import list_runs
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
-from torchtitan_lite.checkpoint.tensors import byte_pieces
+from torchtitan_lite.checkpoint.tensors import byte_pieces, cast_pieces
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
 
 _DATA = "rank-00000.safetensors"
@@ -169,17 +174,65 @@ def test_a_missing_step_is_an_error_that_lists_existing_ones(manage: Manage) -> 
     manager = manage(state)
     with pytest.raises(CheckpointError, match=r"load_step = 3, but .* holds the steps: none\."):
         manage(state, load_step=3).restore()
+    with pytest.raises(CheckpointError, match=r"load_step = 0, but .* holds the steps: none\."):
+        manage(state, load_step=0).restore()
     run_steps(manager, state, 2)
     with pytest.raises(CheckpointError, match=r"load_step = 3, but .* holds the steps: 1, 2\."):
         manage(state, load_step=3).restore()
 
 
-def test_an_earlier_step_can_be_requested(manage: Manage) -> None:
+@pytest.mark.parametrize(("step", "later"), [(3, []), (2, ["later steps than .*load_step = 2: 3"])])
+def test_an_earlier_step_can_be_requested(
+    manage: Manage, step: int, later: list[str], logged: pytest.LogCaptureFixture
+) -> None:
     state = SmallState()
-    run_steps(manage(state), state, 3)
+    first = manage(state)
+    run_steps(first, state, 3)
+    assert (first.newest_stored(), manage(state, enable=False).newest_stored()) == (3, -1)
+    logged.clear()
     other = SmallState()
-    manage(other, load_step=2).restore()
-    assert other.step == 2 and other.cursor == 16
+    manager = manage(other, load_step=step)
+    manager.restore()
+    assert (other.step, other.cursor, manager.stored_before) == (step, 8 * step, 3)
+    warnings = [text for text in logged.messages if "later steps" in text]
+    assert len(warnings) == len(later)
+    assert all(re.search(*one) for one in zip(later, warnings, strict=True))
+
+
+def test_the_newest_step_up_to_a_given_one_is_restored(manage: Manage) -> None:
+    state = SmallState()
+    manager = manage(state)
+    run_steps(manager, state, 3)
+    folder = manager.restore_earlier(2, lambda saved: True)
+    assert state.step == 2 and str(folder).endswith("step-2")
+
+
+def test_of_one_step_the_snapshot_in_memory_comes_first() -> None:
+    context: Any = SimpleNamespace(storage="disk")
+    restorer: Any = SimpleNamespace(_context=context)
+    leftover: Any = SimpleNamespace(saved=SimpleNamespace(step=2))
+    found = Restorer._newest_first(restorer, [3, 2, 1], leftover)
+    assert found == [("disk", "step-3"), leftover, ("disk", "step-2"), ("disk", "step-1")]
+
+
+def test_the_next_snapshot_avoids_the_damage_of_all_ranks() -> None:
+    def insert() -> tuple[list[Any], set[HeldPart]]:
+        own = HeldPart(dist.get_rank(), False, Position(2, 16))
+        leftover: Any = SimpleNamespace(
+            damaged={own}, saved=SimpleNamespace(step=2), origin=SimpleNamespace(position="before")
+        )
+        following: Any = SimpleNamespace(saved=SimpleNamespace(step=1))
+        restorer: Any = SimpleNamespace(_newest_leftover=lambda *given: following)
+        remaining: list[Any] = [("disk", "step-2"), ("disk", "step-1"), ("disk", "step-0")]
+        damaged: set[HeldPart] = set()
+        Restorer._insert_next(restorer, remaining, leftover, damaged)
+        return [one if one == following else one[1] for one in remaining], damaged
+
+    for remaining, damaged in run_on_threads(2, insert):
+        assert [one if isinstance(one, str) else "memory" for one in remaining] == [
+            "step-2", "memory", "step-1", "step-0",
+        ]  # fmt: skip
+        assert {part.saver for part in damaged} == {0, 1}
 
 
 def test_saves_at_the_interval_and_after_the_first_step_if_enabled(manage: Manage) -> None:
@@ -616,6 +669,13 @@ def test_pieces_of_a_tensor_are_bounded() -> None:
     tensor = torch.arange(5 << 20)
     pieces = list(byte_pieces(tensor, 24, 38 << 20))
     assert b"".join(pieces) == tensor.numpy().tobytes()[24 : 24 + (38 << 20)]
+    assert max(map(len, pieces)) == 8 << 20
+
+
+def test_a_tensor_is_cast_in_bounded_pieces() -> None:
+    tensor = torch.arange((10 << 20) + 3, dtype=torch.float32)
+    pieces = list(cast_pieces("weight", tensor, torch.bfloat16))
+    assert b"".join(pieces) == bytes(tensor.bfloat16().view(torch.uint8).numpy())
     assert max(map(len, pieces)) == 8 << 20
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from torchtitan_lite.config import Config
+from torchtitan_lite.config.resize import resize_problems
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.config.tables.section import Section
@@ -104,6 +105,8 @@ def test_every_stage_of_a_batch_size_warmup_must_fit_the_mesh(config) -> None:
         "Set batch_size_warmup[1][1] = 8 or 16, or local_batch_size = 1."
     )
     check_against(config(*arguments), 2)
+    one = ("--training.local_batch_size=1", "--training.batch_size_warmup=[[1, 1]]")
+    check_against(config("--training.global_batch_size=8", *one), 1)
     pipeline = ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=1"]
     text = config_error(
         config(
@@ -347,6 +350,8 @@ def test_loading_with_checkpoints_disabled(config, tmp_path: Path) -> None:
     assert "have no effect while checkpoint.enable is false" in text
     check_against(config(*arguments, "--checkpoint.enable"), 1)
     check_against(config(*arguments, "--checkpoint.load_only"), 1)
+    text = config_error(config("--checkpoint.load_step", "0"))
+    assert "checkpoint.load_step = 0 has no effect" in text or "load_step = 0 have" in text
 
 
 def test_an_export_at_the_end_needs_a_checkpoint_that_transformers_can_read(config) -> None:
@@ -581,7 +586,11 @@ _SEMI_SYNC = (
 
 @pytest.mark.parametrize("method", ["local_sgd", "diloco", "streaming_diloco"])
 def test_semi_synchronous_training_with_supported_features(config, method: str) -> None:
-    check_against(config(*_SEMI_SYNC, f"--fault_tolerance.semi_sync_method={method}"), 1)
+    options = (*_SEMI_SYNC, f"--fault_tolerance.semi_sync_method={method}")
+    check_against(config(*options), 1)
+    # A round of the local batch for each replica.
+    shares = ("--fault_tolerance.group_size=8", "--training.local_batch_size=2")
+    check_against(config(*options, *shares, "--training.global_batch_size=16"), 1)
 
 
 @pytest.mark.parametrize(
@@ -743,3 +752,16 @@ def test_an_unknown_family_is_named_alone() -> None:
     with pytest.raises(ConfigError) as caught:
         check_against(config, 2)
     assert str(caught.value) == str(alone.value)
+
+
+@pytest.mark.parametrize(("load_step", "is_problem"), [("-1", False), ("0", True), ("3", True)])
+def test_a_run_that_changes_its_ranks_resumes_the_newest_state(
+    config, load_step: str, is_problem: bool
+) -> None:
+    resumed = config(
+        "--checkpoint.enable",
+        "--training.global_batch_size=8",
+        f"--checkpoint.load_step={load_step}",
+    )
+    problems = list(resize_problems(resumed, "a resize"))
+    assert ["load_step" in problem for problem in problems] == [True] * is_problem

@@ -21,6 +21,7 @@ from tests.unit.data.chat_templates import (
 )
 from torchtitan_lite.config.tables.data import CorpusConfig
 from torchtitan_lite.core.errors import DataError
+from torchtitan_lite.data import chat_tokens
 from torchtitan_lite.data.chat_template import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
@@ -296,3 +297,23 @@ def test_only_what_a_generation_block_marks_is_a_target(tmp_path: Path) -> None:
     (tokens,) = tokens_of(folder, [messages])
     targets = tokens.ids[np.array(mask(tokens)) == 1].tolist()
     assert load_tokenizer(folder).decode(targets) == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("spans", "bounds"),
+    [
+        ([(0, 6)], [0, 2]),
+        ([(1, 2)], [0, 1]),
+        ([(3, 6)], [1, 2]),
+        # Without text, also within a token.
+        ([(3, 3)], []),
+        ([(2, 2)], []),
+        # The end of a span and the next one, in one token.
+        ([(0, 4), (4, 6)], [0, 2]),
+    ],
+)
+def test_targets_are_the_tokens_with_text_of_the_assistant(
+    spans: list[tuple[int, int]], bounds: list[int]
+) -> None:
+    found = chat_tokens._token_bounds(np.array([0, 3]), np.array([3, 6]), spans)
+    assert found.tolist() == bounds

@@ -59,6 +59,12 @@ def test_samples_are_read_when_a_step_needs_them(opened: Opener, datasets: list[
     assert (second.targets_BS[1] == IGNORE_INDEX).all()
 
 
+def test_a_sample_may_be_as_long_as_a_block(opened: Opener, datasets: list[_Counting]) -> None:
+    (batch,) = opened(dataset="counting", seq_len=2).loader.load([range(6, 7)], step=1)
+    assert batch.tokens_BS.tolist() == [[6, 7]]
+    assert batch.targets_BS.tolist() == [[IGNORE_INDEX, 8]]
+
+
 def test_a_run_resumes_at_its_cursor(opened: Opener, datasets: list[_Counting]) -> None:
     state = opened(dataset="counting", seq_len=4).loader.state(40)
     assert not datasets[0].requested
@@ -70,7 +76,10 @@ def test_a_run_resumes_at_its_cursor(opened: Opener, datasets: list[_Counting]) 
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (OnlineSample(tokens=[1] * 6, are_targets=[True] * 6), "6 tokens, more than"),
+        (
+            OnlineSample(tokens=[1] * 6, are_targets=[True] * 6),
+            r"6 tokens, .* training\.seq_len \+ 1 = 5",
+        ),
         (OnlineSample(tokens=[300], are_targets=[True]), r"outside of \[0, 300\)"),
         (OnlineSample(tokens=[1, 2], are_targets=[True]), "2 tokens, and 1 of are_targets"),
         (

@@ -31,6 +31,37 @@ def test_seeds_and_epochs_give_different_orders_without_structure() -> None:
     assert abs(neighbours / size - 1 / 3) < 0.03
 
 
+@pytest.mark.parametrize(
+    "expected",
+    [
+        *([1, 0], [1, 0, 2], [1, 3, 2, 0], [3, 2, 4, 1, 0]),
+        [5, 8, 4, 7, 14, 13, 11, 6, 9, 2, 0, 15, 12, 3, 10, 1],
+        [2, 5, 14, 3, 13, 10, 8, 1, 4, 9, 12, 7, 0, 6, 11, 16, 15],
+    ],
+)
+def test_permutations_are_those_of_earlier_releases(expected: list[int]) -> None:
+    """A run that resumes with another release must continue in the same order."""
+    size = len(expected)
+    permuted = order.permute(np.arange(size), size, np.full(size, np.uint64(12345)))
+    assert permuted.tolist() == expected
+
+
+def test_a_blend_is_that_of_earlier_releases() -> None:
+    blend = SampleOrder(3, [None, 5, None, 4], [0.5, 0.25, 0.125, 0.125], [1, 1, 2, 1])
+    located = [" ".join(map(str, values)) for values in blend.locate(np.arange(24))]
+    assert located == [
+        "0 1 0 2 0 1 0 3 0 1 0 2 0 1 0 3 0 1 0 2 0 1 0 3",
+        "0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 1 0 0",
+        "0 1 1 1 2 4 3 0 4 3 5 0 6 0 7 1 8 2 9 2 10 0 11 2",
+    ]
+
+
+@pytest.mark.parametrize(("sizes", "weights"), [([], []), ([4], [1.0, 1.0]), ([4, 4], [1.0])])
+def test_each_corpus_needs_a_weight(sizes: list[int], weights: list[float]) -> None:
+    with pytest.raises(ValueError, match=f"{len(sizes)} sizes and {len(weights)} weights"):
+        SampleOrder(0, sizes, weights)
+
+
 @pytest.mark.parametrize("window", [1, 2, 7, 64])
 def test_each_window_of_a_stream_is_permuted(window: int) -> None:
     order = SampleOrder(3, [None, 50], [2.0, 1.0], [window, 1])

@@ -44,13 +44,21 @@ def test_every_token_is_a_target_once() -> None:
     assert blocks.tokens[:, 1:].ravel().tolist() == list(range(1, 71))
 
 
+@pytest.mark.parametrize("num_tokens", range(8, 23))
+def test_tokens_of_an_incomplete_block_are_left_out(num_tokens: int) -> None:
+    blocks = PackedBlocks(np.arange(num_tokens), np.array([0]), SEQ_LEN)
+    assert blocks.num_blocks == len(plain_blocks([list(range(num_tokens))]))
+
+
 def test_one_block_is_the_minimum() -> None:
     assert PackedBlocks(np.arange(SEQ_LEN + 1), np.array([0]), SEQ_LEN).num_blocks == 1
     with pytest.raises(DataError, match=r"7 tokens in 1 documents, .* seq_len \+ 1 = 8"):
         PackedBlocks(np.arange(SEQ_LEN), np.array([0]), SEQ_LEN)
 
 
-def test_an_index_out_of_range_is_rejected() -> None:
+@pytest.mark.parametrize("index", [-1, 2])
+def test_an_index_out_of_range_is_rejected(index: int) -> None:
     blocks = PackedBlocks(np.arange(15), np.array([0]), SEQ_LEN)
-    with pytest.raises(IndexError):
-        blocks.read(np.array([2]))
+    with pytest.raises(IndexError, match=rf"blocks \[ *{index}\] of a corpus with 2"):
+        blocks.read(np.array([index]))
+    assert blocks.read(np.array([], np.int64)).tokens.shape == (0, SEQ_LEN + 1)

@@ -24,8 +24,10 @@ def test_a_bar_in_a_terminal_shows_the_sums(monkeypatch: pytest.MonkeyPatch) -> 
         advance(1, 1_000)
         advance(2, 234)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
-    assert "Tokenizing the text" in shown
-    assert "3 documents, 1,234 tokens" in shown
+    assert re.search(r"Tokenizing the text ━{24} 0 documents, 0 tokens", shown)
+    assert re.search(r"Tokenizing the text ━{24} 3 documents, 1,234 tokens", shown)
+    # The bar is erased at its end.
+    assert terminal.getvalue().endswith("\x1b[1A\x1b[2K")
 
 
 def test_log_lines_at_intervals_show_the_sums(

@@ -74,6 +74,11 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         "DIR/a.jsonl:3: not a JSON object but a number, and each row must be one. Correct it or "
         "remove it.",
     ),
+    "a first line that is not an object": (
+        {"a.jsonl": b"3\n" + GOOD},
+        "DIR/a.jsonl:1: not a JSON object but a number, and each row must be one. Correct it or "
+        "remove it.",
+    ),
     "Latin 1 in JSON": (
         {"a.jsonl": GOOD + b'{"text": "caf\xe9"}\n'},
         "DIR/a.jsonl:3: not UTF-8 (byte 0xe9 in column 14), and data files must be. " + CONVERT,

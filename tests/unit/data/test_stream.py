@@ -1,7 +1,9 @@
 """Streams: the same blocks when read in order, after a step back, and from a saved state."""
 
+import itertools
 import json
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from torchtitan_lite.data import node_streams
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
-from torchtitan_lite.data.stream_reader import BEGINNING, StreamReader
+from torchtitan_lite.data.stream_reader import BEGINNING, Origin, StreamReader, TokenRun
 from torchtitan_lite.data.token_cache import tokenize
 from torchtitan_lite.data.tokenization import DocumentTokenizer, _Worker
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -186,3 +188,53 @@ def test_runs_that_no_rank_takes_are_dropped(monkeypatch: pytest.MonkeyPatch) ->
     for position in range(4):
         shared.take(SimpleNamespace(position=position), rank=0)
     assert list(shared._held) == [2, 3] and shared._num_held_tokens == 20
+
+
+class _Runs:
+    """Runs of `length` tokens, each of one document. The tokens are their positions."""
+
+    name = "numbers"
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.starts: list[int] = []
+        """Positions from which the stream was read."""
+
+    def runs(self, origin: Origin) -> Iterator[TokenRun]:
+        self.starts.append(origin.position)
+        for first in itertools.count(origin.position, self.length):
+            yield TokenRun(
+                origin=Origin(position=first, epoch=0, dataset_state={}),
+                following=Origin(position=first + self.length, epoch=0, dataset_state={}),
+                tokens=np.arange(first, first + self.length, dtype=np.uint32),
+                document_starts=np.array([first]),
+            )
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 11, 12, 13, 40])
+def test_blocks_do_not_depend_on_where_runs_end(length: int) -> None:
+    runs, seq_len = _Runs(length), 6
+    stream = StreamedBlocks(runs, seq_len)
+    for first in range(0, 12, 2):
+        found = stream.read(np.arange(first, first + 2))
+        starts = np.array([first, first + 1])[:, None] * seq_len
+        places = starts + np.arange(seq_len + 1)
+        assert found.tokens.tolist() == places.tolist()
+        owners = places // length
+        assert found.documents.tolist() == (owners - owners[:, :1]).tolist()
+        # The run with the first token of the next block.
+        position = stream.state(first + 2)["position"]
+        assert position <= (first + 2) * seq_len < position + length
+    assert runs.starts == [0]
+
+
+def test_a_step_back_reads_from_the_loaded_position_if_that_is_enough() -> None:
+    runs = _Runs(6)
+    stream = StreamedBlocks(runs, 6)
+    stream.load_state(Origin(position=60, epoch=0, dataset_state={}).values())
+    stream.read(np.array([30]))
+    for block, start in ((10, 60), (9, 0)):
+        assert stream.read(np.array([block])).tokens[0, 0] == 6 * block
+        assert runs.starts[-1] == start

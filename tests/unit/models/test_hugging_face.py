@@ -31,6 +31,7 @@ from torchtitan_lite.models import (
     families,
     hugging_face_dims,
     hugging_face_model,
+    mixtral,
     model_spec,
     plain_dims,
     read_hugging_face_config,
@@ -263,6 +264,13 @@ def test_unsupported_models_are_rejected(
     with pytest.raises(ConfigError) as caught:
         model_spec(load_config(tmp_path / "run.toml").model)
     assert message in str(caught.value)
+
+
+def test_the_width_of_heads_follows_from_the_model_if_it_is_not_given(tmp_path: Path) -> None:
+    values = json.loads((make_folder(tmp_path, "mixtral") / "config.json").read_text())
+    values.pop("head_dim", None)
+    heads = values["num_attention_heads"]
+    assert mixtral.dims_of_hugging_face(values).head_dim == values["hidden_size"] // heads > 1
 
 
 def test_former_names_of_rope_settings_are_read(tmp_path: Path) -> None:

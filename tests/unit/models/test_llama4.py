@@ -104,6 +104,15 @@ def test_unsupported_layers_are_rejected(
         llama4.dims_of_hugging_face(values | change)
 
 
+def test_layers_without_rotary_embedding_follow_the_interval_or_the_list(tmp_path: Path) -> None:
+    values = json.loads((make_folder(tmp_path, "llama4") / "config.json").read_text())
+    values |= {"num_hidden_layers": 8, "no_rope_layer_interval": 4}
+    for name in ("no_rope_layers", "moe_layers", "layer_types"):
+        values.pop(name, None)
+    read = llama4.dims_of_hugging_face(values)
+    assert (read.nope_interval, read.first_nope_layer) == (4, 3)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

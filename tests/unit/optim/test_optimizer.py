@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.harness.threads import run_on_threads
 from tests.harness.tolerances import NORM_FLOAT32, OPTIMIZER_FLOAT32, SCHEDULE
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.config.tables.lr_scheduler import LRSchedulerConfig
@@ -71,6 +74,9 @@ def test_no_step_has_a_rate_of_zero_and_the_rate_stays_after_the_last_step() -> 
         rates = [schedule.lr(committed) for committed in range(steps)]
         assert all(0 < rate <= 1 for rate in rates), (warmup, ratio, kind, steps)
         assert 0 <= schedule.lr(steps + 1000) <= rates[-1]
+        if ratio == 0 and warmup < steps:
+            # Without a decay, up to the last step and the one after it.
+            assert rates[-1] == schedule.lr(steps) == 1
 
 
 def test_phases_longer_than_the_run_are_shortened_and_logged(
@@ -338,6 +344,20 @@ def test_a_gradient_that_several_ranks_hold_counts_once() -> None:
     full, copied = torch.tensor([2.0]), torch.tensor([3.0])
     share = square_norm([(full, 1), (copied, 4)])
     assert share.item() == pytest.approx(4 + 9 / 4)
+
+
+def test_ranks_that_hold_the_same_shard_are_counted() -> None:
+    def holders() -> list[tuple[list[float], int]]:
+        mesh = init_device_mesh("cpu", (2,))
+        parameters = [
+            nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [placement]))
+            for placement in (Replicate(), Shard(0))
+        ]
+        for one in parameters:
+            one.grad = torch.ones_like(one)
+        return [(part.tolist(), count) for part, count in local_gradients(parameters)]
+
+    assert run_on_threads(2, holders) == [[([1.0, 1.0], 2), ([1.0], 1)]] * 2
 
 
 def test_a_non_finite_gradient_shows_in_the_norm() -> None:

@@ -1,5 +1,8 @@
 """Compilation block by block. tests/parity compares the results."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from torch._dynamo.exc import InvalidBackend
@@ -50,6 +53,22 @@ def test_with_tensor_parallelism_another_batch_size_is_another_graph(mesh: Mesh)
         for batch_size in (2, 3, 4):
             model(**tiny_samples(batch_size, length=5))
     assert counter.frame_count == 3
+
+
+@pytest.mark.parametrize(
+    ("tp", "capacity", "dynamic", "is_one_graph"),
+    [(1, None, None, True), (2, None, False, True), (2, 1.5, None, False), (1, 1.5, None, False)],
+)
+def test_what_a_block_contains_decides_on_its_graphs(
+    tp: int, capacity: float | None, dynamic: bool | None, is_one_graph: bool, mesh: Mesh
+) -> None:
+    mesh.degrees = ParallelDims(tp=tp)
+    spec = replace(tiny_spec(), expert_capacity_factor=capacity)
+    with mock.patch.object(torch, "compile", side_effect=lambda forward, **_: forward) as compiled:
+        compile.apply(tiny_decoder(), spec, mesh, CompileConfig(enable=True))
+    assert compiled.call_count == spec.num_layers
+    for call in compiled.call_args_list:
+        assert (call.kwargs["dynamic"], call.kwargs["fullgraph"]) == (dynamic, is_one_graph)
 
 
 def test_a_parallelized_model_is_compiled(mesh: Mesh) -> None:

@@ -1,15 +1,11 @@
 """Differentiable collectives, compared with the same operation in one process."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
-from tests.harness.ranks import WorkerPool
+from tests.harness.threads import run_on_threads
 from torchtitan_lite.nn.rows import take_rows
 from torchtitan_lite.parallel.autograd_collectives import exchange_rows, shard_rows, unshard_rows
-
-Pools = Callable[[int], WorkerPool]
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:
@@ -54,12 +50,12 @@ def parts_of_a_replicated_tensor() -> None:
     assert torch.equal(whole_ND.grad, weights_ND * scale)
 
 
-def test_uneven_rows_and_their_gradients_are_exchanged(pools: Pools) -> None:
-    pools(4).run(exchange_rows_and_gradients)
+def test_uneven_rows_and_their_gradients_are_exchanged() -> None:
+    run_on_threads(4, exchange_rows_and_gradients)
 
 
-def test_gathered_parts_equal_the_full_tensor_in_both_directions(pools: Pools) -> None:
-    pools(4).run(parts_of_a_replicated_tensor)
+def test_gathered_parts_equal_the_full_tensor_in_both_directions() -> None:
+    run_on_threads(4, parts_of_a_replicated_tensor)
 
 
 def test_taken_rows_have_the_gradient_of_indexing() -> None:

@@ -1,13 +1,14 @@
 """FSDP on one process: when it is omitted, mixed precision, offload, and freeing of weights.
 tests/parity checks on several ranks that gradients are summed and not averaged."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.harness.threads import run_on_threads
 from tests.harness.tolerances import CHUNKED_LOSS_BFLOAT16
@@ -29,6 +30,7 @@ from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.decoder_family import build_decoder
 from torchtitan_lite.nn.loss import cross_entropy
+from torchtitan_lite.nn.moe import SwiGLUExperts
 from torchtitan_lite.parallel import fsdp, parallelize
 from torchtitan_lite.parallel.precision import precision_policy
 
@@ -241,14 +243,17 @@ def test_blocks_are_freed_if_they_are_sharded_and_run_once(
     assert first.kwargs["reshard_after_forward"] == frees
 
 
-def test_blocks_whose_experts_alone_are_sharded_are_freed_after_forward() -> None:
+@pytest.mark.parametrize("ep", [1, 2])
+def test_blocks_whose_experts_alone_are_sharded_are_freed_after_forward(ep: int) -> None:
+    """With ep = 2 nothing is left to shard, and no block is wrapped."""
+
     def frees() -> list[bool]:
-        mesh = Mesh(detect_device("cpu"), ParallelDims(tp=2))
+        mesh = Mesh(detect_device("cpu"), ParallelDims(tp=2, ep=ep))
         with torch.device("meta"):
-            model = build_decoder(QWEN3_EXPERTS)
+            model = build_decoder(dims)
         parallelize(
             model,
-            qwen3.spec_of(QWEN3_EXPERTS, "tiny"),
+            qwen3.spec_of(dims, "tiny"),
             mesh,
             parallelism=ParallelismConfig(enable_sequence_parallel=False),
             precision=PrecisionConfig(),
@@ -261,7 +266,47 @@ def test_blocks_whose_experts_alone_are_sharded_are_freed_after_forward() -> Non
             if isinstance(block, FSDPModule)
         ]
 
-    assert run_on_threads(2, frees) == [[True] * QWEN3_EXPERTS.num_layers] * 2
+    assert QWEN3_EXPERTS.moe is not None
+    dims = replace(QWEN3_EXPERTS, moe=replace(QWEN3_EXPERTS.moe, num_experts=8))
+    assert run_on_threads(2, frees) == [[True] * dims.num_layers * (ep == 1)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
+@pytest.mark.parametrize(
+    ("degrees", "weights", "experts"),
+    [
+        (ParallelDims(dp_shard=4), [0, 1, 2, 3], [0, 1, 2, 3]),
+        (ParallelDims(dp_shard=2, cp=2), [0, 1, 2, 3], [0, 1, 2, 3]),
+        (ParallelDims(dp_shard=2, tp=2, ep=2), [0, 2], [0, 2]),
+        (ParallelDims(dp_replicate=2, dp_shard=2), [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+        (ParallelDims(dp_replicate=2, cp=2, ep=2), [[0, 1], [2, 3]], [[0], [2]]),
+    ],
+    ids=str,
+)
+def test_weights_are_sharded_within_replicas_over_the_ranks_that_hold_them(
+    degrees: ParallelDims, weights: list[Any], experts: list[Any]
+) -> None:
+    """Ranks of each dim of the mesh, for the weights and the experts of rank 0."""
+
+    def meshes() -> list[Any]:
+        mesh = Mesh(detect_device("cpu"), degrees)
+        found = (fsdp._sharding_mesh(mesh), fsdp._expert_sharding_mesh(mesh))
+        return [one.mesh.tolist() for one in found]
+
+    assert run_on_threads(4, meshes)[0] == [weights, experts]
+
+
+@pytest.mark.parametrize(("num_shards", "dim"), [(2, 0), (4, 0), (8, 1), (12, 0)])
+def test_experts_are_sharded_over_a_dim_that_gives_each_rank_a_part(
+    mesh: Mesh, num_shards: int, dim: int
+) -> None:
+    experts = SwiGLUExperts(3, 8, num_experts=4)
+    for name in experts.WIDTH_DIMS:
+        stack = distribute_tensor(getattr(experts, name), mesh.device_mesh["tp"])
+        experts.register_parameter(name, torch.nn.Parameter(stack))
+    mesh.degrees = ParallelDims(dp_shard=num_shards)
+    placement = fsdp._expert_placement(experts, mesh, {0: 0, 1: 1})
+    assert placement(experts.w1) == dim and placement(torch.nn.Parameter(torch.ones(2))) is None
 
 
 def _sharded(mesh: Mesh, policy: str = "default", **changes: Any) -> Decoder:

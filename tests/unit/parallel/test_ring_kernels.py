@@ -3,6 +3,7 @@ results are merged."""
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,6 +11,47 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness.threads import run_on_threads
 from torchtitan_lite.distributed.torch_compat import attention_backward, attention_with_lse
 from torchtitan_lite.parallel.context import RingKernel, SequenceSharding
+
+
+@pytest.mark.parametrize("head_tail", [True, False])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_ring_computes_causal_attention_and_sends_nothing_for_the_last_turn(
+    num_ranks: int, head_tail: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sends: list[int] = []
+    start = dist.batch_isend_irecv
+    monkeypatch.setattr(
+        dist, "batch_isend_irecv", lambda operations: sends.append(1) or start(operations)
+    )
+    draws = torch.Generator().manual_seed(0)
+    length = 12
+    # Four heads of queries share two of keys, and values are narrower.
+    shapes = (1, 4, length, 8), (1, 2, length, 8), (1, 2, length, 6), (1, 4, length, 6)
+    q, k, v, grad = (torch.randn(*one, generator=draws, dtype=torch.float64) for one in shapes)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    q_whole, k_whole, v_whole = whole
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q_whole, k_whole, v_whole, is_causal=True, enable_gqa=True
+    )
+    expected.backward(grad)
+
+    def attend() -> list[torch.Tensor]:
+        group = dist.group.WORLD
+        assert group is not None
+        sharding = SequenceSharding(num_ranks=num_ranks, rank=dist.get_rank(), head_tail=head_tail)
+        own = sharding.own(length, torch.device("cpu"))
+        parts = [x[:, :, own].clone().requires_grad_() for x in (q, k, v)]
+        out = RingKernel(sharding, group)(*parts, None)
+        out.backward(grad[:, :, own])
+        exact = [expected.detach(), *(x.grad for x in whole)]
+        for part, x in zip([out.detach(), *(x.grad for x in parts)], exact, strict=True):
+            assert x is not None
+            torch.testing.assert_close(part, x[:, :, own])
+        return parts
+
+    run_on_threads(num_ranks, attend)
+    # Keys and values in forward and again in backward; their gradients return to their owner.
+    assert len(sends) == num_ranks * (2 * (num_ranks - 1) + num_ranks)
 
 
 class _Calls(TorchDispatchMode):

@@ -33,6 +33,13 @@ def test_two_actions_in_a_cell_run_one_after_the_other() -> None:
     assert overlapped == parse_order("0F0,0F1,0B0,0B1", 1)
 
 
+def _microbatches(first: int, end: int) -> str:
+    """Return a file that runs microbatches [first, end) through two stages."""
+    return "\n".join(
+        ",".join(f"{stage}F{m},{stage}B{m}" for m in range(first, end)) for stage in (0, 1)
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "needed"),
     [
@@ -47,6 +54,9 @@ def test_two_actions_in_a_cell_run_one_after_the_other() -> None:
         ("0F0,0B0,1F0\n1B0", "stage 1 is in row 1 and, as 1B0, in row 2"),
         ("0F0,0B0\n2F0,2B0", "stages must be 0 to n-1, and there is 0, 2, but not 1."),
         ("0F1,0B1\n1F1,1B1", "microbatches must be 0 to m-1, and there is 1, but not 0."),
+        ("0F0,0B0,0F2,0B2\n1F0,1B0", "and there is 0, 2, but not 1."),
+        (_microbatches(1, 11), "there is 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, but not 0."),
+        (_microbatches(1, 12), "there is 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ..., but not 0."),
         ("0F0,0B0\n1B0", "stage 1, microbatch 0: 1F0 stands there 0 times, needed once."),
         ("0F0,0B0,0F0\n1F0,1B0", "stage 0, microbatch 0: 0F0 stands there 2 times"),
         ("0F0\n1F0,1B0", "0B0 0 times, 0I0 0 times, 0W0 0 times. Needed: B once, or I and W once"),

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.unit.models.tiny import DEEPSEEK
+from tests.unit.models.tiny import DEEPSEEK, tiny_decoder, tiny_spec
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.models import deepseek_v3
 from torchtitan_lite.models.llama3 import Llama3Dims, spec_of
 from torchtitan_lite.parallel.pipeline_stages import (
+    join_stages,
+    keep_only,
     plan_stages,
     shared_weights,
     stage_modules,
@@ -83,6 +86,73 @@ def test_modules_of_multi_token_prediction_are_on_the_last_stage(
     assert stage_modules(plan, spec, 0) == plan.modules[0]
     last = len(expected) - 1
     assert shared_weights(plan, spec) == [(("tok_embeddings", "tok_embeddings"), (0, last))]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("1F1B", (0, 1, 2)),
+        ("Interleaved1F1B", (0, 1, 2, 0, 1, 2)),
+        # The last stage is on the first rank.
+        ("ZBVZeroBubble", (0, 1, 2, 2, 1, 0)),
+    ],
+)
+def test_ranks_hold_the_stages_of_the_schedule(schedule: str, ranks: tuple[int, ...]) -> None:
+    config = ParallelismConfig(pipeline_parallel_degree=3, pipeline_parallel_schedule=schedule)
+    spec = tiny_spec(num_layers=6)
+    assert plan_stages(spec, config).ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "remedy"),
+    [(7, "Use at most 6 stages"), (1, "Set pipeline_parallel_degree to at most 1")],
+)
+def test_too_few_layers_have_a_remedy(num_layers: int, remedy: str) -> None:
+    config = ParallelismConfig(
+        pipeline_parallel_degree=2, pipeline_parallel_layers_per_stage=1,
+        pipeline_parallel_last_stage_less_layers=4,
+    )  # fmt: skip
+    with pytest.raises(MeshError, match=f"^{num_layers} layers of .* {remedy}, or lower "):
+        plan_stages(tiny_spec(num_layers=num_layers), config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("held", [[0], [1], [0, 1]], ids=str)
+def test_joined_stages_have_each_parameter_of_the_rank_once(
+    held: list[int], tied: bool, mesh: Mesh
+) -> None:
+    spec, model = tiny_spec(tied_embeddings=tied), tiny_decoder(tied_embeddings=tied)
+    units = list(spec.stage_units)
+    parts = []
+    for stage in held:
+        parts.append(tiny_decoder(tied_embeddings=tied))
+        keep_only(parts[-1], spec, [units[:2], units[2:]][stage])
+    assert join_stages(parts, spec, mesh) is parts[0]
+    mesh.degrees = ParallelDims(pp=2)
+    names = [name for name, _ in join_stages(parts, spec, mesh).named_parameters()]
+    of_units = [unit for stage in held for unit in [units[:2], units[2:]][stage]]
+    # The embedding's stage owns a weight that the output shares.
+    owned = [unit for unit in of_units if not (tied and unit == "output")]
+    expected = [
+        name
+        for name, _ in model.named_parameters()
+        if any(name.startswith(f"{unit}.") for unit in owned)
+    ]
+    assert sorted(names) == sorted(expected)
+
+
+def test_the_copy_of_an_embedding_for_future_tokens_is_not_joined(mesh: Mesh) -> None:
+    spec = deepseek_v3.spec_of(replace(DEEPSEEK, mtp_depth=1), "mtp")
+    plan = plan_stages(spec, ParallelismConfig(pipeline_parallel_degree=2))
+    mesh.degrees = ParallelDims(pp=2)
+    for stage, has_embedding in ((0, True), (1, False)):
+        part = spec.build()
+        keep_only(part, spec, stage_modules(plan, spec, stage))
+        joined = dict(join_stages([part], spec, mesh).named_children())
+        assert ("tok_embeddings" in joined, "output" in joined) == (
+            has_embedding,
+            not has_embedding,
+        )
 
 
 _UNITS = list(SPEC.stage_units)

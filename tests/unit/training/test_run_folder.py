@@ -18,6 +18,7 @@ def test_both_leases_are_held_in_the_block(
 
     class Lease:
         def __init__(self, places: Any, instance: str, *, on_loss: object) -> None:
+            assert instance
             self.places = () if places.held is None else ("a folder",)
             self._name = "folder" if self.places else "snapshots"
 

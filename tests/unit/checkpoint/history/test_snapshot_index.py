@@ -266,3 +266,9 @@ def test_a_damaged_part_is_replaced_by_its_other_holder() -> None:
         found = newest_common(seen, range(2), excluded=excluded)
         assert found is not None and found.copied_position is not None
         assert (found.position.step, found.copies, found.copied_position.step) == expected
+
+
+@pytest.mark.parametrize(("at_most", "step"), [(6, 5), (5, 5), (4, 4), (3, None)])
+def test_the_newest_step_up_to_a_given_one(at_most: int, step: int | None) -> None:
+    found = newest_common([machine(r0=region("s", 1, 4, 5))], [0], at_most=at_most)
+    assert (None if found is None else found.position.step) == step

@@ -13,7 +13,11 @@ from tests.harness.snapshots import description, slot_bytes_of
 from torchtitan_lite.checkpoint.shared_memory import region_file
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotHeader, SlotState
-from torchtitan_lite.checkpoint.shared_memory.region_file import ALIGNMENT, InsufficientMemory
+from torchtitan_lite.checkpoint.shared_memory.region_file import (
+    ALIGNMENT,
+    MAX_SLOTS,
+    InsufficientMemory,
+)
 from torchtitan_lite.core.errors import DamagedSnapshot
 
 
@@ -303,3 +307,14 @@ def test_a_tensor_outside_of_the_slot_is_damage(tmp_path: Path) -> None:
     assert RegionDescription.from_dict(described, slot_bytes=slot_bytes).rank == 0
     with pytest.raises(DamagedSnapshot, match="invalid"):
         RegionDescription.from_dict(described, slot_bytes=slot_bytes - 1)
+    with pytest.raises(DamagedSnapshot, match="rank 1 of 1"):
+        RegionDescription.from_dict({**described, "rank": 1}, slot_bytes=slot_bytes)
+
+
+@pytest.mark.parametrize("num_slots", [0, MAX_SLOTS + 1])
+def test_a_region_has_slots_and_may_have_no_data(tmp_path: Path, num_slots: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_slots} slots of 0 and .* needed are 1 to"):
+        Region.create(tmp_path, 0, {}, 0, num_slots=num_slots)
+    empty = Region.create(tmp_path, 0, {}, 0, num_slots=1)
+    assert len(empty.data(0)) == 0
+    empty.close()

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import xxhash
 
+from torchtitan_lite.checkpoint.manifest import _layout
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     build_manifest,
     checksum_matches,
     checksum_matches_v2,
     manifest_bytes,
 )
-from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError, LayoutError
 
 BASE = {"mesh": {"dp_shard": 3}, "values": {"train_state": {"step": 5}}, "config": {}}
 
@@ -105,3 +106,12 @@ def test_a_box_that_two_ranks_wrote_is_rejected() -> None:
     parts[1]["tensors"]["model.0"]["boxes"] *= 2
     with pytest.raises(CheckpointError, match=r"The ranks wrote 16 of the 8 elements of model\.0"):
         build_manifest(5, parts, BASE | {"versions": {}})
+
+
+@pytest.mark.parametrize(
+    ("num_axes", "problem"), [(64, "layout 0"), (65, "has 65 axes, and at most 64")]
+)
+def test_layouts_have_a_bounded_number_of_axes(num_axes: int, problem: str) -> None:
+    with pytest.raises(LayoutError, match=problem) as raised:
+        _layout(0, {"placements": ["R"] * num_axes})
+    assert ("at most" in str(raised.value)) is (num_axes > 64)

@@ -193,3 +193,24 @@ def test_recovery_removes_the_attempts_of_other_sessions(tmp_path: Path) -> None
     storage.recover("bb")
     assert storage.parts_present(1, "aa-1x1") == set()
     assert storage.parts_present(2, "bb-2x1") == {0}
+
+
+def test_attempts_at_earlier_steps_are_stale(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path, Files())
+    for step in (1, 2, 3):
+        storage.begin(step, "aa-1x1")
+        storage.put_part(step, "aa-1x1", 0, {})
+    storage.delete_stale_attempts(2)
+    assert [storage.parts_present(step, "aa-1x1") for step in (1, 2, 3)] == [set(), {0}, {0}]
+
+
+def test_short_reads_are_seen_once_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    whole, seen, target = os.preadv, [], bytearray(90)
+    monkeypatch.setattr(os, "preadv", lambda file, views, start: whole(file, [views[0][:7]], start))
+    storage = LocalStorage(tmp_path, Files())
+    storage.read_into("file", 5, memoryview(target), lambda piece: seen.append(bytes(piece)))
+    storage.close()
+    assert bytes(target) == b"".join(seen) == bytes(range(5, 95))

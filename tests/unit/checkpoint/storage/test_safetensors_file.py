@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.harness.snapshots import read_safetensors
+from torchtitan_lite.checkpoint.storage import safetensors_file
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     PartBox,
@@ -127,3 +128,19 @@ def test_the_rate_limit_is_kept(tmp_path: Path) -> None:
     started = time.monotonic()
     write_part(Files(), tmp_path / "part", boxes, _pool(8 << 20), rate=TokenBucket(20 << 20))
     assert 0.2 < time.monotonic() - started < 20
+
+
+def test_boxes_above_the_size_of_a_write_are_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = _pool(20 << 20)
+    boxes = [PartBox(name, "U8", (n,), start, n) for name, start, n in _LARGE]
+    write_part(Files(), tmp_path / "whole", boxes, pool)
+    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 1 << 20)
+    for direct in (False, True):
+        path = tmp_path / f"direct-{direct}"
+        write_part(Files(), path, boxes, pool, direct=direct)
+        assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+_LARGE = [("a", 0, (5 << 20) + 17), ("b", 8 << 20, 9 << 20)]

@@ -34,3 +34,10 @@ def test_a_new_batch_has_no_padding_of_the_last() -> None:
     carry.counts_B = torch.tensor([1, 2])
     carry.allocate(4, 8)
     assert carry.counts_B is None and carry._state_BHEG.shape == (4, 1, 2)
+
+
+def test_positions_behind_the_end_of_a_sequence_are_padding() -> None:
+    carry: Any = object.__new__(_CachedCarry)
+    carry._device, carry.counts_B = torch.device("cpu"), torch.tensor([0, 1, 3])
+    padding_BS = carry.is_padding(3)
+    assert padding_BS.tolist() == [[True] * 3, [False, True, True], [False] * 3]

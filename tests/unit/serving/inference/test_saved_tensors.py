@@ -21,6 +21,7 @@ from torchtitan_lite.core.errors import (
     MeshError,
     UserError,
 )
+from torchtitan_lite.serving.inference.saved_tensors import _contiguous
 
 Pools = Callable[[int], WorkerPool]
 
@@ -150,3 +151,12 @@ def test_a_tensor_is_read_onto_any_mesh_of_all_ranks(
         assert "the mesh has 1 ranks, but there are 2" in mesh
         assert "Contributions" in partial and "2" in dim and count
         assert "step-2 and " in steps and "step-3. Name the folder of a step" in steps
+
+
+@pytest.mark.parametrize(
+    "index", [-3, -1, 0, 2, slice(None), slice(1, 3, 1), slice(-2, None), slice(2, 1), slice(9, 12)]
+)
+def test_ranges_are_those_of_an_index(index: int | slice) -> None:
+    values = torch.arange(3)
+    expected = values[index] if isinstance(index, slice) else values[index][None]
+    assert torch.equal(values[_contiguous("weight", index, 3)], expected)

@@ -116,6 +116,7 @@ def test_many_changes_have_no_delta() -> None:
         ([3, 7], lambda raw: b"\7" + raw[1:], "has 2 elements, and counts 7"),
         # The last three are in the second block, which has 1,000 elements.
         ([3, 65_540, 65_542], lambda raw: raw[:-2] + b"\xe8\3", "exceed shape"),
+        ([3, 65_540], lambda raw: raw[:-2] + b"\xe8\3", "exceed shape"),
         ([3, 65_540, 65_542], lambda raw: raw[:-4] + raw[-2:] + raw[-4:-2], "do not increase"),
         ([3, 65_540, 65_542], lambda raw: raw[:-2] + raw[-4:-2], "do not increase"),
         ([3, 7, 65_540], lambda raw: raw[:-6] + raw[-4:-2] + raw[-6:-4] + raw[-2:], "not increase"),
@@ -138,6 +139,7 @@ def test_damaged_deltas_are_rejected(positions: list[int], change: Any, problem:
 def test_damaged_links_are_rejected(given: Any) -> None:
     with pytest.raises(PublishError, match="does not describe a delta"):
         DeltaLink.from_json(given)
+    assert DeltaLink.from_json(["a", 0, 2]) == DeltaLink(base="a", offset=0, num_bytes=2)
 
 
 def test_chains_pass_over_versions_that_do_not_change_a_shard() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.threads import run_on_threads
-from torchtitan_lite.distributed.rpc.state_server import ByteRows
+from torchtitan_lite.distributed.rpc.state_server import MAX_RANGES, MAX_ROWS, ByteRows
 from torchtitan_lite.serving.publish import publisher
 from torchtitan_lite.serving.publish.publisher import Publisher
-from torchtitan_lite.serving.publish.sources import Publication, _in_requests
+from torchtitan_lite.serving.publish.sources import Publication, _in_requests, _requests
 
 
 @pytest.mark.parametrize(
@@ -109,3 +109,16 @@ def test_requests_are_bounded_and_cover_all_rows(length: int) -> None:
     assert sum(part.num_bytes for part in parts) == rows.num_bytes
     starts = {part.start + row * part.stride for part in parts for row in range(part.num_rows)}
     assert {64 + row * rows.stride for row in range(11)} <= starts
+
+
+def test_requests_are_as_few_as_their_limits_allow() -> None:
+    one, most = ByteRows(0, 1), ByteRows(0, 1, MAX_ROWS, 1)
+    large = ByteRows(0, (8 << 20) + 1)
+    assert list(_requests([])) == []
+    assert list(_requests([ByteRows(0, 1, MAX_ROWS - 1, 1), one, one])) == [(0, 2), (2, 3)]
+    assert list(_requests([most, one, most])) == [(0, 1), (1, 2), (2, 3)]
+    assert list(_requests([large, one, one])) == [(0, 1), (1, 3)]
+    assert list(_requests([one] * (MAX_RANGES + 1))) == [
+        (0, MAX_RANGES),
+        (MAX_RANGES, MAX_RANGES + 1),
+    ]

@@ -6,10 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import xxhash
+from torch.distributed.tensor import Replicate
 
-from torchtitan_lite.core.errors import PublishError
+from tests.unit.serving.publish.conftest import Publish
+from torchtitan_lite.core.errors import LayoutError, PublishError
 from torchtitan_lite.distributed.mesh import Mesh
-from torchtitan_lite.serving.publish.subscriber import _FAILED, _together
+from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, TensorSpec
+from torchtitan_lite.serving.publish import Target
+from torchtitan_lite.serving.publish.subscriber import _FAILED, _reads_of, _together
 from torchtitan_lite.training.builders import hooks
 from torchtitan_lite.training.builders.run_context import RunContext
 
@@ -77,3 +83,28 @@ def test_the_first_version_is_published_at_the_start(
         for committed in (False, True):
             hook(state, SimpleNamespace(committed=committed))
     assert steps == [4] * (1 + at_start)
+
+
+def test_versions_have_their_interval_and_the_checksums_of_their_tensors(
+    publish: Publish, port: int
+) -> None:
+    tensors = {"a": torch.arange(5.0), "b": torch.arange(3)}
+    publisher = publish(tensors, address="127.0.0.1", port=port, every_steps=2)
+    assert [publisher.after_step(step, tensors) for step in (1, 2, 3)] == [False, True, False]
+    publisher._finish_last()
+    ((step, slot),) = publisher._region.complete_slots().items()
+    assert step == 2 and publisher._region.values(slot)["digests"] == {
+        name: xxhash.xxh3_64_hexdigest(tensor.numpy().tobytes()) for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("row", [-1, 0, 2, 3])
+def test_a_target_is_one_of_the_elements(row: int) -> None:
+    spec = TensorSpec(Layout(HolderMesh.ranks(1), [Replicate()]), (3, 4), torch.float32)
+    target = Target("experts", torch.zeros(4), row=row)
+    if 0 <= row < 3:
+        (read,) = _reads_of(target, spec, 0)
+        assert read.source[0] == slice(row, row + 1)
+    else:
+        with pytest.raises(LayoutError, match=f"experts has 3 elements and no {row}"):
+            _reads_of(target, spec, 0)

@@ -72,18 +72,20 @@ def _served(num_ranks: int) -> Publication:
     return Publication(where="here", ranks=(ServerSource.__new__(ServerSource),) * num_ranks)
 
 
-def test_servers_are_asked_at_the_same_time() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_servers_are_asked_at_the_same_time(num_ranks: int) -> None:
     asked: list[int] = []
 
     def ask(rank: int, is_cancelled: Callable[[], bool]) -> int:
         asked.append(rank)
         deadline = time.monotonic() + 30
-        while len(asked) < 4:
+        while len(asked) < num_ranks:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return 10 * rank
 
-    assert _served(4).map_ranks(ask, [0, 1, 2, 3]) == [0, 10, 20, 30]
+    expected = list(range(0, 10 * num_ranks, 10))
+    assert _served(num_ranks).map_ranks(ask, list(range(num_ranks))) == expected
     # More ranks than connections.
     assert _served(40).map_ranks(ask, list(range(40))) == list(range(0, 400, 10))
 

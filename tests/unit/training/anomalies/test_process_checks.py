@@ -81,6 +81,10 @@ def test_limits_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reached_limits() == {}
     monkeypatch.setattr(process_checks.resource, "getrlimit", lambda number: (4, 4))
     assert reached_limits().keys() == {Cause.OUT_OF_DESCRIPTORS, Cause.OUT_OF_MEMORY}
+    with monkeypatch.context() as patch:
+        # One of them lists the others.
+        patch.setattr(process_checks.os, "listdir", lambda folder: list("012345"))
+        assert reached_limits()[Cause.OUT_OF_DESCRIPTORS].startswith("5 of 4 file descriptors")
     infinity = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(process_checks.resource, "getrlimit", lambda number: infinity)
     assert reached_limits() == {}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from torchtitan_lite.training.anomalies import slow_ranks
 from torchtitan_lite.training.anomalies.slow_ranks import (
     RankWork,
     SlowRank,
@@ -105,3 +106,37 @@ def test_a_step_that_one_rank_has_not_measured_is_not_counted() -> None:
         for rank, seconds in enumerate((1.0, 0.0, 1.0))
     ]
     assert detector.step(work) == [] and not detector._sum.any() and not detector._rows
+
+
+def test_a_rank_alone_in_its_stage_has_nobody_to_compare_with() -> None:
+    detector = SlowRankDetector()
+    for step in range(100):
+        others = [RankWork(0, rank, 0, 2, 0.2) for rank in (0, 1)]
+        assert detector.step([*others, RankWork(0, 2, 1, 2, 0.5 + step)]) == []
+
+
+@pytest.mark.parametrize(
+    ("slower", "changes"),
+    [
+        # Beyond 1.10 times a rank is slow, below 1.05 it no longer is.
+        ([slow_ranks._SLOW], []),
+        ([slow_ranks._SLOW + 1e-9], [True]),
+        ([0.2, slow_ranks._NOT_SLOW], [True]),
+        ([0.2, slow_ranks._NOT_SLOW - 1e-9], [True, False]),
+    ],
+)
+def test_at_a_limit_nothing_changes(slower: list[float], changes: list[bool]) -> None:
+    detector = SlowRankDetector()
+    detector.step([RankWork(0, rank, 0, 1, 0.2) for rank in (0, 1)])
+    found = [one for by in slower for one in detector._changes(np.tile([by, 0.0], (64, 1)))]
+    assert [(one.rank, one.is_slow) for one in found] == [(0, is_slow) for is_slow in changes]
+
+
+@pytest.mark.parametrize(("data_s", "waits"), [(0.1, False), (0.11, True), (0.2, True)])
+def test_a_rank_waits_for_data_if_that_is_most_of_the_difference(
+    data_s: float, waits: bool
+) -> None:
+    detector = SlowRankDetector()
+    work = [RankWork(0, 0, 0, 1, 0.4, data_s), RankWork(0, 1, 0, 1, 0.2)]
+    found = [one for _ in range(64) for one in detector.step(work)]
+    assert [(one.rank, one.times_slower, one.waits_for_data) for one in found] == [(0, 2, waits)]

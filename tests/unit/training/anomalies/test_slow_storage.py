@@ -1,7 +1,12 @@
 """A rank whose storage is slow is named, and a single slow write is not."""
 
+from collections import deque
+
 import numpy as np
 
+from torchtitan_lite.training.anomalies.slow_storage import _NOISE_S as NOISE_S
+from torchtitan_lite.training.anomalies.slow_storage import _NOT_SLOW as NOT_SLOW
+from torchtitan_lite.training.anomalies.slow_storage import _SLOW as SLOW
 from torchtitan_lite.training.anomalies.slow_storage import SlowStorageDetector
 
 
@@ -80,3 +85,22 @@ def test_a_replica_that_joins_late_is_named_as_early_as_others() -> None:
     assert not any(observe(number, 3) for number in range(20))
     # The newest writes of the others were observed before.
     assert [observe(number, 4) for number in range(19, 25)] == [[], [], [], [], [slow], []]
+
+
+def test_storage_is_slow_from_a_limit_on_until_it_is_below_another_one() -> None:
+    detector = SlowStorageDetector()
+
+    def write(own_s: float, others_s: float = 0.5) -> list[int]:
+        """Return the slow ranks after some writes of rank 0, and of two others."""
+        seconds = {(0, 0): own_s, (0, 1): others_s, (0, 2): others_s}
+        detector._writes = {rank: deque([(one, one)] * 4) for rank, one in seconds.items()}
+        return [rank for (_, rank), _ in detector._changes()]
+
+    assert write(SLOW * 0.499) == []
+    assert write(SLOW * 0.5) == [0]
+    assert write(NOT_SLOW * 0.5) == [] and write(SLOW * 0.5) == [], "it still is slow"
+    assert write(NOT_SLOW * 0.499) == [] and write(SLOW * 0.5) == [0]
+    assert write(0.0) == [] and write(1.0 + NOISE_S, 1.0) == []
+    noise_of_a_disk = NOISE_S / (SLOW - 1)
+    assert write(noise_of_a_disk * SLOW * 0.999, noise_of_a_disk) == []
+    assert write(noise_of_a_disk * SLOW, noise_of_a_disk) == [0]

@@ -9,7 +9,7 @@ from torchtitan_lite.config.tables.optimizer import OptimizerConfig
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.core.phases import Phase
 from torchtitan_lite.distributed.device import detect_device
-from torchtitan_lite.distributed.mesh import start_mesh
+from torchtitan_lite.distributed.mesh import Mesh, start_mesh
 from torchtitan_lite.fault_tolerance.replica import Share
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.training.step.rank_flags import damaged_ranks, local_flags, non_finite_ranks
@@ -120,3 +120,12 @@ def test_flags_name_ranks() -> None:
         assert non_finite_ranks(local_flags(torch.tensor(float("inf")), None, share, mesh)) == [1]
         spare = Share(index=-1, count=3, one_batch_per_replica=False)
         assert not local_flags(torch.tensor(1.0), torch.tensor(True), spare, mesh).any()
+
+
+def test_a_rank_has_flags_only_of_its_own(mesh: Mesh) -> None:
+    loss, damaged = torch.tensor(torch.nan), torch.tensor(1.0)
+    flags = {
+        index: local_flags(loss, damaged, Share(index=index, count=2), mesh).tolist()
+        for index in (-1, 0, 1)
+    }
+    assert flags == {-1: [0.0, 0.0], 0: [7.0, 0.0], 1: [0.0, 7.0]}

@@ -72,4 +72,20 @@ def test_the_bytes_of_a_write_are_exact(mesh: Mesh) -> None:
     """Float32 has no odd integers of this size."""
     num_bytes = 2**40 + 1
     values = WorkTimes(mesh, 3).local_values(Share(index=1, count=2), (0.1, num_bytes))
-    assert values.tolist() == [0.0] * 6 + [3.0, 0.0, 0.0, 0.0, 0.1, num_bytes]
+    own = [3.0, 0.0, 0.0, 0.0, 0.1, num_bytes]
+    assert values.tolist() == [0.0] * 6 + own
+    values = WorkTimes(mesh, 3).local_values(Share(index=0, count=2), (0.1, num_bytes))
+    assert values.tolist() == own + [0.0] * 6
+    # A spare has done nothing.
+    assert not WorkTimes(mesh, 3).local_values(Share(index=-1, count=2), (0.1, 1)).any()
+
+
+@pytest.mark.parametrize(("replica", "num_reports"), [(0, 1), (1, 0)])
+def test_one_of_all_ranks_reports(
+    mesh: Mesh, replica: int, num_reports: int, logged: pytest.LogCaptureFixture
+) -> None:
+    times = WorkTimes(mesh, replica)
+    totals = torch.tensor([[float(one), 1.0, 1.0 + one, 0.0, 0.0, 0.0] for one in (0, 1)])
+    events = [one for _ in range(64) for one in times.record(totals.flatten(), 1, is_valid=True)]
+    assert [event.values["replica"] for event in events] == [1]
+    assert len(logged.messages) == num_reports
