@@ -60,7 +60,7 @@ _NEW_FILES = {
 }
 _EDITS = {
     "An optimizer": [
-        ("torchtitan_lite/config/tables/optimizer.py", '"Muon"]', '"Muon", "RMSprop"]'),
+        ("torchtitan_lite/config/tables/optimizer.py", '"Muon")', '"Muon", "RMSprop")'),
         (
             "torchtitan_lite/optim/optimizer.py",
             '    if config.name == "Adagrad":\n',
@@ -105,11 +105,11 @@ _EDITS = {
     "A storage": [
         (
             "torchtitan_lite/checkpoint/storage/base.py",
-            '    if "://" in root and not',
+            "    if (path := local_path(root)) is None:",
             '    if root.startswith("counted://"):\n'
             "        from torchtitan_lite.checkpoint.storage.counted import CountedStorage\n"
             '        return CountedStorage(root.removeprefix("counted://"))\n'
-            '    if "://" in root and not',
+            "    if (path := local_path(root)) is None:",
         ),
     ],
 }

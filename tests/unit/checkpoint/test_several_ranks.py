@@ -10,10 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.threads import run_on_threads
-from torchtitan_lite.checkpoint import buddies, leftover_snapshots, lineage, manager
+from torchtitan_lite.checkpoint import buddies, leftover_snapshots, manager
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, SnapshotInterval
 from torchtitan_lite.checkpoint.buddies import open_buddies, pair_buddies
 from torchtitan_lite.checkpoint.collective import first_message, raise_on_all_ranks
+from torchtitan_lite.checkpoint.history import lineage
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.leftover_snapshots import newest_leftover
 from torchtitan_lite.checkpoint.manager import CheckpointManager

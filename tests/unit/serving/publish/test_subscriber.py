@@ -14,7 +14,7 @@ from tests.unit.serving.publish.conftest import Publish
 from torchtitan_lite.core.errors import LayoutError, PublishError
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, TensorSpec
-from torchtitan_lite.serving.publish import Target
+from torchtitan_lite.serving.publish import Target, publisher
 from torchtitan_lite.serving.publish.subscriber import _FAILED, _reads_of, _together
 from torchtitan_lite.training.builders import hooks
 from torchtitan_lite.training.builders.run_context import RunContext
@@ -55,9 +55,13 @@ def test_the_first_version_is_published_at_the_start(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(hooks, "Publisher", Recorded)
-    for name in ("published_tensors", "describe_model", "recorded_dims"):
-        monkeypatch.setattr(hooks, name, lambda *given: None)
+    monkeypatch.setattr(publisher, "Publisher", Recorded)
+    for module, name in (
+        (publisher, "published_tensors"),
+        (publisher, "describe_model"),
+        (hooks, "recorded_dims"),
+    ):
+        monkeypatch.setattr(module, name, lambda *given: None)
     config: Any = SimpleNamespace(
         job=SimpleNamespace(dump_folder=str(tmp_path)),
         fault_tolerance=SimpleNamespace(enable=False),
