@@ -1,13 +1,15 @@
 """The mutation operators find the mistakes that they are named after, wherever the code is."""
 
 import ast
+import json
 from typing import Any
 
 import pytest
 
 from tests.mutants.imports import recording
 from tests.mutants.operators import OPERATORS
-from tests.mutants.sites import Site, draw, mutated, sites_of
+from tests.mutants.sites import REPOSITORY, Site, draw, mutated, sites_of
+from tests.mutants.table import KILLERS
 
 CASES = [
     ("collective-dropped", "dist.all_reduce(x, group=g)", "pass"),
@@ -85,3 +87,15 @@ def module_of(body: str) -> str:
     """A module with a method that has this body."""
     lines = "".join(f"        {line}\n" for line in body.splitlines())
     return f"class Owner:\n    def function(self, step=0, last=0):\n{lines}"
+
+
+def test_every_known_killer_is_a_test() -> None:
+    killers = {name.partition("[")[0] for name in json.loads(KILLERS.read_text()).values()}
+    files = {killer.split("::")[0] for killer in killers}
+    sources = {file: (REPOSITORY / file).read_text() for file in files}
+    missing = [
+        killer
+        for killer in killers
+        if f"def {killer.split('::')[-1]}(" not in sources[killer.split("::")[0]]
+    ]
+    assert not missing
