@@ -64,6 +64,7 @@ def _config(scaling: RopeScaling | None, tied: bool) -> LlamaConfig:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_position,
         }
+    assert DIMS.hidden_dim is not None
     return LlamaConfig(
         hidden_size=DIMS.dim,
         num_hidden_layers=DIMS.num_layers,

@@ -193,6 +193,7 @@ def test_a_config_without_rope_has_the_architectures_default() -> None:
 
 
 def test_clamped_experts_change_the_result() -> None:
+    assert GPT_OSS.moe is not None
     outputs = []
     for limit in (1e-3, 1e3):
         dims = replace(GPT_OSS, moe=replace(GPT_OSS.moe, swiglu_limit=limit))
