@@ -24,6 +24,9 @@ from tests.harness.hugging_face import (
     update_config,
 )
 from tests.harness.tolerances import PRETRAINED_DELTA, PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
+from torchtitan_lite.checkpoint.loading import open_snapshot
+from torchtitan_lite.checkpoint.snapshots import read_tensor
+from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
@@ -428,3 +431,11 @@ def test_model_types_of_auto_are_named() -> None:
         ConfigError, match="model_type = .gpt2. is not one of gemma, granite, mistral, qwen2"
     ):
         model_spec(ModelConfig(name="auto", flavor="mine", dims=dims))
+
+
+def test_what_a_folder_lacks_is_zero_in_float32(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "qwen3_moe", dtype=torch.bfloat16)
+    spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
+    snapshot = open_snapshot(*open_parent_storage(str(folder)), spec)
+    bias_X = read_tensor(snapshot, "model.layers.0.feed_forward.router.expert_bias_X")
+    assert bias_X.dtype == torch.float32 and not bias_X.any()

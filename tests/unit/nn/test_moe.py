@@ -420,3 +420,8 @@ def test_groups_of_experts_fit_the_experts(groups: dict[str, int], message: str)
 )
 def test_the_least_groups_are_valid(dims: dict) -> None:
     assert replace(DIMS, **dims).num_experts == dims["num_experts"]
+
+
+def test_loads_are_counted_beyond_two_billion_tokens() -> None:
+    router = MoEDims(num_experts=4, top_k=2, hidden_dim=8).build(8).router
+    assert router.load_X.dtype == torch.int64
