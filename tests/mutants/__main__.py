@@ -100,7 +100,7 @@ def _known(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run the known killers of a drawn sample. Fails if more than a tenth of the mutants survive."""
+    """Run the known killers of a drawn sample. Fail if more than a tenth of the mutants survive."""
     killers = json.loads(KILLERS.read_text())
     sites = [site for site in all_sites() if site.id in killers]
     if len(sites) < len(killers) / 2:
