@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.registry import unknown_name
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.decoder import Multipliers
 from torchtitan_lite.nn.feed_forward import Activation, Dense
@@ -58,9 +59,7 @@ class AutoDims(GroupedDecoderDims):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model_type not in _MODEL_TYPES:
-            raise ConfigError(
-                f'model_type = "{self.model_type}" is not one of {", ".join(_MODEL_TYPES)}.'
-            )
+            raise ConfigError(unknown_name("model_type", self.model_type, _MODEL_TYPES))
 
     @property
     def multipliers(self) -> Multipliers:

@@ -92,6 +92,18 @@ class HuggingFaceConfig:
             return default
         return value
 
+    def per_layer(self, key: str, num_layers: int, allowed: Sequence[Any]) -> list[Any] | None:
+        """Read a list with one of `allowed` for each layer; None if it is absent or wrong."""
+        values = self._values.get(key)
+        if values is None:
+            return None
+        is_list = isinstance(values, list) and len(values) == num_layers
+        if is_list and all(value in allowed for value in values):
+            return values
+        known = " or ".join(map(str, allowed))
+        self.problems.append(f"{key} is {values!r:.100}, and {known} for each layer is needed")
+        return None
+
     def only(self, key: str, *allowed: Any) -> None:
         """Accept an unsupported feature only if it is off or absent."""
         value = self._values.get(key, allowed[0])

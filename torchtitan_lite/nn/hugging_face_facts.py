@@ -139,12 +139,10 @@ class Rotation:
         dims["rope_theta"], scaling = config.rope(self.default_theta, scaled=self.scaled)
         if not (config.given("rope_parameters") or config.given("rope_scaling")):
             scaling = self.default_scaling
-        # A family whose RoPE is never scaled need not have the dimension.
-        if self.scaled:
-            dims["rope_scaling"] = scaling
+        dims["rope_scaling"] = scaling
 
     def write(self, dims: Any) -> dict[str, Any]:
-        values = rope_values(dims.rope_theta, dims.rope_scaling if self.scaled else None)
+        values = rope_values(dims.rope_theta, dims.rope_scaling)
         if dims.rope_scaling is None and self.default_scaling is not None:
             values["rope_scaling"] = {"rope_type": "default"}
         return values
@@ -180,6 +178,9 @@ class Window:
         return {"sliding_window": dims.window}
 
 
+_KINDS = ("sliding_attention", "full_attention")
+
+
 @dataclass(frozen=True)
 class LayerWindows:
     """A window of attention in some layers."""
@@ -189,18 +190,15 @@ class LayerWindows:
     """Whether a layer has the window if there are no `layer_types`."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        layers, kinds = range(dims["num_layers"]), config.given("layer_types")
+        layers = range(dims["num_layers"])
+        kinds = config.per_layer("layer_types", len(layers), _KINDS)
         has_window = config.flag("use_sliding_window", default=False)
-        if kinds is None:
-            windowed = [n for n in layers if has_window and self.is_windowed(config, dims, n)]
-        elif not isinstance(kinds, list) or len(kinds) != len(layers) or {*kinds} - {*_KINDS}:
-            known = " or ".join(_KINDS)
-            config.problems.append(
-                f"layer_types is {kinds!r:.100}, and {known} for each layer is needed"
-            )
-            windowed = []
-        else:
-            windowed = [n for n in layers if has_window and kinds[n] == _KINDS[0]]
+        windowed = [
+            n
+            for n in layers
+            if has_window
+            and (self.is_windowed(config, dims, n) if kinds is None else kinds[n] == _KINDS[0])
+        ]
         dims["windowed_layers"] = tuple(windowed)
         dims["window"] = config.integer("sliding_window", self.default) if windowed else None
 
@@ -213,23 +211,15 @@ class LayerWindows:
         }
 
 
-_KINDS = ("sliding_attention", "full_attention")
-
-
 class LayersWithoutRope:
     """Layers without rotary embedding: marked with 0, by default each last of some."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        marks, layers = config.given("no_rope_layers"), range(dims["num_layers"])
+        layers = range(dims["num_layers"])
+        marks = config.per_layer("no_rope_layers", len(layers), (0, 1))
         if marks is None:
             step = config.integer("no_rope_layer_interval", 4)
-            dims["layers_without_rope"] = tuple(n for n in layers if (n + 1) % step == 0)
-            return
-        if not isinstance(marks, list) or len(marks) != len(layers) or {*marks} - {0, 1}:
-            config.problems.append(
-                f"no_rope_layers is {marks!r:.100}, and 0 or 1 for each layer is needed"
-            )
-            marks = [1] * len(layers)
+            marks = [(n + 1) % step for n in layers]
         dims["layers_without_rope"] = tuple(n for n in layers if not marks[n])
 
     def write(self, dims: Any) -> dict[str, Any]:
