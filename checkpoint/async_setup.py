@@ -137,7 +137,10 @@ def _open(
         shared_run_folder="" if context.history is None else str(context.history.run_folder),
         replica=0 if context.history is None else context.history.replica,
         leases=context.leases,
-        imports=tuple(REGISTRY.imports) if REGISTRY.storages else (),
+        storages={
+            scheme: f"{filesystem.__module__}:{filesystem.__qualname__}"
+            for scheme, filesystem in REGISTRY.storages.items()
+        },
     )
     region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict(), pairing)
     copier = None

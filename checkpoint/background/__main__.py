@@ -21,8 +21,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.core.errors import CheckpointError, ConfigError
-from torchtitan_lite.core.registry import import_module
+from torchtitan_lite.core.errors import CheckpointError
 
 
 def main(region_path: str, files: Files | None = None) -> int:
@@ -42,11 +41,15 @@ def main(region_path: str, files: Files | None = None) -> int:
         if not lock.acquire(max_wait_s(settings.preemption_grace_s)):
             raise CheckpointError(f"Process {lock.owner()} holds {lock.path}.")
         lower_priority(settings.nice, io_idle=settings.io_idle)
-        for module in settings.imports:
-            import_module(module, "experimental.custom_import")
+        if settings.storages:
+            import fsspec
+
+            for scheme, filesystem in settings.storages.items():
+                # Imported when a URL of the scheme is opened.
+                fsspec.register_implementation(scheme, filesystem, clobber=True)
         storage = open_storage(str(region.description.get("root")), files)
         save = RankSave(region, storage)
-    except (CheckpointError, ConfigError, ImportError, OSError, ValueError, TypeError) as error:
+    except (CheckpointError, OSError, ValueError, TypeError) as error:
         channel.send(failed=-1, error=f"{type(error).__name__}: {error}")
         return 1
     Writer(save, settings, channel).run()

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 _READ_BYTES = 1 << 16
@@ -47,8 +47,8 @@ class WriterSettings:
     """Index of this replica in the run."""
     leases: tuple[str, ...] = ()
     """Leases of the run's folders, as paths or URLs."""
-    imports: tuple[str, ...] = ()
-    """Modules of the user that register a storage."""
+    storages: Mapping[str, str] = field(default_factory=dict)
+    """Scheme -> MODULE:CLASS of the filesystems that the user has registered."""
     recovers: bool = True
     """Remove leftovers of other processes: no other run saves there."""
 

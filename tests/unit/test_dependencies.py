@@ -28,7 +28,6 @@ BY_NAME = {"import_module", "find_spec", "__import__"}
 OF_A_USER = {
     "torchtitan_lite/cli/__init__.py",
     "torchtitan_lite/config/custom_tables.py",
-    "checkpoint/background/__main__.py",
     "models/__init__.py",
     "torchtitan_lite/core/optional_dependencies.py",
     "torchtitan_lite/core/registry.py",

@@ -46,8 +46,6 @@ class Registry:
     """Scheme of a URL -> filesystem of fsspec."""
     hooks: list[Callable[[Any], Any]] = field(default_factory=list)
     sinks: list[Callable[[Any], Any]] = field(default_factory=list)
-    imports: list[str] = field(default_factory=list)
-    """Modules that the user has named, in the order of their first import."""
 
 
 REGISTRY = Registry()
@@ -167,8 +165,6 @@ def import_module(name: str, key: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
-    if name not in REGISTRY.imports:
-        REGISTRY.imports.append(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
