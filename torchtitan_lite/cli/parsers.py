@@ -129,7 +129,7 @@ def _train(commands) -> Parser:
         module="train",
         passes_on=True,
     )
-    # Read by cli.train, because every other argument belongs to the configuration.
+    # Read by cli.train_options, because every other argument belongs to the configuration.
     train.add_argument(
         "--nproc", metavar="N", help='processes to start on this machine; "auto": one per GPU'
     )
