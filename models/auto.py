@@ -105,7 +105,7 @@ def _row(name: str, model_type: str, *facts: Fact) -> Architecture:
     )
 
 
-_ROTATION = Rotation(10000.0, scaled=("llama3", "yarn"))
+_ROTATION = Rotation()
 _BIASES = Biases()
 _WIDTH = Value("hidden_dim", "intermediate_size")
 _ARCHITECTURES = (
@@ -113,7 +113,7 @@ _ARCHITECTURES = (
         "GemmaForCausalLM",
         "gemma",
         *decoder_facts(
-            activation="gelu_pytorch_tanh",
+            activation=None,
             attention_bias=None,
             tied_embeddings=True,
             pad_token_id=0,
@@ -126,6 +126,9 @@ _ARCHITECTURES = (
         Given("zero_centered_norms", True),
         Given("embedding_multiplier", lambda dims: dims["dim"] ** 0.5),
         Fixed("use_bidirectional_attention", None, False, is_written=False),
+        # Early releases name another activation, and mean this one.
+        Fixed("hidden_act", "gelu_pytorch_tanh", "gelu"),
+        Fixed("hidden_activation", "gelu_pytorch_tanh", None, is_written=False),
     ),
     _row(
         "GraniteForCausalLM",
@@ -180,7 +183,7 @@ _ARCHITECTURES = (
         _WIDTH,
         LayersWithoutRope(),
         LayerWindows(None, _is_without_rope),
-        Rotation(2000000.0, scaled=("llama3", "yarn")),
+        Rotation(2000000.0),
     ),
 )
 _MODEL_TYPES = tuple(architecture.model_type for architecture in _ARCHITECTURES)

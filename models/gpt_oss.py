@@ -9,6 +9,7 @@ from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_facts import (
     Architecture,
     Fixed,
+    Ignored,
     LayerTypes,
     Rotation,
     Value,
@@ -34,7 +35,6 @@ class GptOssDims(GroupedDecoderDims):
     """Positions that every second layer, from the first on, attends to."""
     vocab_size: int = 201088
     rope_theta: float = 150000.0
-    rope_scaling: YarnScaling | None = None
     max_seq_len: int = 131072
 
     def attention(self, layer: int) -> GroupedQuery:
@@ -128,7 +128,8 @@ _FAMILY = GroupedDecoderFamily(
                 Value("moe.swiglu_limit", "swiglu_limit", "number", 7.0),
                 # Of the experts' gate; see `nn.moe.ClampedExperts`.
                 Fixed("swiglu_alpha", 1.702),
-                Rotation(150000.0, scaled=("yarn",), default_scaling=_ROPE),
+                Ignored("experts_per_token", "initial_context_length"),
+                Rotation(150000.0, default_scaling=_ROPE),
             ),
             experts=_expert_keys(),
             quantization="mxfp4",

@@ -23,7 +23,6 @@ class Llama3Dims(GroupedDecoderDims):
 
     vocab_size: int = 128256
     rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
     max_seq_len: int = 131072
 
 
@@ -115,7 +114,8 @@ _FAMILY = GroupedDecoderFamily(
                 HeadWidth(),
                 Value("hidden_dim", "intermediate_size"),
                 Fixed("mlp_bias", False),
-                Rotation(10000.0, scaled=("llama3",)),
+                Fixed("rope_interleaved", False, is_written=False),
+                Rotation(),
             ),
         ),
     ),

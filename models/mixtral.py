@@ -71,7 +71,7 @@ _FAMILY = GroupedDecoderFamily(
                 Value("moe.num_experts", "num_local_experts"),
                 Value("moe.top_k", "num_experts_per_tok"),
                 Fixed("sliding_window", None),
-                Rotation(),
+                Rotation(1000000.0),
             ),
             experts=expert_keys("block_sparse_moe", {"w1": "w1", "w2": "w2", "w3": "w3"}),
         ),

@@ -11,6 +11,8 @@ from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_facts import (
     Architecture,
     Fixed,
+    Ignored,
+    LayerTypes,
     Rotation,
     Value,
     decoder_facts,
@@ -118,6 +120,7 @@ _FACTS = (
     *decoder_facts(),
     Rotation(),
     Fixed("use_sliding_window", False),
+    Ignored("sliding_window", "max_window_layers"),
 )
 _FAMILY = GroupedDecoderFamily(
     name="qwen3",
@@ -129,6 +132,7 @@ _FAMILY = GroupedDecoderFamily(
             facts=(
                 *_FACTS,
                 Value("head_dim", "head_dim", default=128),
+                LayerTypes(("full_attention",)),
                 Value("hidden_dim", "intermediate_size"),
             ),
         ),
@@ -144,6 +148,7 @@ _FAMILY = GroupedDecoderFamily(
                 Value("moe.hidden_dim", "moe_intermediate_size"),
                 Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
                 # Every block has experts.
+                Ignored("intermediate_size"),
                 Fixed("decoder_sparse_step", 1),
                 Fixed("mlp_only_layers", [], None),
             ),

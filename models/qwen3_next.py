@@ -23,9 +23,9 @@ from torchtitan_lite.nn.hugging_face_config import (
     differences,
     is_model_of,
     named_architecture,
-    rope_values,
 )
 from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
+from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values, rotated_share
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope
 from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
@@ -198,10 +198,13 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
     config = HuggingFaceConfig(values)
     named_architecture(values, ARCHITECTURES)
     sizes = read_facts(_FACTS, config)
-    theta, _ = config.rope(10000.0, is_partial=True)
+    theta, _ = read_rope(config, 10000.0, scaled=(), is_partial=True)
     # Every block has experts.
     config.only("decoder_sparse_step", 1)
     config.only("mlp_only_layers", [], None)
+    config.only("use_sliding_window", False)
+    config.ignore("intermediate_size", "sliding_window", "max_window_layers")
+    config.ignore("full_attention_interval", "num_local_experts")
     moe: dict[str, Any] = {
         # transformers 5 writes the second name.
         "num_experts": config.integer("num_experts", config.given("num_local_experts") or 512),
@@ -215,7 +218,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
         **{name: config.integer(name, default) for name, default in _LINEAR.items()},
         "linear_kernel_size": config.integer("linear_conv_kernel_dim", 4, least=2),
         "head_dim": config.integer("head_dim", 256),
-        "rotated_share": config.rotated_share(0.25),
+        "rotated_share": rotated_share(config, 0.25),
         "full_attention_interval": _interval(config, sizes["num_layers"]),
     }
     config.check()

@@ -16,7 +16,7 @@ from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_config import differences, is_model_of, named_architecture
 from torchtitan_lite.nn.hugging_face_facts import Architecture
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.nn.rope import Rope, RopeScaling, YarnScaling
+from torchtitan_lite.nn.rope import Rope, Scaling
 from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
 
 
@@ -39,7 +39,7 @@ class GroupedDecoderDims:
     """Unset: dim / num_heads."""
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | YarnScaling | None = None
+    rope_scaling: Scaling | None = None
     max_seq_len: int = 32768
     tied_embeddings: bool = False
     attention_backend: Backend = "sdpa"

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, rope_values
-from torchtitan_lite.nn.rope import RopeScaling, YarnScaling
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values
+from torchtitan_lite.nn.rope import Scaling
 from torchtitan_lite.nn.spec import HuggingFaceKey
 
 
@@ -48,6 +49,19 @@ class Value:
 
     def write(self, dims: Any) -> dict[str, Any]:
         return {self.theirs: attrgetter(self.ours)(dims)}
+
+
+class Ignored:
+    """Keys without effect in an architecture, which releases have."""
+
+    def __init__(self, *theirs: str) -> None:
+        self._theirs = theirs
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        config.ignore(*self._theirs)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {}
 
 
 class Fixed:
@@ -129,14 +143,12 @@ class PadToken:
 class Rotation:
     """The base and the scaling of RoPE, where all layers have the same."""
 
-    default_theta: float | None = None
-    scaled: tuple[str, ...] = ()
-    """Supported kinds of scaling."""
-    default_scaling: RopeScaling | YarnScaling | None = None
+    default_theta: float | None = 10000.0
+    default_scaling: Scaling | None = None
     """Scaling of a config without settings of RoPE."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        dims["rope_theta"], scaling = config.rope(self.default_theta, scaled=self.scaled)
+        dims["rope_theta"], scaling = read_rope(config, self.default_theta)
         if not (config.given("rope_parameters") or config.given("rope_scaling")):
             scaling = self.default_scaling
         dims["rope_scaling"] = scaling
@@ -193,6 +205,7 @@ class LayerWindows:
         layers = range(dims["num_layers"])
         kinds = config.per_layer("layer_types", len(layers), _KINDS)
         has_window = config.flag("use_sliding_window", default=False)
+        config.ignore("max_window_layers", *(() if has_window else ("sliding_window",)))
         windowed = [
             n
             for n in layers
@@ -217,8 +230,8 @@ class LayersWithoutRope:
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         layers = range(dims["num_layers"])
         marks = config.per_layer("no_rope_layers", len(layers), (0, 1))
+        step = config.integer("no_rope_layer_interval", 4)
         if marks is None:
-            step = config.integer("no_rope_layer_interval", 4)
             marks = [(n + 1) % step for n in layers]
         dims["layers_without_rope"] = tuple(n for n in layers if not marks[n])
 
@@ -279,7 +292,7 @@ def write_facts(facts: Iterable[Fact], dims: Any) -> dict[str, Any]:
 
 def decoder_facts(
     *,
-    activation: str = "silu",
+    activation: str | None = "silu",
     attention_bias: bool | None = False,
     norm_eps: float = 1e-6,
     num_kv_heads: int | None = None,
@@ -287,8 +300,8 @@ def decoder_facts(
     pad_token_id: int | None = None,
 ) -> Sequence[Fact]:
     """Return the facts that all decoders have. `activation` (transformers' name) and
-    `attention_bias` are the only supported ones, the latter None if the architecture has facts of
-    its own about biases. The others are those of a config without them; by default, there are as
+    `attention_bias` are the only supported ones, None if the architecture has facts of its own
+    about these. The others are those of a config without them; by default, there are as
     many `num_kv_heads` as query heads."""
 
     def default_kv_heads(dims: Mapping[str, Any]) -> int:
@@ -304,7 +317,7 @@ def decoder_facts(
         Value("max_seq_len", "max_position_embeddings"),
         Value("tied_embeddings", "tie_word_embeddings", "flag", default=tied_embeddings),
         PadToken(pad_token_id),
-        Fixed("hidden_act", activation),
+        *(() if activation is None else (Fixed("hidden_act", activation),)),
         *(() if attention_bias is None else (Fixed("attention_bias", attention_bias),)),
         Fixed("mlp_bias", False, is_written=False),
         _AttentionDropout(),
