@@ -6,15 +6,8 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
 from torchtitan_lite.nn.grouped_query import GroupedQuery
-from torchtitan_lite.nn.hugging_face_facts import (
-    Architecture,
-    Fixed,
-    Ignored,
-    LayerTypes,
-    Rotation,
-    Value,
-    decoder_facts,
-)
+from torchtitan_lite.nn.hugging_face_facts import Architecture, Fixed, Ignored, Value, decoder_facts
+from torchtitan_lite.nn.hugging_face_position_facts import LayerTypes, Rotation
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import YarnScaling
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, ModelSpec
@@ -36,6 +29,10 @@ class GptOssDims(GroupedDecoderDims):
     vocab_size: int = 201088
     rope_theta: float = 150000.0
     max_seq_len: int = 131072
+
+    @property
+    def is_in_torchtitan(self) -> bool:
+        return True
 
     def attention(self, layer: int) -> GroupedQuery:
         """Return the attention of a layer, with biases and sinks."""

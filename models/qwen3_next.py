@@ -27,9 +27,11 @@ from torchtitan_lite.nn.hugging_face_config import (
 from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
 from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values, rotated_share
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.norm import NormKind
 from torchtitan_lite.nn.rope import Rope
 from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
 
+_NORM = NormKind(zero_centered=True)
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 """Architectures in transformers that `dims_of_hugging_face` supports."""
 _LINEAR = {
@@ -109,7 +111,7 @@ class Qwen3NextDims:
             head_dim=self.head_dim,
             rotation=Rope(head_dim=rotated, theta=self.rope_theta),
             qk_norm_eps=self.norm_eps,
-            zero_centered_norms=True,
+            qk_norm=_NORM,
             gated=True,
         )
 
@@ -181,7 +183,7 @@ def spec_of(dims: Qwen3NextDims, flavor: str) -> ModelSpec:
         dims,
         name="qwen3_next",
         flavor=flavor,
-        zero_centered_norms=True,
+        norm=_NORM,
         hugging_face=_hugging_face(dims),
     )
     # Weights of zero-centered norms are decayed, as in the release, so that they do not grow.
@@ -190,7 +192,7 @@ def spec_of(dims: Qwen3NextDims, flavor: str) -> ModelSpec:
 
 def build(dims: Qwen3NextDims) -> Decoder:
     """Build the module, with parameters as the current default device creates them."""
-    return build_decoder(dims, zero_centered_norms=True)
+    return build_decoder(dims, norm=_NORM)
 
 
 def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:

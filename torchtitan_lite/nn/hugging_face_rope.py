@@ -16,6 +16,7 @@ from torchtitan_lite.nn.rope import (
     YarnScaling,
 )
 
+_PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 _NAMES: dict[str, tuple[type[Any], Mapping[str, str]]] = {
     "linear": (LinearScaling, {"factor": "factor"}),
@@ -54,27 +55,28 @@ def read_rope(
     *,
     scaled: Sequence[str] = ALL_SCALINGS,
     is_partial: bool = False,
+    theta_key: str = "rope_theta",
 ) -> tuple[float, Scaling | None]:
     """Read the base and the scaling, of one of the types `scaled`. `is_partial`: a part of a head
-    may be rotated, which `rotated_share` reads."""
+    may be rotated, which `rotated_share` reads. `theta_key` is the name of the base beside
+    `rope_scaling`."""
     given = _settings(config)
-    top = config.given("rope_theta", default_theta)
+    top = config.given(theta_key, default_theta)
     if not isinstance(given, Mapping):
         config.problems.append(f"rope_scaling is {given!r:.100}, and a table is needed")
         return 1.0, None
     if any(isinstance(value, Mapping) for value in given.values()):
         config.problems.append("rope_parameters differ between layers, which is not supported")
         return 1.0, None
-    if not is_partial and _partial(config, given) not in (1.0, None):
-        config.problems.append("partial_rotary_factor is not 1, and heads are rotated as a whole")
-    return read_table(config, given, top, scaled=scaled)
+    return read_table(config, given, top, scaled=scaled, is_partial=is_partial)
 
 
-def rotated_share(config: HuggingFaceConfig, default: float) -> float:
-    """Read the share of a head that is rotated."""
+def rotated_share(config: HuggingFaceConfig, default: float, key: str = _PARTIAL) -> float:
+    """Read the share of a head that is rotated, of which `key` is the name beside
+    `rope_scaling`."""
     given = _settings(config)
-    share = _partial(config, given) if isinstance(given, Mapping) else None
-    return config.checked_number("partial_rotary_factor", default if share is None else share)
+    share = _partial(config, given, key) if isinstance(given, Mapping) else None
+    return config.checked_number(key, default if share is None else share)
 
 
 def read_table(
@@ -83,8 +85,11 @@ def read_table(
     theta: float | None,
     *,
     scaled: Sequence[str] = ALL_SCALINGS,
+    is_partial: bool = False,
 ) -> tuple[float, Scaling | None]:
     """Read the base, which is `theta` if it is absent, and the scaling from a table of settings."""
+    if not is_partial and _partial(config, given) not in (1.0, None):
+        config.problems.append("partial_rotary_factor is not 1, and heads are rotated as a whole")
     base = config.checked_number("rope_theta", given.get("rope_theta", theta))
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", *scaled):
@@ -92,7 +97,7 @@ def read_table(
         config.problems.append(f"rope_type is {kind!r}, and only {supported} is supported")
         return base, None
     made, names = _NAMES.get(kind, (None, {}))
-    known = {*names.values(), "rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL}
+    known = {*names.values(), "rope_type", "type", "rope_theta", _PARTIAL, _ORIGINAL}
     unknown = sorted(key for key in given.keys() - known if given[key] is not None)
     if unknown:
         config.problems.append(f"{', '.join(unknown)} of RoPE ({kind}) is not supported")
@@ -110,9 +115,11 @@ def read_table(
     return base, made(**values)
 
 
-def rope_values(theta: float, scaling: Scaling | None) -> dict[str, Any]:
+def rope_values(
+    theta: float, scaling: Scaling | None, theta_key: str = "rope_theta"
+) -> dict[str, Any]:
     """Return the settings in the form that all releases read."""
-    return {"rope_theta": theta, "rope_scaling": rope_table(scaling)}
+    return {theta_key: theta, "rope_scaling": rope_table(scaling)}
 
 
 def rope_table(scaling: Scaling | None) -> dict[str, Any] | None:
@@ -131,9 +138,9 @@ def _settings(config: HuggingFaceConfig) -> Any:
     return before or after or {}
 
 
-def _partial(config: HuggingFaceConfig, given: Mapping[str, Any]) -> Any:
-    key = "partial_rotary_factor"
-    return given.get(key, config.given(key))
+def _partial(config: HuggingFaceConfig, given: Mapping[str, Any], key: str = _PARTIAL) -> Any:
+    top = config.given(key)
+    return given.get(_PARTIAL, top)
 
 
 def _given(config: HuggingFaceConfig, given: Mapping[str, Any], key: str) -> Any:

@@ -136,6 +136,14 @@ Scaling = RopeScaling | YarnScaling | LinearScaling | DynamicScaling
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeBase:
+    """The base and the scaling of a rotary embedding."""
+
+    theta: float
+    scaling: Scaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rope:
     """A rotary embedding. Layers with equal ones share its cosines and sines."""
 

@@ -22,7 +22,7 @@ from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.gated_delta import GatedDelta, GatedDeltaNet
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.loss import cross_entropy
-from torchtitan_lite.nn.norm import ZeroCenteredRMSNorm
+from torchtitan_lite.nn.norm import NormKind, ZeroCenteredNorm
 from torchtitan_lite.optim.optimizer import uses_muon
 
 
@@ -53,7 +53,7 @@ def _drawn(dims: qwen3_next.Qwen3NextDims = QWEN3_NEXT) -> Decoder:
 
 def test_initial_norms_are_the_identity_and_decays_are_spread() -> None:
     model = _drawn()
-    centered = [one for one in model.modules() if isinstance(one, ZeroCenteredRMSNorm)]
+    centered = [one for one in model.modules() if isinstance(one, ZeroCenteredNorm)]
     # Two per layer, the last one, and those of queries and keys.
     assert len(centered) == 2 * 4 + 1 + 2 * 2
     assert all(not one.weight.any() for one in centered)
@@ -186,7 +186,7 @@ def test_a_gate_without_shared_experts_is_rejected() -> None:
 
 
 def test_a_bfloat16_norm_keeps_small_weights() -> None:
-    norm = ZeroCenteredRMSNorm(8, eps=1e-6).bfloat16()
+    norm = NormKind(zero_centered=True).build(8, 1e-6).bfloat16()
     # 1 + 2**-9 is 1 in bfloat16.
     torch.nn.init.constant_(norm.weight, 2.0**-9)
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
