@@ -23,9 +23,9 @@ from torchtitan_lite.nn.hugging_face_config import (
     differences,
     is_model_of,
     named_architecture,
-    rope_values,
 )
 from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
+from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values
 from torchtitan_lite.nn.latent import Latent
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope, YarnScaling
@@ -298,9 +298,12 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
     config.only("tie_word_embeddings", False)
     config.only("rope_interleave", True)
     config.only("moe_layer_freq", 1)
+    # Whether a run has multi-token prediction is a setting of its own; the others follow from the
+    # latent attention.
+    config.ignore("num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim")
     config.only("scoring_func", "sigmoid" if is_v3 else "softmax")
     del sizes["num_kv_heads"], sizes["tied_embeddings"]
-    theta, scaling = config.rope(10000.0, scaled=("yarn",))
+    theta, scaling = read_rope(config, 10000.0, scaled=("yarn",))
     num_shared = config.integer("n_shared_experts", 1 if is_v3 else 2)
     width = config.integer("moe_intermediate_size")
     moe: dict[str, Any] = {
@@ -321,6 +324,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
     else:
         config.only("norm_topk_prob", False)
         config.only("topk_method", "greedy", "group_limited_greedy")
+        config.ignore("n_group", "topk_group")
         is_limited = config.given("topk_method") == "group_limited_greedy"
         moe |= {
             "normalize_weights": False,
@@ -328,7 +332,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
             "top_groups": config.integer("topk_group", 1) if is_limited else 1,
             "group_score": "max" if is_limited else "top2",
         }
-    is_plain = "q_lora_rank" in values and values["q_lora_rank"] is None
+    is_plain = config.has("q_lora_rank") and config.given("q_lora_rank") is None
     given: dict[str, Any] = {
         "q_lora_rank": None if is_plain else config.integer("q_lora_rank", 1536),
         **{ours: config.integer(theirs) for ours, theirs in _ATTENTION.items()},

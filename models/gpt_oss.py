@@ -6,14 +6,8 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
 from torchtitan_lite.nn.grouped_query import GroupedQuery
-from torchtitan_lite.nn.hugging_face_facts import (
-    Architecture,
-    Fixed,
-    LayerTypes,
-    Rotation,
-    Value,
-    decoder_facts,
-)
+from torchtitan_lite.nn.hugging_face_facts import Architecture, Fixed, Ignored, Value, decoder_facts
+from torchtitan_lite.nn.hugging_face_position_facts import LayerTypes, Rotation
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import YarnScaling
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, ModelSpec
@@ -34,8 +28,11 @@ class GptOssDims(GroupedDecoderDims):
     """Positions that every second layer, from the first on, attends to."""
     vocab_size: int = 201088
     rope_theta: float = 150000.0
-    rope_scaling: YarnScaling | None = None
     max_seq_len: int = 131072
+
+    @property
+    def is_in_torchtitan(self) -> bool:
+        return True
 
     def attention(self, layer: int) -> GroupedQuery:
         """Return the attention of a layer, with biases and sinks."""
@@ -128,7 +125,8 @@ _FAMILY = GroupedDecoderFamily(
                 Value("moe.swiglu_limit", "swiglu_limit", "number", 7.0),
                 # Of the experts' gate; see `nn.moe.ClampedExperts`.
                 Fixed("swiglu_alpha", 1.702),
-                Rotation(150000.0, scaled=("yarn",), default_scaling=_ROPE),
+                Ignored("experts_per_token", "initial_context_length"),
+                Rotation(150000.0, default_scaling=_ROPE),
             ),
             experts=_expert_keys(),
             quantization="mxfp4",

@@ -7,12 +7,13 @@ from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
 from torchtitan_lite.nn.hugging_face_facts import (
     Architecture,
+    Biases,
     Fixed,
     HeadWidth,
-    Rotation,
     Value,
     decoder_facts,
 )
+from torchtitan_lite.nn.hugging_face_position_facts import Rotation
 from torchtitan_lite.nn.rope import RopeScaling
 from torchtitan_lite.nn.spec import ModelSpec
 
@@ -23,7 +24,6 @@ class Llama3Dims(GroupedDecoderDims):
 
     vocab_size: int = 128256
     rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
     max_seq_len: int = 131072
 
 
@@ -111,11 +111,13 @@ _FAMILY = GroupedDecoderFamily(
             name="LlamaForCausalLM",
             model_type="llama",
             facts=(
-                *decoder_facts(),
+                *decoder_facts(attention_bias=None, mlp_bias=None),
+                Biases(),
+                Biases("mlp_bias", ours=("feed_forward_bias",)),
                 HeadWidth(),
                 Value("hidden_dim", "intermediate_size"),
-                Fixed("mlp_bias", False),
-                Rotation(10000.0, scaled=("llama3",)),
+                Fixed("rope_interleaved", False, is_written=False),
+                Rotation(),
             ),
         ),
     ),

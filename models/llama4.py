@@ -22,14 +22,17 @@ from torchtitan_lite.nn.hugging_face_config import (
     differences,
     is_model_of,
     named_architecture,
-    rope_values,
 )
 from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
+from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope, RopeScaling
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, HuggingFaceModel, ModelSpec
 
 _TEXT, _VISION = "Llama4ForCausalLM", "Llama4ForConditionalGeneration"
+_OF_IMAGES = tuple(
+    f"{token}_token_{kind}" for token in ("image", "boi", "eoi") for kind in ("id", "index")
+)
 ARCHITECTURES = (_TEXT, _VISION)
 """Architectures in transformers that `dims_of_hugging_face` supports: the text model alone, and
 releases, of which it is a part."""
@@ -244,14 +247,16 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:
     ConfigError with everything unsupported."""
     config = HuggingFaceConfig(values)
     if named_architecture(values, ARCHITECTURES) == _VISION:
-        text = values.get("text_config")
+        text = config.given("text_config")
         if not isinstance(text, dict):
             raise ConfigError("config.json has no text_config, which describes the text model.")
-        quantization = {"quantization_config": config.given("quantization_config")}
-        config = HuggingFaceConfig(quantization | text)
+        config.only("tie_word_embeddings", False)
+        config.ignore("text_config", "vision_config", *_OF_IMAGES)
+        config.check()
+        config = HuggingFaceConfig(text)
     sizes = read_facts(_FACTS, config)
     num_layers = sizes["num_layers"]
-    theta, scaling = config.rope(500000.0, scaled=("llama3",))
+    theta, scaling = read_rope(config, 500000.0, scaled=("llama3",))
     width = config.integer("intermediate_size")
     interval, first = _nope_layers(config, num_layers)
     moe_interval = _moe_interval(config, num_layers)
@@ -273,6 +278,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:
     }
     num_experts = config.integer("num_local_experts", 16)
     config.only("num_experts_per_tok", 1)
+    config.ignore("no_rope_layer_interval")
     config.check()
     assert scaling is None or isinstance(scaling, RopeScaling)
     return Llama4Dims(

@@ -8,12 +8,11 @@ from torchtitan_lite.nn.decoder_hugging_face import expert_keys
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
 from torchtitan_lite.nn.hugging_face_facts import (
     Architecture,
-    Fixed,
-    Rotation,
     Value,
     decoder_facts,
     width_per_head,
 )
+from torchtitan_lite.nn.hugging_face_position_facts import Rotation, Window
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.spec import ModelSpec
 
@@ -70,8 +69,8 @@ _FAMILY = GroupedDecoderFamily(
                 Value("moe.hidden_dim", "intermediate_size"),
                 Value("moe.num_experts", "num_local_experts"),
                 Value("moe.top_k", "num_experts_per_tok"),
-                Fixed("sliding_window", None),
-                Rotation(),
+                Window(None),
+                Rotation(1000000.0),
             ),
             experts=expert_keys("block_sparse_moe", {"w1": "w1", "w2": "w2", "w3": "w3"}),
         ),

@@ -10,12 +10,14 @@ from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecode
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_facts import (
     Architecture,
+    Biases,
     Fixed,
-    Rotation,
+    Ignored,
     Value,
     decoder_facts,
     width_per_head,
 )
+from torchtitan_lite.nn.hugging_face_position_facts import LayerWindows, Rotation, is_late
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.spec import ModelSpec
 
@@ -115,9 +117,9 @@ FLAVORS = {
 
 
 _FACTS = (
-    *decoder_facts(),
+    *decoder_facts(attention_bias=None),
+    Biases(),
     Rotation(),
-    Fixed("use_sliding_window", False),
 )
 _FAMILY = GroupedDecoderFamily(
     name="qwen3",
@@ -129,6 +131,7 @@ _FAMILY = GroupedDecoderFamily(
             facts=(
                 *_FACTS,
                 Value("head_dim", "head_dim", default=128),
+                LayerWindows(4096, is_late),
                 Value("hidden_dim", "intermediate_size"),
             ),
         ),
@@ -143,7 +146,10 @@ _FAMILY = GroupedDecoderFamily(
                 Value("moe.top_k", "num_experts_per_tok"),
                 Value("moe.hidden_dim", "moe_intermediate_size"),
                 Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
+                Fixed("use_sliding_window", False),
+                Ignored("sliding_window", "max_window_layers"),
                 # Every block has experts.
+                Ignored("intermediate_size"),
                 Fixed("decoder_sparse_step", 1),
                 Fixed("mlp_only_layers", [], None),
             ),

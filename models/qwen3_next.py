@@ -23,13 +23,15 @@ from torchtitan_lite.nn.hugging_face_config import (
     differences,
     is_model_of,
     named_architecture,
-    rope_values,
 )
 from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
+from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values, rotated_share
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.norm import NormKind
 from torchtitan_lite.nn.rope import Rope
 from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
 
+_NORM = NormKind(zero_centered=True)
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 """Architectures in transformers that `dims_of_hugging_face` supports."""
 _LINEAR = {
@@ -109,7 +111,7 @@ class Qwen3NextDims:
             head_dim=self.head_dim,
             rotation=Rope(head_dim=rotated, theta=self.rope_theta),
             qk_norm_eps=self.norm_eps,
-            zero_centered_norms=True,
+            qk_norm=_NORM,
             gated=True,
         )
 
@@ -181,7 +183,7 @@ def spec_of(dims: Qwen3NextDims, flavor: str) -> ModelSpec:
         dims,
         name="qwen3_next",
         flavor=flavor,
-        zero_centered_norms=True,
+        norm=_NORM,
         hugging_face=_hugging_face(dims),
     )
     # Weights of zero-centered norms are decayed, as in the release, so that they do not grow.
@@ -190,7 +192,7 @@ def spec_of(dims: Qwen3NextDims, flavor: str) -> ModelSpec:
 
 def build(dims: Qwen3NextDims) -> Decoder:
     """Build the module, with parameters as the current default device creates them."""
-    return build_decoder(dims, zero_centered_norms=True)
+    return build_decoder(dims, norm=_NORM)
 
 
 def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
@@ -198,10 +200,13 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
     config = HuggingFaceConfig(values)
     named_architecture(values, ARCHITECTURES)
     sizes = read_facts(_FACTS, config)
-    theta, _ = config.rope(10000.0, is_partial=True)
+    theta, _ = read_rope(config, 10000.0, scaled=(), is_partial=True)
     # Every block has experts.
     config.only("decoder_sparse_step", 1)
     config.only("mlp_only_layers", [], None)
+    config.only("use_sliding_window", False)
+    config.ignore("intermediate_size", "sliding_window", "max_window_layers")
+    config.ignore("full_attention_interval", "num_local_experts")
     moe: dict[str, Any] = {
         # transformers 5 writes the second name.
         "num_experts": config.integer("num_experts", config.given("num_local_experts") or 512),
@@ -215,7 +220,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
         **{name: config.integer(name, default) for name, default in _LINEAR.items()},
         "linear_kernel_size": config.integer("linear_conv_kernel_dim", 4, least=2),
         "head_dim": config.integer("head_dim", 256),
-        "rotated_share": config.rotated_share(0.25),
+        "rotated_share": rotated_share(config, 0.25),
         "full_attention_interval": _interval(config, sizes["num_layers"]),
     }
     config.check()

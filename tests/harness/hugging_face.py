@@ -9,6 +9,8 @@ the ranks of a test import this module only for names.
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 
+from tests.harness.float64 import in_float64
 from tests.harness.jobs import FIXTURE
 from torchtitan_lite.checkpoint.loading import open_snapshot
 from torchtitan_lite.checkpoint.snapshots import Snapshot, read_tensor
@@ -61,12 +64,19 @@ _YARN_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 _DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 20000.0}
+_LINEAR_ROPE: dict[str, Any] = {"rope_type": "linear", "factor": 3.0}
+
+
+_WINDOWS: dict[str, Any] = {"sliding_window": 9, "sliding_window_pattern": 2}
+_WHOLE = ["full_attention"] * 2
 
 
 def _new_model(model_type: str, **sizes: Any) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    # transformers adds defaults to the tables that it gets.
+    config = AutoConfig.for_model(model_type, **deepcopy(sizes))
+    return AutoModelForCausalLM.from_config(config)
 
 
 def _llama(**more: Any) -> "PreTrainedModel":
@@ -104,13 +114,13 @@ def _qwen3_next(**more: Any) -> "PreTrainedModel":
     return _new_model("qwen3_next", **_COMMON | sizes | more)
 
 
-def _mixtral() -> "PreTrainedModel":
+def _mixtral(**more: Any) -> "PreTrainedModel":
     sizes: dict[str, Any] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "intermediate_size": 40,
     }
-    return _new_model("mixtral", **_COMMON, **sizes, rope_parameters=_DEFAULT_ROPE)
+    return _new_model("mixtral", **_COMMON, **sizes, rope_parameters=_DEFAULT_ROPE, **more)
 
 
 def _deepseek(version: int, **more: Any) -> "PreTrainedModel":
@@ -169,7 +179,7 @@ def _llama4(**more: Any) -> "PreTrainedModel":
 
 
 def _dense(model_type: str, **more: Any) -> "PreTrainedModel":
-    """Return a model of a row of `models/auto.py`."""
+    """Return a model of a row of `models/auto/`."""
     sizes: dict[str, Any] = {"intermediate_size": 80, "pad_token_id": None}
     return _new_model(model_type, **_COMMON | sizes | {"rope_parameters": _DEFAULT_ROPE} | more)
 
@@ -184,7 +194,57 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         rope_parameters=_SCALED_ROPE,
     ),
     "llama": lambda: _llama(rope_parameters=_DEFAULT_ROPE, rms_norm_eps=3e-5),
+    "llama_linear": lambda: _llama(rope_parameters=_DEFAULT_ROPE | _LINEAR_ROPE),
+    "llama_dynamic": lambda: _llama(
+        rope_parameters=_DEFAULT_ROPE | {"rope_type": "dynamic", "factor": 3.0}
+    ),
+    "llama_yarn": lambda: _llama(
+        rope_parameters=_YARN_ROPE | {"mscale": None, "attention_factor": 1.3}
+    ),
     "llama_tied_stretched": lambda: _llama(rope_parameters=_SCALED_ROPE, tie_word_embeddings=True),
+    "llama_biased": lambda: _llama(
+        rope_parameters=_DEFAULT_ROPE, attention_bias=True, mlp_bias=True
+    ),
+    "qwen3_windows": lambda: _qwen3(
+        attention_bias=True, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "mixtral_window": lambda: _mixtral(sliding_window=9),
+    "arcee": lambda: _dense("arcee"),
+    "arcee_biased": lambda: _dense("arcee", attention_bias=True, mlp_bias=True),
+    "cohere": lambda: _dense("cohere", logit_scale=0.9),
+    "cohere2": lambda: _dense(
+        "cohere2", **_WINDOWS, head_dim=8, num_hidden_layers=4, logit_scale=0.9
+    ),
+    "ernie4_5": lambda: _dense("ernie4_5"),
+    "ernie4_5_biased": lambda: _dense("ernie4_5", use_bias=True, tie_word_embeddings=False),
+    "exaone4": lambda: _dense("exaone4", **_WINDOWS, num_hidden_layers=4),
+    "exaone4_whole": lambda: _dense("exaone4", sliding_window=None, layer_types=_WHOLE),
+    "gemma3_text": lambda: _dense(
+        "gemma3_text",
+        sliding_window=9,
+        num_hidden_layers=6,
+        query_pre_attn_scalar=24,
+        rope_parameters={
+            "sliding_attention": _DEFAULT_ROPE,
+            "full_attention": {**_DEFAULT_ROPE, **_LINEAR_ROPE, "rope_theta": 5000.0},
+        },
+    ),
+    "glm": lambda: _dense("glm"),
+    "glm4": lambda: _dense("glm4", attention_bias=False),
+    "helium": lambda: _dense("helium", head_dim=8, mlp_bias=True),
+    "hunyuan_v1_dense": lambda: _dense("hunyuan_v1_dense"),
+    "ministral": lambda: _dense(
+        "ministral", sliding_window=9, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "nemotron": lambda: _dense("nemotron"),
+    "nemotron_biased": lambda: _dense("nemotron", attention_bias=True, mlp_bias=True),
+    "olmo": lambda: _dense("olmo"),
+    "stablelm": lambda: _dense("stablelm", head_dim=None),
+    "stablelm_parallel": lambda: _dense(
+        "stablelm", head_dim=None, use_parallel_residual=True, use_qkv_bias=True
+    ),
+    "starcoder2": lambda: _dense("starcoder2", sliding_window=9),
+    "starcoder2_unbiased": lambda: _dense("starcoder2", use_bias=False),
     "gemma": lambda: _dense("gemma"),
     "granite": lambda: _dense(
         "granite",
@@ -249,18 +309,23 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "deepseek_v2_lite": lambda: _deepseek(2, q_lora_rank=None, n_group=1, topk_group=1),
 }
 FAMILIES = tuple(_FAMILIES)
+_CENTERED = ("gemma", "nemotron")
+"""Families whose norms multiply by 1 + weight."""
 
 
-def make_model(family: str) -> "PreTrainedModel":
-    """Return the same model in each call, in float32, with norm weights other than 1 and biases
-    other than 0."""
+def make_model(family: str, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
+    """Return the same model in each call, in float32 or float64, with norm weights other than 1 and
+    biases other than 0. That in float64 must be called in `in_float64`, too."""
     torch.manual_seed(5)
-    model = _FAMILIES[family]()
+    with in_float64() if dtype == torch.float64 else nullcontext():
+        model = _FAMILIES[family]()
+        # The grouped product of experts has no float64.
+        model.set_experts_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                # Qwen3-Next's multiply by 1 + weight, but those of heads.
-                is_centered = family == "gemma" or (
+                # Some multiply by 1 + weight: of Qwen3-Next, but those of heads.
+                is_centered = family.startswith(_CENTERED) or (
                     family.startswith("qwen3_next") and "linear_attn" not in name
                 )
                 parameter.uniform_(-0.5, 0.5) if is_centered else parameter.uniform_(0.5, 1.5)
@@ -276,11 +341,20 @@ def make_folder(
     folder: Path, family: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "60KB"
 ) -> Path:
     """Save a model with its weights in several shards, and return its folder."""
-    model = make_model(family)
+    model = make_model(family, torch.float64 if dtype == torch.float64 else torch.float32)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def save_gradients(model: "PreTrainedModel", folder: Path) -> Path:
+    """Save the gradients of a model's parameters in place of their values, which are lost."""
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
+    model.save_pretrained(folder)
     return folder
 
 
@@ -313,18 +387,23 @@ def add_tokenizer(folder: Path) -> Path:
 
 
 def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Load the model of a folder in one process, without a mesh."""
+    """Load the model of a folder in one process, without a mesh. That in float64 has rotations in
+    float64, too."""
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     snapshot = open_snapshot(*open_parent_storage(str(folder)), spec)
-    model = filled(spec, snapshot)
+    with in_float64() if dtype == torch.float64 else nullcontext():
+        model = spec.build()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return model
+    return _fill(model, spec, snapshot)
 
 
 def filled(spec: ModelSpec, snapshot: Snapshot) -> nn.Module:
     """Return the model of a spec with the weights of a snapshot."""
-    model = spec.build()
+    return _fill(spec.build(), spec, snapshot)
+
+
+def _fill(model: nn.Module, spec: ModelSpec, snapshot: Snapshot) -> nn.Module:
     tensors = {
         name.removeprefix("model."): read_tensor(snapshot, name)
         for name in snapshot.tensors

@@ -22,7 +22,8 @@ from torchtitan_lite.models.llama3 import Llama3Dims
 from torchtitan_lite.models.qwen3 import Qwen3Dims
 from torchtitan_lite.nn.grouped_query import Temperature
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.nn.rope import YarnScaling
+from torchtitan_lite.nn.norm import NormKind
+from torchtitan_lite.nn.rope import LinearScaling, RopeBase, YarnScaling
 from torchtitan_lite.training.builders import build
 from torchtitan_lite.training.checks.constraints import check_against
 from torchtitan_lite.training.run_config import config_from
@@ -132,7 +133,7 @@ ODD_GPT_OSS = gpt_oss.GptOssDims(
 """Some gates and values are clamped."""
 
 ODD_AUTO = auto.AutoDims(
-    model_type="smollm3",
+    model_type="gemma3_text",
     dim=36,
     num_layers=4,
     num_heads=8,
@@ -140,19 +141,46 @@ ODD_AUTO = auto.AutoDims(
     head_dim=10,
     hidden_dim=52,
     vocab_size=517,
+    norms="both",
+    norm=NormKind(zero_centered=True),
+    qk_norm=True,
     bias=True,
     window=5,
     windowed_layers=(1, 2),
+    windowed_rope=RopeBase(theta=300.0, scaling=LinearScaling(factor=2.0)),
     activation="gelu_tanh",
-    zero_centered_norms=True,
     embedding_multiplier=1.5,
     residual_multiplier=0.7,
     attention_multiplier=0.4,
     logits_divisor=1.3,
     document_mask=True,
 )
-"""Multipliers, biases of queries, keys and values alone, and windows in some layers. All layers
-have rotary embeddings: without them, the gradient of a key's bias is 0 up to rounding."""
+"""Multipliers, norms before and after, biases of queries, keys and values alone, and windows with
+rotations of their own in some layers. All layers have rotary embeddings: without them, the gradient
+of a key's bias is 0 up to rounding."""
+
+ODD_PARALLEL = auto.AutoDims(
+    model_type="stablelm",
+    dim=36,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=10,
+    hidden_dim=52,
+    vocab_size=517,
+    parallel="two_norms",
+    norm=NormKind(subtracts_mean=True, bias=True),
+    bias=True,
+    out_bias=True,
+    rotated_share=0.4,
+    rotates_adjacent=True,
+    activation="gelu",
+    gated=False,
+    feed_forward_bias=True,
+    tied_embeddings=True,
+    document_mask=True,
+)
+"""Attention beside a plain feed-forward block, biases everywhere, and a rotated part of heads."""
 
 ODD_LLAMA4 = llama4.Llama4Dims(
     dim=36,
@@ -235,6 +263,7 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
     gpt_oss.FLAVORS["odd"] = ODD_GPT_OSS
     llama4.FLAVORS["odd"] = ODD_LLAMA4
     auto.FLAVORS["odd"] = ODD_AUTO
+    auto.FLAVORS["odd_parallel"] = ODD_PARALLEL
     qwen3_next.FLAVORS["odd"] = ODD_QWEN3_NEXT
     # As V2-Lite: no latent of queries, softmax.
     deepseek_v3.FLAVORS["odd_lite"] = replace(

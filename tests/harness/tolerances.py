@@ -115,6 +115,13 @@ PRETRAINED_GRADIENTS = 2e-5
 """Relative to the largest element of a gradient, float32: sums over some 80 tokens, in another
 order."""
 
+PRETRAINED_FLOAT64 = 1e-12
+"""Relative to the standard deviation of the logits, and absolute of their mean loss, float64, with
+transformers' own casts to float32 replaced: sums in another order."""
+
+PRETRAINED_FLOAT64_GRADIENTS = 1e-11
+"""Relative to the largest element of a gradient, as above."""
+
 PRETRAINED_DELTA = 5e-4
 """Relative to the standard deviation of the logits and to the largest element of a gradient,
 float32, with Gated DeltaNet: norms of heads divide by outputs that may be near 0, and so enlarge

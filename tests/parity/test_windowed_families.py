@@ -1,4 +1,4 @@
-"""gpt-oss, Llama 4, Qwen3-Next and the rows of `models/auto.py` train on every mesh as in one
+"""gpt-oss, Llama 4, Qwen3-Next and the rows of `models/auto/` train on every mesh as in one
 process: windows and chunks of attention, sinks, biases, layers without rotary embedding, clamped
 experts, weights of experts' inputs; recurrent layers, gated attention, zero-centered norms, gated
 shared experts."""
@@ -21,12 +21,14 @@ Pools = Callable[[int], WorkerPool]
 ROTATION = "parallelism.context_parallel_rotate_method"
 ROTATIONS = {
     "auto": ("allgather", "ulysses"),
+    "auto_parallel": ("allgather", "ulysses", "alltoall"),
     "gpt_oss": ("allgather",),
     "llama4": ("allgather", "ulysses"),
     "qwen3_next": ("allgather", "ulysses", "alltoall"),
 }
 SHORT = {
     ("auto", "fsdp-2-tp-2"),
+    ("auto_parallel", "tp-2-cp-2"),
     ("gpt_oss", "experts-ep-2-etp-2"),
     ("llama4", "cp-2-ulysses"),
     ("qwen3_next", "cp-2-ring"),
@@ -38,7 +40,7 @@ CASES = [
     if overrides.get(ROTATION, "allgather") in rotations
     # 4 does not divide the features of its feed-forward.
     and (family, mesh) != ("llama4", "tp-4")
-    and (family != "auto" or not any("expert_" in key for key in overrides))
+    and (not family.startswith("auto") or not any("expert_" in key for key in overrides))
 ]
 assert set(CASES) >= SHORT
 
@@ -65,7 +67,9 @@ def reference(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 def settings(family: str, **more: Any) -> dict[str, Any]:
-    return {"model.name": family, "model.flavor": "odd"} | more
+    name, _, flavor = family.partition("auto_")
+    chosen = {"model.name": name or "auto", "model.flavor": f"odd_{flavor}" if flavor else "odd"}
+    return chosen | more
 
 
 def test_every_case_is_valid(tmp_path: Path) -> None:

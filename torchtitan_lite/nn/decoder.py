@@ -8,12 +8,13 @@ the projection and because sharded weights are gathered only inside their module
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rng import mix_tensor
 from torchtitan_lite.nn.attention import (
     AttentionDims,
@@ -23,7 +24,7 @@ from torchtitan_lite.nn.attention import (
 )
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.feed_forward import FeedForwardDims
-from torchtitan_lite.nn.norm import rms_norm
+from torchtitan_lite.nn.norm import RMS_NORM, NormKind
 from torchtitan_lite.nn.spec import TokenLoss
 
 
@@ -33,6 +34,26 @@ class DecoderLayer:
 
     attention: AttentionDims
     feed_forward: FeedForwardDims
+    norms: Literal["before", "after", "both"] = "before"
+    """Where norms are: at the input of attention and feed-forward, at their output, or both."""
+    parallel: Literal["shared_norm", "two_norms"] | None = None
+    """Set: attention and feed-forward read the same hidden states (arXiv:2204.02311, section 2),
+    normalized by one norm, or by one each."""
+
+    def __post_init__(self) -> None:
+        if self.parallel is not None and self.norms != "before":
+            raise ConfigError(
+                f"A layer that is parallel ({self.parallel}) has norms before its blocks, not "
+                f"norms = {self.norms!r}."
+            )
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        """The norms that it has."""
+        before, after = ("attention_norm", "ffn_norm"), ("attention_out_norm", "ffn_out_norm")
+        if self.parallel == "shared_norm":
+            return before[:1]
+        return before * (self.norms != "after") + after * (self.norms != "before")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +68,8 @@ class Multipliers:
 
 
 class DecoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); or with norms elsewhere, or both at
+    once, as the layer has them."""
 
     def __init__(
         self,
@@ -58,25 +80,35 @@ class DecoderBlock(nn.Module):
         attention_backend: Backend,
         dropout: float,
         residual: float = 1.0,
-        zero_centered_norms: bool = False,
+        norm: NormKind = RMS_NORM,
     ) -> None:
         """`residual` is `Multipliers.residual`."""
         super().__init__()
         self._residual = residual
         self.attention = layer.attention.build(dim, attention_backend)
         self.feed_forward = layer.feed_forward.build(dim)
-        self.attention_norm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
-        self.ffn_norm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
+        self._is_parallel = layer.parallel is not None
+
+        def norm_named(name: str) -> nn.Module:
+            return norm.build(dim, norm_eps) if name in layer.norm_names else nn.Identity()
+
+        self.attention_norm, self.ffn_norm = norm_named("attention_norm"), norm_named("ffn_norm")
+        self.attention_out_norm = norm_named("attention_out_norm")
+        self.ffn_out_norm = norm_named("ffn_out_norm")
+        self._shares_norm = layer.parallel == "shared_norm"
         self.attention_dropout = KeyedDropout(dropout, site=0)
         self.ffn_dropout = KeyedDropout(dropout, site=1)
 
     def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]."""
         keys, positions = context.rng_keys_B, context.positions_BS
-        update = self._scaled(self.attention(self.attention_norm(x_BSD), context))
-        x_BSD = x_BSD + self.attention_dropout(update, keys, positions)
-        update = self._scaled(self.feed_forward(self.ffn_norm(x_BSD)))
-        return x_BSD + self.ffn_dropout(update, keys, positions)
+        normed_BSD = self.attention_norm(x_BSD)
+        update = self._scaled(self.attention_out_norm(self.attention(normed_BSD, context)))
+        attended_BSD = x_BSD + self.attention_dropout(update, keys, positions)
+        if not self._shares_norm:
+            normed_BSD = self.ffn_norm(x_BSD if self._is_parallel else attended_BSD)
+        update = self._scaled(self.ffn_out_norm(self.feed_forward(normed_BSD)))
+        return attended_BSD + self.ffn_dropout(update, keys, positions)
 
     def _scaled(self, update_BSD: torch.Tensor) -> torch.Tensor:
         return update_BSD if self._residual == 1.0 else update_BSD * self._residual
@@ -96,7 +128,7 @@ class PredictionBlock(DecoderBlock):
         attention_backend: Backend,
         dropout: float,
         residual: float = 1.0,
-        zero_centered_norms: bool = False,
+        norm: NormKind = RMS_NORM,
     ) -> None:
         super().__init__(
             dim=dim,
@@ -105,12 +137,12 @@ class PredictionBlock(DecoderBlock):
             attention_backend=attention_backend,
             dropout=dropout,
             residual=residual,
-            zero_centered_norms=zero_centered_norms,
+            norm=norm,
         )
-        self.enorm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
-        self.hnorm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
+        self.enorm = norm.build(dim, norm_eps)
+        self.hnorm = norm.build(dim, norm_eps)
         self.eh_proj = nn.Linear(2 * dim, dim, bias=False)
-        self.head_norm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
+        self.head_norm = norm.build(dim, norm_eps)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x_BSD: torch.Tensor, context: BlockContext, embedded_BSD: torch.Tensor
@@ -171,13 +203,13 @@ class Decoder(nn.Module):
         pad_token_id: int | None = None,
         prediction_layers: Sequence[DecoderLayer] = (),
         prediction_loss_weight: float = 0.0,
-        zero_centered_norms: bool = False,
+        norm: NormKind = RMS_NORM,
         multipliers: Multipliers | None = None,
     ) -> None:
         """The embedding of `pad_token_id` gets no gradient as an input. `prediction_layers` predict
         further tokens in training, one each. Their losses add `prediction_loss_weight` times their
-        mean to the objective, not to the returned loss. `zero_centered_norms`: the norms of hidden
-        states multiply by 1 + weight."""
+        mean to the objective, not to the returned loss. `norm` is that of
+        hidden states."""
         super().__init__()
         self.dropout = dropout
         self._multipliers = multipliers or Multipliers()
@@ -207,12 +239,12 @@ class Decoder(nn.Module):
                     attention_backend=attention_backend,
                     dropout=dropout,
                     residual=self._multipliers.residual,
-                    zero_centered_norms=zero_centered_norms,
+                    norm=norm,
                 )
                 for number, layer in enumerate(all_layers)
             }
         )
-        self.norm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
+        self.norm = norm.build(dim, norm_eps)
         self.output = OutputProjection(dim, vocab_size)
         self.tied_embeddings = tied_embeddings
         self._tie()

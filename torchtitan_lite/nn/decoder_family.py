@@ -13,6 +13,7 @@ from torchtitan_lite.nn.decoder_spec import (
     decoder_stage_units,
 )
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.norm import RMS_NORM, NormKind
 from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec, TorchtitanKey
 
 
@@ -44,7 +45,7 @@ def build_decoder(
     *,
     prediction_layers: Sequence[DecoderLayer] = (),
     prediction_loss_weight: float = 0.0,
-    zero_centered_norms: bool = False,
+    norm: NormKind = RMS_NORM,
 ) -> Decoder:
     """Build the module, with parameters as the current default device creates them. The arguments
     are those of `Decoder`."""
@@ -60,7 +61,7 @@ def build_decoder(
         dropout=dims.dropout,
         prediction_layers=prediction_layers,
         prediction_loss_weight=prediction_loss_weight,
-        zero_centered_norms=zero_centered_norms,
+        norm=norm,
         multipliers=getattr(dims, "multipliers", None),
     )
 
@@ -72,7 +73,7 @@ def decoder_model_spec(
     flavor: str,
     prediction_layers: Sequence[DecoderLayer] = (),
     prediction_loss_weight: float = 0.0,
-    zero_centered_norms: bool = False,
+    norm: NormKind = RMS_NORM,
     torchtitan_keys: tuple[TorchtitanKey, ...] = (),
     hugging_face: HuggingFaceModel | None = None,
 ) -> ModelSpec:
@@ -94,15 +95,15 @@ def decoder_model_spec(
             dims,
             prediction_layers=prediction_layers,
             prediction_loss_weight=prediction_loss_weight,
-            zero_centered_norms=zero_centered_norms,
+            norm=norm,
         ),
         init=decoder_init(
             dim=dims.dim,
             layers=layers,
             tied_embeddings=dims.tied_embeddings,
-            zero_centered_norms=zero_centered_norms,
+            norm=norm,
         ),
-        shard_plan=decoder_shard_plan(layers, has_predictions=bool(prediction_layers)),
+        shard_plan=decoder_shard_plan(layers, has_predictions=bool(prediction_layers), norm=norm),
         attentions=tuple(dict.fromkeys(layer.attention.sharding for layer in kinds)),
         num_experts=0 if moe is None else moe.num_experts,
         expert_width=0 if moe is None else moe.hidden_dim,
@@ -133,5 +134,6 @@ def decoder_model_spec(
             vocab_size=dims.vocab_size,
             tied_embeddings=dims.tied_embeddings,
             seq_len=seq_len,
+            norm=norm,
         ),
     )

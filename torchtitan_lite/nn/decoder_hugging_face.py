@@ -1,25 +1,56 @@
 """Names of the parameters of `nn.decoder.Decoder` in Hugging Face's transformers."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torchtitan_lite.nn.decoder import DecoderLayer
-from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey
+from torchtitan_lite.nn.feed_forward import Dense
+from torchtitan_lite.nn.norm import RMS_NORM, NormKind
+from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, linear_parameters
 
-_NORMS = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
+_NORMS: dict[str, dict[str, str]] = {
+    "before": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_out_norm": "post_attention_layernorm",
+        "ffn_out_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_out_norm": "post_feedforward_layernorm",
+    },
 }
+"""By `DecoderLayer.norms`."""
 _PREDICTION = {
-    "enorm.weight": "enorm.weight",
-    "hnorm.weight": "hnorm.weight",
-    "eh_proj.weight": "eh_proj.weight",
-    "head_norm.weight": "shared_head.norm.weight",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "head_norm": "shared_head.norm",
 }
 _FEED_FORWARD = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = {"w1": ("gate_up_proj", 0, 2), "w2": ("down_proj", 0, 1), "w3": ("gate_up_proj", 1, 2)}
 """The tensor of stacked experts, and which of how many parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceNames:
+    """Names of modules in an architecture of transformers, where they are not the usual ones."""
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.*"
+    norm: str = "model.norm"
+    output: str = "lm_head"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Modules of a layer by their names here, `feed_forward.w1`."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Linear layers there that consist of several here, in the order of their rows."""
+
+
+USUAL_NAMES = HuggingFaceNames()
+QKV = {"self_attn.qkv_proj": ("attention.wq", "attention.wk", "attention.wv")}
+GATE_UP = {"mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3")}
+"""Usual fused layers."""
 
 
 def decoder_hugging_face_keys(
@@ -29,30 +60,58 @@ def decoder_hugging_face_keys(
     experts: Sequence[HuggingFaceKey] = (),
     dense: str = "mlp",
     has_predictions: bool = False,
+    norm: NormKind = RMS_NORM,
+    names: HuggingFaceNames = USUAL_NAMES,
 ) -> tuple[HuggingFaceKey, ...]:
     """Return the names of a decoder's parameters in transformers. `experts` are those of its
     experts, if it has any; `dense` is the name of a dense block in a layer; `has_predictions`: it
-    has layers of multi-token prediction."""
-    layer = "model.layers.*"
-    attention = {
-        f"attention.{ours}": their
-        for one in layers
-        for ours, their in one.attention.hugging_face.items()
-    }
-    is_dense = any(not isinstance(one.feed_forward, MoEDims) for one in layers)
+    has layers of multi-token prediction; `norm` is that of hidden states."""
+    usual: dict[str, str | HuggingFaceForm] = {}
+    for one in layers:
+        for ours, theirs in one.attention.hugging_face.items():
+            usual[f"attention.{ours}"] = theirs
+        norms = {name: _NORMS[one.norms][name] for name in one.norm_names}
+        usual |= _of_modules(norms, norm.parameters)
+        if isinstance(one.feed_forward, Dense):
+            projections = {
+                f"feed_forward.{name}": f"{dense}.{_FEED_FORWARD[name]}"
+                for name in (*one.feed_forward.projections, "w2")
+            }
+            usual |= _of_modules(projections, linear_parameters(one.feed_forward.bias))
+    if has_predictions:
+        usual |= _of_modules(_PREDICTION, ("weight",))
+    fused = _fused_forms(layers, names)
     return (
-        _key("tok_embeddings.weight", "model.embed_tokens.weight"),
-        *(
-            _in_layer(ours, their)
-            for ours, their in (
-                attention | _NORMS | (_PREDICTION if has_predictions else {})
-            ).items()
-        ),
-        *(_dense(f"{layer}.{dense}") if is_dense else ()),
+        _key("tok_embeddings.weight", f"{names.embedding}.weight"),
+        *(_in_layer(ours, theirs, names, fused) for ours, theirs in usual.items()),
         *experts,
-        _key("norm.weight", "model.norm.weight"),
-        *(() if tied_embeddings else (_key("output.weight", "lm_head.weight"),)),
+        *(_key(f"norm.{kind}", f"{names.norm}.{kind}") for kind in norm.parameters),
+        *(() if tied_embeddings else (_key("output.weight", f"{names.output}.weight"),)),
     )
+
+
+def _of_modules(modules: Mapping[str, str], kinds: Sequence[str]) -> dict[str, str]:
+    return {
+        f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in modules.items() for kind in kinds
+    }
+
+
+def _fused_forms(
+    layers: Sequence[DecoderLayer], names: HuggingFaceNames
+) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Return the fused layer of each module, and its rows there."""
+    sizes: dict[str, int] = {}
+    for one in layers:
+        for part in ("attention", "feed_forward"):
+            found: Mapping[str, int] = getattr(getattr(one, part), "projections", {})
+            sizes |= {f"{part}.{name}": size for name, size in found.items()}
+    forms = {}
+    for theirs, modules in names.fused.items():
+        total, first = sum(sizes.get(module, 0) for module in modules), 0
+        for module in modules:
+            forms[module] = (theirs, (first, total))
+            first += sizes.get(module, 0)
+    return forms
 
 
 def ignored_keys(*, tied_embeddings: bool) -> tuple[str, ...]:
@@ -97,14 +156,20 @@ def expert_keys(
     return tuple(keys)
 
 
-def _dense(block: str) -> Iterator[HuggingFaceKey]:
-    for ours, theirs in _FEED_FORWARD.items():
-        yield _key(f"layers.*.feed_forward.{ours}.weight", f"{block}.{theirs}.weight")
-
-
-def _in_layer(ours: str, their: str | HuggingFaceForm) -> HuggingFaceKey:
-    form = HuggingFaceForm(key=their) if isinstance(their, str) else their
-    form = replace(form, key=f"model.layers.*.{form.key}")
+def _in_layer(
+    ours: str,
+    theirs: str | HuggingFaceForm,
+    names: HuggingFaceNames,
+    fused: Mapping[str, tuple[str, tuple[int, int]]],
+) -> HuggingFaceKey:
+    module, _, kind = ours.rpartition(".")
+    form = HuggingFaceForm(key=theirs) if isinstance(theirs, str) else theirs
+    if module in fused:
+        there, rows = fused[module]
+        form = HuggingFaceForm(key=f"{there}.{kind}", rows=rows)
+    elif module in names.renamed:
+        form = replace(form, key=f"{names.renamed[module]}.{kind}")
+    form = replace(form, key=f"{names.layer}.{form.key}")
     return HuggingFaceKey(name=f"layers.*.{ours}", forms=(form,))
 
 

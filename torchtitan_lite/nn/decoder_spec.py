@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torchtitan_lite.nn.decoder import DecoderLayer
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.norm import RMS_NORM, NormKind
 from torchtitan_lite.nn.spec import InitRule, ModelCost, ShardRule, TorchtitanKey
 
 _Rule = TypeVar("_Rule", InitRule, ShardRule)
@@ -17,11 +18,16 @@ def decoder_init(
     dim: int,
     layers: Sequence[DecoderLayer],
     tied_embeddings: bool,
-    zero_centered_norms: bool = False,
+    norm: NormKind = RMS_NORM,
 ) -> tuple[InitRule, ...]:
     """Return rules for truncated normals. Matrices that write into the residual stream shrink with
     depth."""
     output_std = dim**-0.5
+    first = "zeros" if norm.zero_centered else "ones"
+    # Of linear attention, too.
+    norms = [InitRule(pattern="*norm*", kind=first)] if norm.weight else []
+    if norm.bias:
+        norms.insert(0, InitRule(pattern="*norm.bias", kind="zeros"))
     residual = tuple(
         InitRule(
             pattern=f"layers.{number}.{matrix}",
@@ -40,7 +46,7 @@ def decoder_init(
             layers,
             lambda layer: (layer.attention.init_rules, layer.feed_forward.init_rules),
         ),
-        InitRule(pattern="*norm*", kind="zeros" if zero_centered_norms else "ones"),
+        *norms,
         InitRule(
             pattern="tok_embeddings.weight",
             kind="normal",
@@ -52,7 +58,7 @@ def decoder_init(
 
 
 def decoder_shard_plan(
-    layers: Sequence[DecoderLayer], *, has_predictions: bool = False
+    layers: Sequence[DecoderLayer], *, has_predictions: bool = False, norm: NormKind = RMS_NORM
 ) -> tuple[ShardRule, ...]:
     """Return the shard plan of a decoder; expert parallelism shards experts. `has_predictions`:
     the last of the layers are of multi-token prediction."""
@@ -65,7 +71,7 @@ def decoder_shard_plan(
             lambda layer: (layer.attention.shard_rules, layer.feed_forward.shard_rules),
         ),
         *(prediction if has_predictions else ()),
-        ShardRule(pattern="*norm.weight", style="sequence"),
+        *(ShardRule(pattern=f"*norm.{name}", style="sequence") for name in norm.parameters),
         ShardRule(pattern="output.weight", style="output"),
     )
 
@@ -178,17 +184,17 @@ def decoder_cost(
     vocab_size: int,
     tied_embeddings: bool,
     seq_len: int,
+    norm: NormKind = RMS_NORM,
 ) -> ModelCost:
     """Return the cost: 6 FLOPs per matrix element and token (forward 2, backward 4), and those of
     attention's scores and values. The last `num_predictions` layers are of multi-token prediction.
     """
     output = vocab_size * dim
     # Norms and what else is no matrix.
-    small = dim + sum(
-        2 * dim + layer.attention.num_other_params() + layer.attention.num_biases(dim)
-        for layer in layers
+    num_norms = 1 + sum(len(layer.norm_names) for layer in layers) + num_predictions * 3
+    small = num_norms * dim * len(norm.parameters) + sum(
+        layer.attention.num_other_params() + layer.attention.num_biases(dim) for layer in layers
     )
-    small += num_predictions * 3 * dim
     embeddings = output * (1 if tied_embeddings else 2)
     attention = sum(layer.attention.num_matrix_elements(dim) for layer in layers)
     attention += num_predictions * 2 * dim * dim

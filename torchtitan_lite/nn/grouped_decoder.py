@@ -16,7 +16,8 @@ from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_config import differences, is_model_of, named_architecture
 from torchtitan_lite.nn.hugging_face_facts import Architecture
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.nn.rope import Rope, RopeScaling, YarnScaling
+from torchtitan_lite.nn.norm import RMS_NORM, NormKind
+from torchtitan_lite.nn.rope import Rope, Scaling
 from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
 
 
@@ -37,9 +38,21 @@ class GroupedDecoderDims:
     """Token whose embedding gets no gradient as an input."""
     head_dim: int | None = None
     """Unset: dim / num_heads."""
+    bias: bool = False
+    """Whether the projections of queries, keys and values have biases."""
+    out_bias: bool = False
+    """Whether the output projections of attention have biases."""
+    feed_forward_bias: bool = False
+    """Whether the projections of dense blocks have biases."""
+    window: int | None = None
+    """Positions that a windowed layer attends to. Unset: all."""
+    windowed_layers: tuple[int, ...] | None = None
+    """Layers with a window. Unset: all layers, if there is a window."""
+    norm: NormKind = RMS_NORM
+    """Of hidden states."""
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | YarnScaling | None = None
+    rope_scaling: Scaling | None = None
     max_seq_len: int = 32768
     tied_embeddings: bool = False
     attention_backend: Backend = "sdpa"
@@ -67,18 +80,29 @@ class GroupedDecoderDims:
     @property
     def layers(self) -> list[DecoderLayer]:
         """All layers."""
+        return [self.layer(layer) for layer in range(self.num_layers)]
+
+    def layer(self, layer: int) -> DecoderLayer:
+        """Return the parts of a layer."""
         feed_forward = self.moe
         if feed_forward is None:
             assert self.hidden_dim is not None
             feed_forward = self.dense(self.hidden_dim)
-        return [
-            DecoderLayer(attention=self.attention(layer), feed_forward=feed_forward)
-            for layer in range(self.num_layers)
-        ]
+        return DecoderLayer(attention=self.attention(layer), feed_forward=feed_forward)
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether a layer has a window."""
+        everywhere = self.windowed_layers is None
+        return self.window is not None and (everywhere or layer in (self.windowed_layers or ()))
+
+    @property
+    def is_in_torchtitan(self) -> bool:
+        """Whether torchtitan has such a model, if it has the family."""
+        return not (self.bias or self.out_bias or self.feed_forward_bias or self.window)
 
     def dense(self, hidden_dim: int) -> Dense:
         """Return the feed-forward of dense layers."""
-        return Dense(hidden_dim=hidden_dim)
+        return Dense(hidden_dim=hidden_dim, bias=self.feed_forward_bias)
 
     def stored_as(self) -> str | None:
         """Return the `model_type` under which transformers has the model; None: any of the
@@ -91,6 +115,9 @@ class GroupedDecoderDims:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
+            bias=self.bias,
+            out_bias=self.out_bias,
+            window=self.window if self.is_windowed(layer) else None,
             rotation=Rope(
                 head_dim=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling
             ),
@@ -125,9 +152,11 @@ class GroupedDecoderFamily(Generic[_Dims]):
             dims,
             name=self.name,
             flavor=flavor,
-            zero_centered_norms=getattr(dims, "zero_centered_norms", False),
+            norm=dims.norm,
             torchtitan_keys=(
-                decoder_torchtitan_keys(dims.layers, keys) if self.is_in_torchtitan else ()
+                decoder_torchtitan_keys(dims.layers, keys)
+                if self.is_in_torchtitan and dims.is_in_torchtitan
+                else ()
             ),
             hugging_face=self._hugging_face(dims),
         )
@@ -155,6 +184,8 @@ class GroupedDecoderFamily(Generic[_Dims]):
                         dims.layers,
                         tied_embeddings=dims.tied_embeddings,
                         experts=architecture.experts,
+                        norm=dims.norm,
+                        names=architecture.names,
                     ),
                     ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),
                     differences=lambda config: differences(dims, self.dims_of_hugging_face(config)),

@@ -24,9 +24,15 @@ from torchtitan_lite.nn.attention import (
     causal_flops,
 )
 from torchtitan_lite.nn.attention_sinks import SinkKernel
-from torchtitan_lite.nn.norm import rms_norm
+from torchtitan_lite.nn.norm import RMS_NORM, NormKind
 from torchtitan_lite.nn.rope import Rope, rotate
-from torchtitan_lite.nn.spec import AttentionSharding, InitRule, ShardRule, TorchtitanKey
+from torchtitan_lite.nn.spec import (
+    AttentionSharding,
+    InitRule,
+    ShardRule,
+    TorchtitanKey,
+    linear_parameters,
+)
 
 _Queries = tuple[torch.Tensor, torch.Tensor | None]
 """Queries [B, H, S, E] and their gates [B, S, H*E], if they have gates."""
@@ -64,8 +70,10 @@ class GroupedQuery(AttentionDims):
     """Whether the two numbers of a rotated pair are adjacent, and not half a head apart."""
     qk_norm_eps: float | None = None
     """Set: each head of queries and keys is normalized before its rotation (arXiv:2302.05442)."""
-    zero_centered_norms: bool = False
-    """Whether these norms multiply by 1 + weight."""
+    qk_norm: NormKind = RMS_NORM
+    """Of these norms."""
+    norms_rotated: bool = False
+    """Whether these norms follow the rotation."""
     gated: bool = False
     """Whether the query projection has a gate for each number of a head, behind its query, whose
     sigmoid multiplies the head's output (arXiv:2505.06708)."""
@@ -143,13 +151,18 @@ class GroupedQuery(AttentionDims):
 
     @property
     def shard_rules(self) -> tuple[ShardRule, ...]:
-        heads = (ShardRule(pattern="[qk]_norm.weight", style="heads"),)
+        norms = (
+            ShardRule(pattern=f"[qk]_norm.{kind}", style="heads")
+            for kind in self.qk_norm.parameters
+            if self.qk_norm_eps is not None
+        )
         sinks = (ShardRule(pattern="sinks.weight", style="head_weights"),)
+        inward, outward = linear_parameters(self.bias), linear_parameters(self.out_bias)
         return (
-            *(ShardRule(pattern=f"w[qkv].{kind}", style="columns") for kind in _kinds(self.bias)),
-            *(ShardRule(pattern=f"wo.{kind}", style="rows") for kind in _kinds(self.out_bias)),
+            *(ShardRule(pattern=f"w[qkv].{kind}", style="columns") for kind in inward),
+            *(ShardRule(pattern=f"wo.{kind}", style="rows") for kind in outward),
             *(sinks if self.has_sinks else ()),
-            *(heads if self.qk_norm_eps is not None else ()),
+            *norms,
         )
 
     @property
@@ -162,13 +175,24 @@ class GroupedQuery(AttentionDims):
         names = {
             f"w{x}.{kind}": f"self_attn.{x}_proj.{kind}"
             for x in "qkvo"
-            for kind in _kinds(self.out_bias if x == "o" else self.bias)
+            for kind in linear_parameters(self.out_bias if x == "o" else self.bias)
         }
         if self.has_sinks:
             names["sinks.weight"] = "self_attn.sinks"
         if self.qk_norm_eps is not None:
-            names |= {f"{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
+            names |= {
+                f"{x}_norm.{kind}": f"self_attn.{x}_norm.{kind}"
+                for x in "qk"
+                for kind in self.qk_norm.parameters
+            }
         return names
+
+    @property
+    def projections(self) -> Mapping[str, int]:
+        """The linear layers that read the input, and the number of their output features."""
+        queries = self.num_heads * (2 if self.gated else 1)
+        heads = {"wq": queries, "wk": self.num_kv_heads, "wv": self.num_kv_heads}
+        return {name: count * self.head_dim for name, count in heads.items()}
 
     def torchtitan_keys(self, *, pairs: bool) -> tuple[TorchtitanKey, ...]:
         """Return torchtitan's names in a layer. `pairs`: it rotates adjacent numbers there."""
@@ -190,18 +214,16 @@ class GroupedQuery(AttentionDims):
         )
 
     def num_matrix_elements(self, dim: int) -> int:
-        gates = self.num_heads if self.gated else 0
-        return dim * (2 * self.num_heads + 2 * self.num_kv_heads + gates) * self.head_dim
+        return dim * (sum(self.projections.values()) + self.num_heads * self.head_dim)
 
     def num_other_params(self) -> int:
-        norms = 0 if self.qk_norm_eps is None else 2 * self.head_dim
+        is_normed = self.qk_norm_eps is not None
+        norms = 2 * self.head_dim * len(self.qk_norm.parameters) * is_normed
         sinks = self.num_heads if self.has_sinks else 0
         return norms + sinks
 
     def num_biases(self, dim: int) -> int:
-        gates = self.num_heads if self.gated else 0
-        inward = (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim
-        return self.bias * inward + self.out_bias * dim
+        return self.bias * sum(self.projections.values()) + self.out_bias * dim
 
     @property
     def _biased(self) -> str:
@@ -224,16 +246,16 @@ class GroupedQueryAttention(Attention):
         # Before `make_kernel`.
         self._has_sinks = dims.has_sinks
         self._adjacent, self._temperature = dims.rotates_adjacent, dims.temperature
+        self._norms_rotated = dims.norms_rotated
         self._rotated_norm_eps = dims.rotated_norm_eps
         self._gated = dims.gated
         # Kernels divide by the root.
         self._query_factor = 1.0 if dims.scale is None else dims.scale * dims.head_dim**0.5
         super().__init__(backend, dims.head_dim)
-        head_dim, query_width = dims.head_dim, dims.num_heads * dims.head_dim
-        self.wq = nn.Linear(dim, query_width * (2 if dims.gated else 1), bias=dims.bias)
-        self.wk = nn.Linear(dim, dims.num_kv_heads * head_dim, bias=dims.bias)
-        self.wv = nn.Linear(dim, dims.num_kv_heads * head_dim, bias=dims.bias)
-        self.wo = nn.Linear(query_width, dim, bias=dims.out_bias)
+        self.wq, self.wk, self.wv = (
+            nn.Linear(dim, width, bias=dims.bias) for width in dims.projections.values()
+        )
+        self.wo = nn.Linear(dims.num_heads * dims.head_dim, dim, bias=dims.out_bias)
         self.sinks = HeadWeights(dims.num_heads) if dims.has_sinks else None
         self.q_norm, self.k_norm = _head_norm(dims), _head_norm(dims)
 
@@ -248,8 +270,8 @@ class GroupedQueryAttention(Attention):
             q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
-        q_BSHE = self._rotated(self.q_norm(q_BSHE), context)
-        k_BSKE = self._rotated(self.k_norm(k_BSKE), context)
+        q_BSHE = self._positioned(q_BSHE, self.q_norm, context)
+        k_BSKE = self._positioned(k_BSKE, self.k_norm, context)
         if self._temperature is not None:
             factors_BS = self._temperature.of(context.positions_BS)
             q_BSHE = (q_BSHE * factors_BS[..., None, None]).to(q_BSHE.dtype)
@@ -258,8 +280,13 @@ class GroupedQueryAttention(Attention):
         queries = q_BSHE.transpose(1, 2), gate_BSF
         return queries, (k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2))
 
-    def _rotated(self, x_BSHE: torch.Tensor, context: BlockContext) -> torch.Tensor:
+    def _positioned(
+        self, x_BSHE: torch.Tensor, norm: nn.Module, context: BlockContext
+    ) -> torch.Tensor:
+        """Return heads normalized and rotated."""
+        x_BSHE = x_BSHE if self._norms_rotated else norm(x_BSHE)
         x_BSHE = rotate(x_BSHE, context.cos_BS1E, context.sin_BS1E, adjacent=self._adjacent)
+        x_BSHE = norm(x_BSHE) if self._norms_rotated else x_BSHE
         if self._rotated_norm_eps is None:
             return x_BSHE
         return F.rms_norm(x_BSHE, x_BSHE.shape[-1:], eps=self._rotated_norm_eps)
@@ -279,12 +306,7 @@ class GroupedQueryAttention(Attention):
         return ((heads, self.head_dim), (heads, self.head_dim))
 
 
-def _kinds(has_bias: bool) -> tuple[str, ...]:
-    """Return the parameters of a linear layer."""
-    return ("weight", "bias") if has_bias else ("weight",)
-
-
 def _head_norm(dims: GroupedQuery) -> nn.Module:
     if dims.qk_norm_eps is None:
         return nn.Identity()
-    return rms_norm(dims.head_dim, dims.qk_norm_eps, zero_centered=dims.zero_centered_norms)
+    return dims.qk_norm.build(dims.head_dim, dims.qk_norm_eps)

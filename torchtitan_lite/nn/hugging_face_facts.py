@@ -1,13 +1,14 @@
 """Facts of a transformers config.json, which are read into dimensions and written back: an
 architecture is a list of them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, rope_values
-from torchtitan_lite.nn.rope import RopeScaling, YarnScaling
+from torchtitan_lite.nn.decoder_hugging_face import USUAL_NAMES, HuggingFaceNames
+from torchtitan_lite.nn.feed_forward import Activation
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.spec import HuggingFaceKey
 
 
@@ -50,6 +51,19 @@ class Value:
         return {self.theirs: attrgetter(self.ours)(dims)}
 
 
+class Ignored:
+    """Keys without effect in an architecture, which releases have."""
+
+    def __init__(self, *theirs: str) -> None:
+        self._theirs = theirs
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        config.ignore(*self._theirs)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {}
+
+
 class Fixed:
     """A key of which only some values are supported; the first of them is written, and is that of a
     config without the key."""
@@ -79,14 +93,79 @@ class Given:
         return {}
 
 
+@dataclass(frozen=True)
 class Biases:
-    """Biases of all projections of attention, or of none."""
+    """Biases of several kinds of projections together, by default all of attention."""
+
+    theirs: str = "attention_bias"
+    default: bool = False
+    ours: tuple[str, ...] = ("bias", "out_bias")
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        dims["bias"] = dims["out_bias"] = config.flag("attention_bias", default=False)
+        dims |= dict.fromkeys(self.ours, config.flag(self.theirs, default=self.default))
 
     def write(self, dims: Any) -> dict[str, Any]:
-        return {"attention_bias": dims.bias}
+        return {self.theirs: getattr(dims, self.ours[0])}
+
+
+_ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+    "gelu": ("gelu",),
+    "relu": ("relu",),
+    "relu_squared": ("relu2",),
+}
+"""Names in transformers, of which the first is written."""
+
+
+@dataclass(frozen=True)
+class ActivationOf:
+    """The activation of the feed-forward block."""
+
+    theirs: str = "hidden_act"
+    default: str = "silu"
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        name = config.given(self.theirs, self.default)
+        found = [ours for ours, theirs in _ACTIVATIONS.items() if name in theirs]
+        if not found:
+            known = ", ".join(one for theirs in _ACTIVATIONS.values() for one in theirs)
+            config.problems.append(f"{self.theirs} is {name!r:.100}, and one of {known} is needed")
+        dims["activation"] = found[0] if found else "silu"
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {self.theirs: _ACTIVATIONS[dims.activation][0]}
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Whether attention and feed-forward read the same hidden states, in the way `kind`."""
+
+    kind: str
+    theirs: str
+    default: bool
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        is_parallel = config.flag(self.theirs, default=self.default)
+        dims["parallel"] = self.kind if is_parallel else None
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {self.theirs: dims.parallel is not None}
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """A number by whose root the scores are divided."""
+
+    theirs: str
+    default: int
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        dims["attention_multiplier"] = config.integer(self.theirs, self.default) ** -0.5
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        scale = dims.attention_multiplier or dims.head_size**-0.5
+        return {self.theirs: round(scale**-2)}
 
 
 @dataclass(frozen=True)
@@ -125,108 +204,6 @@ class PadToken:
         return {} if is_usual else {"pad_token_id": dims.pad_token_id}
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """The base and the scaling of RoPE, where all layers have the same."""
-
-    default_theta: float | None = None
-    scaled: tuple[str, ...] = ()
-    """Supported kinds of scaling."""
-    default_scaling: RopeScaling | YarnScaling | None = None
-    """Scaling of a config without settings of RoPE."""
-
-    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        dims["rope_theta"], scaling = config.rope(self.default_theta, scaled=self.scaled)
-        if not (config.given("rope_parameters") or config.given("rope_scaling")):
-            scaling = self.default_scaling
-        dims["rope_scaling"] = scaling
-
-    def write(self, dims: Any) -> dict[str, Any]:
-        values = rope_values(dims.rope_theta, dims.rope_scaling)
-        if dims.rope_scaling is None and self.default_scaling is not None:
-            values["rope_scaling"] = {"rope_type": "default"}
-        return values
-
-
-@dataclass(frozen=True)
-class LayerTypes:
-    """Kinds of layers that take turns, from the first layer on."""
-
-    turns: tuple[str, ...]
-
-    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        config.only("layer_types", self._kinds(dims["num_layers"]), None)
-
-    def write(self, dims: Any) -> dict[str, Any]:
-        return {"layer_types": self._kinds(dims.num_layers)}
-
-    def _kinds(self, num_layers: int) -> list[str]:
-        return [self.turns[layer % len(self.turns)] for layer in range(num_layers)]
-
-
-@dataclass(frozen=True)
-class Window:
-    """A window of attention in all layers; null: none."""
-
-    default: int
-
-    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        is_whole = config.has("sliding_window") and config.given("sliding_window") is None
-        dims["window"] = None if is_whole else config.integer("sliding_window", self.default)
-
-    def write(self, dims: Any) -> dict[str, Any]:
-        return {"sliding_window": dims.window}
-
-
-_KINDS = ("sliding_attention", "full_attention")
-
-
-@dataclass(frozen=True)
-class LayerWindows:
-    """A window of attention in some layers."""
-
-    default: int | None
-    is_windowed: Callable[[HuggingFaceConfig, dict[str, Any], int], bool]
-    """Whether a layer has the window if there are no `layer_types`."""
-
-    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        layers = range(dims["num_layers"])
-        kinds = config.per_layer("layer_types", len(layers), _KINDS)
-        has_window = config.flag("use_sliding_window", default=False)
-        windowed = [
-            n
-            for n in layers
-            if has_window
-            and (self.is_windowed(config, dims, n) if kinds is None else kinds[n] == _KINDS[0])
-        ]
-        dims["windowed_layers"] = tuple(windowed)
-        dims["window"] = config.integer("sliding_window", self.default) if windowed else None
-
-    def write(self, dims: Any) -> dict[str, Any]:
-        windowed = dims.windowed_layers or ()
-        return {
-            "use_sliding_window": bool(windowed),
-            "sliding_window": dims.window,
-            "layer_types": [_KINDS[n not in windowed] for n in range(dims.num_layers)],
-        }
-
-
-class LayersWithoutRope:
-    """Layers without rotary embedding: marked with 0, by default each last of some."""
-
-    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        layers = range(dims["num_layers"])
-        marks = config.per_layer("no_rope_layers", len(layers), (0, 1))
-        if marks is None:
-            step = config.integer("no_rope_layer_interval", 4)
-            marks = [(n + 1) % step for n in layers]
-        dims["layers_without_rope"] = tuple(n for n in layers if not marks[n])
-
-    def write(self, dims: Any) -> dict[str, Any]:
-        without = dims.layers_without_rope
-        return {"no_rope_layers": [int(n not in without) for n in range(dims.num_layers)]}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """How transformers stores the models of one `model_type`."""
@@ -237,6 +214,7 @@ class Architecture:
     facts: tuple[Fact, ...]
     experts: tuple[HuggingFaceKey, ...] = ()
     """Names of the parameters of experts. Empty: its layers are dense."""
+    names: HuggingFaceNames = USUAL_NAMES
     quantization: str | None = None
     """Kind of quantized weights that are read."""
 
@@ -279,17 +257,19 @@ def write_facts(facts: Iterable[Fact], dims: Any) -> dict[str, Any]:
 
 def decoder_facts(
     *,
-    activation: str = "silu",
+    activation: str | None = "silu",
     attention_bias: bool | None = False,
+    mlp_bias: bool | None = False,
+    norm_key: str | None = "rms_norm_eps",
     norm_eps: float = 1e-6,
     num_kv_heads: int | None = None,
     tied_embeddings: bool = False,
     pad_token_id: int | None = None,
 ) -> Sequence[Fact]:
-    """Return the facts that all decoders have. `activation` (transformers' name) and
-    `attention_bias` are the only supported ones, the latter None if the architecture has facts of
-    its own about biases. The others are those of a config without them; by default, there are as
-    many `num_kv_heads` as query heads."""
+    """Return the facts that all decoders have. `activation` (transformers' name),
+    `attention_bias` and `mlp_bias` are the only supported ones, None if the architecture has facts
+    of its own about these. The others are those of a config without them; by default, there are as
+    many `num_kv_heads` as query heads. `norm_key` is None if all have this `norm_eps`."""
 
     def default_kv_heads(dims: Mapping[str, Any]) -> int:
         return num_kv_heads or dims["num_heads"]
@@ -300,13 +280,15 @@ def decoder_facts(
         Value("num_heads", "num_attention_heads"),
         Value("vocab_size", "vocab_size"),
         Value("num_kv_heads", "num_key_value_heads", default=default_kv_heads),
-        Value("norm_eps", "rms_norm_eps", "number", norm_eps),
+        Given("norm_eps", norm_eps)
+        if norm_key is None
+        else Value("norm_eps", norm_key, "number", norm_eps),
         Value("max_seq_len", "max_position_embeddings"),
         Value("tied_embeddings", "tie_word_embeddings", "flag", default=tied_embeddings),
         PadToken(pad_token_id),
-        Fixed("hidden_act", activation),
+        *(() if activation is None else (Fixed("hidden_act", activation),)),
         *(() if attention_bias is None else (Fixed("attention_bias", attention_bias),)),
-        Fixed("mlp_bias", False, is_written=False),
+        *(() if mlp_bias is None else (Fixed("mlp_bias", mlp_bias, is_written=False),)),
         _AttentionDropout(),
     )
 

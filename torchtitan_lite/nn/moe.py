@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.nn.feed_forward import Dense, FeedForward
+from torchtitan_lite.nn.feed_forward import Dense
 from torchtitan_lite.nn.grouped_linear import grouped_linear
 from torchtitan_lite.nn.rows import take_rows
 from torchtitan_lite.nn.spec import InitRule, ShardRule
@@ -188,7 +188,8 @@ class MoE(nn.Module):
             if dims.swiglu_limit is None
             else ClampedExperts(dim, dims.hidden_dim, dims.num_experts, dims.swiglu_limit)
         )
-        self.shared = FeedForward(dim, dims.shared_hidden_dim) if dims.shared_hidden_dim else None
+        shared = Dense(hidden_dim=dims.shared_hidden_dim)
+        self.shared = shared.build(dim) if dims.shared_hidden_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if dims.shared_gate else None
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@ pair are half a head apart, or adjacent where a release has them so."""
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -50,6 +51,8 @@ class YarnScaling:
     """Weight of the same in `score_magnitude`."""
     truncate: bool = True
     """Whether the bounds of the interpolation are rounded to whole frequencies."""
+    attention_factor: float | None = None
+    """Set: `magnitude`."""
 
     def __post_init__(self) -> None:
         for name in ("factor", "original_max_position", "beta_fast", "beta_slow"):
@@ -59,6 +62,8 @@ class YarnScaling:
     @property
     def magnitude(self) -> float:
         """Factor of the rotated values."""
+        if self.attention_factor is not None:
+            return self.attention_factor
         if self.mscale and self.mscale_all_dim:
             return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
         return self._growth(1.0)
@@ -92,13 +97,60 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by a factor (arXiv:2306.15595)."""
+
+    factor: float
+    kind: Literal["linear"] = "linear"
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of the rotated values."""
+        return 1.0
+
+    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """Divide all frequencies by `factor`."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicScaling:
+    """A base that grows with sequences longer than a model's maximum. These are refused, so that
+    nothing is scaled here."""
+
+    factor: float
+    kind: Literal["dynamic"] = "dynamic"
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of the rotated values."""
+        return 1.0
+
+    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """Return the frequencies."""
+        return frequencies
+
+
+Scaling = RopeScaling | YarnScaling | LinearScaling | DynamicScaling
+"""The first is that of a table without a `kind` that fits several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeBase:
+    """The base and the scaling of a rotary embedding."""
+
+    theta: float
+    scaling: Scaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rope:
     """A rotary embedding. Layers with equal ones share its cosines and sines."""
 
     head_dim: int
     """Width of what is rotated."""
     theta: float
-    scaling: RopeScaling | YarnScaling | None = None
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim % 2:
@@ -118,9 +170,7 @@ class RotaryEmbedding(nn.Module):
 
     frequencies_E: torch.Tensor
 
-    def __init__(
-        self, head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None
-    ) -> None:
+    def __init__(self, head_dim: int, theta: float, scaling: Scaling | None) -> None:
         super().__init__()
         self._magnitude = 1.0 if scaling is None else scaling.magnitude
         # On the CPU even while the model is built on the meta device: it has no other source.

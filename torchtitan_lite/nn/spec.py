@@ -220,6 +220,11 @@ class HuggingFaceForm:
     """Set: the key holds MXFP4 blocks of 32 numbers, and this one their scales; read as bfloat16,
     and never written."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameter is a tensor of its own, with the same dims."""
+        return self.part == (0, 1) and self.rows is None and not self.transposed
+
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceKey:
@@ -367,6 +372,11 @@ def differing_dims(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
             shown = ["unset" if value is None else value for value in (one, other)]
             found.append(f"{name} is {shown[0]} there and {shown[1]} here")
     return found
+
+
+def linear_parameters(has_bias: bool) -> tuple[str, ...]:
+    """Return the names of the parameters of a linear layer."""
+    return ("weight", "bias") if has_bias else ("weight",)
 
 
 def modules_matching(model: nn.Module, *patterns: str) -> list[nn.Module]:

@@ -102,7 +102,7 @@ def module_name(keys: Sequence[HuggingFaceKey], layer: str) -> str:
     it is a part of another one there."""
     rule, numbers = match_key(keys, f"{layer}.weight")
     form = rule.forms[0] if rule.forms else None
-    if form is None or form.part != (0, 1) or form.transposed or not form.key.endswith(".weight"):
+    if form is None or not form.is_whole or not form.key.endswith(".weight"):
         raise CheckpointError(
             f"{layer} is not a linear layer of its own in transformers, so its adapter cannot be "
             "exported. Merge it: torchtitan-lite convert to-hf --merge."

@@ -10,6 +10,9 @@ from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding, rotate
 
+assert isinstance(DIMS.rope_scaling, RopeScaling)
+_SCALING = DIMS.rope_scaling
+
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
@@ -19,7 +22,7 @@ def test_logits_equal_those_of_transformers(
     dtype: torch.dtype, tolerance: float, tied: bool
 ) -> None:
     model = tiny_decoder(dtype, tied_embeddings=tied).eval()
-    theirs = LlamaForCausalLM(_config(DIMS.rope_scaling, tied)).eval()
+    theirs = LlamaForCausalLM(_config(_SCALING, tied)).eval()
     for parameter in theirs.parameters():
         parameter.data = parameter.data.to(dtype)
     missing, unexpected = theirs.load_state_dict(_named_as_theirs(model), strict=False)
@@ -33,7 +36,7 @@ def test_logits_equal_those_of_transformers(
     torch.testing.assert_close(ours_BSV, theirs_BSV, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("scaling", [None, DIMS.rope_scaling, RopeScaling(factor=32.0)])
+@pytest.mark.parametrize("scaling", [None, _SCALING, RopeScaling(factor=32.0)])
 def test_rotations_equal_those_of_transformers(scaling: RopeScaling | None) -> None:
     positions_BS = torch.tensor([[0, 1, 2, 3, 4, 6, 7]])
     ours = RotaryEmbedding(DIMS.head_size, DIMS.rope_theta, scaling)

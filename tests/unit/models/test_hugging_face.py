@@ -2,6 +2,7 @@
 gradients."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.harness.float64 import in_float64
 from tests.harness.hugging_face import (
     FAMILIES,
     VOCAB_SIZE,
@@ -20,10 +22,17 @@ from tests.harness.hugging_face import (
     make_model,
     our_model,
     save_config,
+    save_gradients,
     tokens,
     update_config,
 )
-from tests.harness.tolerances import PRETRAINED_DELTA, PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
+from tests.harness.tolerances import (
+    PRETRAINED_DELTA,
+    PRETRAINED_FLOAT64,
+    PRETRAINED_FLOAT64_GRADIENTS,
+    PRETRAINED_GRADIENTS,
+    PRETRAINED_LOGITS,
+)
 from torchtitan_lite.checkpoint.loading import open_snapshot
 from torchtitan_lite.checkpoint.snapshots import read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
@@ -53,41 +62,22 @@ RELEASED = [
     for flavor in import_module(f"torchtitan_lite.models.{family}").FLAVORS
 ]
 """Read when tests are collected: other tests add flavors."""
-_ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-_LATENT = {
-    "wq_a": "q_a_proj",
-    "q_norm": "q_a_layernorm",
-    "wq_b": "q_b_proj",
-    "wkv_a": "kv_a_proj_with_mqa",
-    "kv_norm": "kv_a_layernorm",
-    "wkv_b": "kv_b_proj",
-}
-_OF_GPT_OSS = {
-    "gate_up": "gate_up_proj",
-    "gate_up_bias": "gate_up_proj_bias",
-    "down": "down_proj",
-    "down_bias": "down_proj_bias",
-}
-_LINEAR = {
-    "in_proj_qkvz": "in_proj_qkvz.weight",
-    "in_proj_ba": "in_proj_ba.weight",
-    "A_log": "A_log",
-    "dt_bias": "dt_bias",
-    "head_norm": "norm.weight",
-    "out_proj": "out_proj.weight",
-}
-_SHARED = ("shared_experts", "shared_expert")
-_NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_DENSE = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    ours = our_model(make_folder(tmp_path, family)).train()
-    theirs = make_model(family)
-    is_recurrent = family.startswith("qwen3_next")
-    tolerance = PRETRAINED_DELTA if is_recurrent else PRETRAINED_LOGITS
-    tolerance_of_gradients = PRETRAINED_DELTA if is_recurrent else PRETRAINED_GRADIENTS
+def test_logits_loss_and_gradients_equal_those_of_transformers(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In float64, transformers' own casts to float32 are to float64."""
+    is_wide, is_recurrent = dtype == torch.float64, family.startswith("qwen3_next")
+    of_logits, of_gradients = PRETRAINED_LOGITS, PRETRAINED_GRADIENTS
+    if is_recurrent:
+        of_logits = of_gradients = PRETRAINED_DELTA
+    if is_wide:
+        of_logits, of_gradients = PRETRAINED_FLOAT64, PRETRAINED_FLOAT64_GRADIENTS
+    ours = our_model(make_folder(tmp_path / "hf", family, dtype=dtype), dtype).train()
+    theirs = make_model(family, dtype)
     tokens_BS = tokens()
     targets_BS = tokens_BS.roll(-1, 1)
     targets_BS[:, -1] = -100
@@ -95,87 +85,23 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_
         "positions_BS": torch.arange(41).expand(2, -1),
         "rng_keys_B": torch.zeros(2, dtype=torch.int64),
     }
-    logits_BSV = ours(tokens_BS, **context)
-    expected_BSV = theirs(tokens_BS).logits
+    with in_float64() if is_wide else nullcontext():
+        logits_BSV = ours(tokens_BS, **context)
+        expected_BSV = theirs(tokens_BS).logits
+        loss = ours(tokens_BS, **context, targets_BS=targets_BS, loss=cross_entropy()) / 80
+        expected = F.cross_entropy(expected_BSV.flatten(0, 1), targets_BS.flatten())
+        loss.backward()
+        expected.backward()
     scale = expected_BSV.std().item()
     assert scale > 1
-    torch.testing.assert_close(logits_BSV, expected_BSV, atol=tolerance * scale, rtol=0)
+    torch.testing.assert_close(logits_BSV, expected_BSV, atol=of_logits * scale, rtol=0)
+    torch.testing.assert_close(loss, expected, atol=min(of_logits, PRETRAINED_LOGITS), rtol=0)
 
-    loss = ours(tokens_BS, **context, targets_BS=targets_BS, loss=cross_entropy()) / 80
-    expected = F.cross_entropy(expected_BSV.flatten(0, 1), targets_BS.flatten())
-    torch.testing.assert_close(loss, expected, atol=PRETRAINED_LOGITS, rtol=0)
-    loss.backward()
-    expected.backward()
-    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    compared = 0
+    wanted = dict(our_model(save_gradients(theirs, tmp_path / "grad"), dtype).named_parameters())
     for name, parameter in ours.named_parameters():
-        wanted = _theirs(name, gradients)
         assert parameter.grad is not None
-        error = (parameter.grad - wanted).abs().max() / wanted.abs().max()
-        assert error < tolerance_of_gradients, (name, error)
-        compared += wanted.numel()
-    assert compared == sum(gradient.numel() for gradient in gradients.values())
-
-
-def _theirs(name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return transformers' gradient of the parameter that corresponds to ours."""
-    alone = {
-        "tok_embeddings.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-    if name in alone:
-        return gradients[alone[name]]
-    _, layer, block, *rest = name.split(".")
-    start = f"model.layers.{layer}"
-    if block in _NORMS:
-        return gradients[f"{start}.{_NORMS[block]}.weight"]
-    if block == "attention" and f"{start}.self_attn.{_LATENT.get(rest[0])}.weight" in gradients:
-        return gradients[f"{start}.self_attn.{_LATENT[rest[0]]}.weight"]
-    if rest[0] in _LINEAR:
-        return gradients[f"{start}.linear_attn.{_LINEAR[rest[0]]}"]
-    if rest[0].endswith("_conv"):
-        whole = gradients[f"{start}.linear_attn.conv1d.weight"]
-        # The sizes of tests/harness/hugging_face.py.
-        return dict(zip("qkv", whole.split([20, 20, 84]), strict=True))[rest[0][0]]
-    if rest[0] == "sinks":
-        return gradients[f"{start}.self_attn.sinks"]
-    if block == "attention":
-        return gradients[f"{start}.self_attn.{_ATTENTION.get(rest[0], rest[0])}.{rest[1]}"]
-    if f"{start}.feed_forward.router.weight" in gradients or (
-        f"{start}.feed_forward.up_proj.weight" in gradients
-    ):
-        return _of_llama4(f"{start}.feed_forward", rest, gradients)
-    if rest[0] == "router":
-        gate = f"{start}.mlp.gate.weight"
-        return gradients[gate if gate in gradients else f"{start}.mlp.router.{rest[2]}"]
-    if rest[0] == "shared_gate":
-        return gradients[f"{start}.mlp.shared_expert_gate.weight"]
-    if rest[0] == "shared":
-        names = [f"{start}.mlp.{block}.{_DENSE[rest[1]]}.weight" for block in _SHARED]
-        return next(gradients[name] for name in names if name in gradients)
-    if rest[0] != "experts":
-        return gradients[f"{start}.mlp.{_DENSE[rest[0]]}.weight"]
-    if rest[1] in _OF_GPT_OSS:
-        wanted = gradients[f"{start}.mlp.experts.{_OF_GPT_OSS[rest[1]]}"]
-        return wanted if rest[1].endswith("bias") else wanted.transpose(1, 2)
-    if rest[1] == "w2":
-        return gradients[f"{start}.mlp.experts.down_proj"]
-    return gradients[f"{start}.mlp.experts.gate_up_proj"].chunk(2, 1)[rest[1] == "w3"]
-
-
-def _of_llama4(start: str, rest: list[str], gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return transformers' gradient of a parameter of Llama 4's feed-forward."""
-    if rest[0] == "router":
-        return gradients[f"{start}.router.weight"]
-    if rest[0] == "shared":
-        return gradients[f"{start}.shared_expert.{_DENSE[rest[1]]}.weight"]
-    if rest[0] != "experts":
-        return gradients[f"{start}.{_DENSE[rest[0]]}.weight"]
-    if rest[1] == "w2":
-        return gradients[f"{start}.experts.down_proj"].transpose(1, 2)
-    both = gradients[f"{start}.experts.gate_up_proj"].transpose(1, 2)
-    return both.chunk(2, 1)[rest[1] == "w3"]
+        error = (parameter.grad - wanted[name]).abs().max() / wanted[name].abs().max()
+        assert error < of_gradients, (name, error)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -252,7 +178,9 @@ def test_losses_of_the_router_do_not_prevent_an_export(family: str) -> None:
         ({"architectures": None}, "Known are"),
         ({"attention_bias": True}, "attention_bias is True, and only False is supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 2.0}}, "rope_type is 'axial'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 2.0}}, "factor of RoPE (yarn)"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "turn": 3}}, "turn of RoPE (linear)"),
         ({"hidden_size": "48"}, "hidden_size is '48', and a number above 0"),
         ({"num_key_value_heads": 4}, "num_kv_heads (4) must divide"),
     ],
@@ -343,7 +271,7 @@ def test_the_embedding_of_padding_gets_the_gradient_of_transformers(
     tolerance = PRETRAINED_DELTA if is_recurrent else PRETRAINED_GRADIENTS
     torch.testing.assert_close(actual / scale, expected / scale, atol=tolerance, rtol=0)
     row = actual[pad_token_id % VOCAB_SIZE]
-    assert row.any() == (pad_token_id == 10**6 or "tied" in family)
+    assert row.any() == (pad_token_id == 10**6 or theirs.config.tie_word_embeddings)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss", "mixtral"])

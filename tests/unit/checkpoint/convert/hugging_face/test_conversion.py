@@ -67,7 +67,7 @@ def test_a_round_trip_is_byte_identical(family: str, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_bytes())
     exported_config = json.loads((exported / "config.json").read_bytes())
     assert {key: exported_config[key] for key in config} == config
-    assert len(list(exported.glob("*.safetensors"))) > 2
+    assert len(list(exported.glob("*.safetensors"))) > 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
 
 
@@ -108,11 +108,15 @@ def test_an_export_has_the_keys_that_transformers_4_reads(family: str, tmp_path:
     exported = export_checkpoint(import_folder(folder, tmp_path / "ours"), tmp_path / "back")
     before, after = (json.loads((one / "config.json").read_bytes()) for one in (folder, exported))
     rope = before["rope_parameters"]
+    if "full_attention" in rope:
+        of_windows, rope = rope["sliding_attention"], rope["full_attention"]
+        assert after["rope_local_base_freq"] == of_windows["rope_theta"]
     assert after["rope_theta"] == rope["rope_theta"]
     if rope["rope_type"] == "default":
         assert after["rope_scaling"] is None
     else:
-        given = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        apart = ("rope_theta", "partial_rotary_factor")
+        given = {k: v for k, v in rope.items() if k not in apart and v is not None}
         assert {key: after["rope_scaling"][key] for key in given} == given
     assert after.get("partial_rotary_factor", 1.0) == rope.get("partial_rotary_factor", 1.0)
     assert after["torch_dtype"] == after["dtype"] == before["dtype"]
@@ -121,7 +125,8 @@ def test_an_export_has_the_keys_that_transformers_4_reads(family: str, tmp_path:
     # Release 5 reads the same as before.
     read = [in_transformers("AutoConfig", one) for one in (folder, exported)]
     ropes = [dict(one.rope_parameters) for one in read]
-    assert {key: ropes[1][key] for key in ropes[0]} == ropes[0]
+    given = {key for key, value in ropes[0].items() if value is not None}
+    assert {key: ropes[1][key] for key in given} == {key: ropes[0][key] for key in given}
     tokenizer = json.loads((exported / "tokenizer_config.json").read_bytes())
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert tokenizer["additional_special_tokens"] == ["<x>"]

@@ -1,0 +1,97 @@
+"""Dimensions of a decoder of transformers, with the switches that its architectures differ in."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.registry import unknown_name
+from torchtitan_lite.models.auto.dense import DENSE
+from torchtitan_lite.nn.decoder import DecoderLayer, Multipliers
+from torchtitan_lite.nn.feed_forward import Activation, Dense
+from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims
+from torchtitan_lite.nn.grouped_query import GroupedQuery
+from torchtitan_lite.nn.rope import Rope, RopeBase
+
+ARCHITECTURES = DENSE
+_MODEL_TYPES = tuple(architecture.model_type for architecture in ARCHITECTURES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoDims(GroupedDecoderDims):
+    """The dimensions of one flavor."""
+
+    model_type: str
+    """The architecture in transformers, a row of `ARCHITECTURES`."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Where norms are: at the input of attention and feed-forward, at their output, or both."""
+    parallel: Literal["shared_norm", "two_norms"] | None = None
+    """Set: attention and feed-forward read the same hidden states, with one norm or one each."""
+    qk_norm: bool = False
+    """Whether each head of queries and keys is normalized."""
+    norms_rotated: bool = False
+    """Whether heads are normalized after their rotation, and not before."""
+    layers_without_rope: tuple[int, ...] = ()
+    """Layers without rotary embedding."""
+    windowed_rope: RopeBase | None = None
+    """Rotary embedding of the layers with a window. Unset: that of the others."""
+    rotated_share: float = 1.0
+    """Share of a head that is rotated."""
+    rotates_adjacent: bool = False
+    """Whether the two numbers of a rotated pair are adjacent, and not half a head apart."""
+    activation: Activation = "silu"
+    """Of the feed-forward block."""
+    gated: bool = True
+    """Whether the feed-forward block has a gate."""
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    """Factor of the scores. Unset: 1 / sqrt(head_dim)."""
+    logits_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model_type not in _MODEL_TYPES:
+            raise ConfigError(unknown_name("model_type", self.model_type, _MODEL_TYPES))
+
+    @property
+    def multipliers(self) -> Multipliers:
+        """Constant factors."""
+        return Multipliers(
+            embedding=self.embedding_multiplier,
+            residual=self.residual_multiplier,
+            logits=self.logits_multiplier / self.logits_divisor,
+        )
+
+    def dense(self, hidden_dim: int) -> Dense:
+        """Return the feed-forward of dense layers."""
+        dense = super().dense(hidden_dim)
+        return replace(dense, activation=self.activation, gated=self.gated)
+
+    def stored_as(self) -> str:
+        return self.model_type
+
+    def layer(self, layer: int) -> DecoderLayer:
+        """Return the parts of a layer."""
+        return replace(super().layer(layer), norms=self.norms, parallel=self.parallel)
+
+    def attention(self, layer: int) -> GroupedQuery:
+        """Return the attention of a layer."""
+        return replace(
+            super().attention(layer),
+            qk_norm_eps=self.norm_eps if self.qk_norm else None,
+            qk_norm=self.norm,
+            norms_rotated=self.norms_rotated,
+            scale=self.attention_multiplier,
+            rotation=self._rotation(layer),
+            rotates_adjacent=self.rotates_adjacent,
+        )
+
+    def _rotation(self, layer: int) -> Rope | None:
+        if layer in self.layers_without_rope:
+            return None
+        base = RopeBase(theta=self.rope_theta, scaling=self.rope_scaling)
+        if self.is_windowed(layer) and self.windowed_rope is not None:
+            base = self.windowed_rope
+        width = int(self.head_size * self.rotated_share)
+        return Rope(head_dim=width, theta=base.theta, scaling=base.scaling)

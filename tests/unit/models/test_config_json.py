@@ -1,0 +1,414 @@
+"""Each key of a config.json is used, irrelevant, or refused by name; the config.json of popular
+releases, with the keys that they have, are read."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig, PreTrainedConfig
+
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.models import hugging_face_dims
+from torchtitan_lite.nn.hugging_face_keys import is_irrelevant
+
+_ROPE_3_1 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def _release(
+    name: str, model_type: str, sizes: tuple[int, int, int, int, int, int], **more: Any
+) -> dict[str, Any]:
+    """Return what most releases have. `sizes`: width, features, layers, heads, key/value heads,
+    vocabulary."""
+    dim, hidden, layers, heads, kv_heads, vocab = sizes
+    return {
+        "architectures": [name],
+        "model_type": model_type,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": dim,
+        "initializer_range": 0.02,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+RELEASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama 2 7B": (
+        _release(
+            "LlamaForCausalLM",
+            "llama",
+            (4096, 11008, 32, 32, 32, 32000),
+            _name_or_path="llama-2-7b-hf",
+            max_position_embeddings=4096,
+            pretraining_tp=1,
+            rms_norm_eps=1e-5,
+            rope_scaling=None,
+        ),
+        {"rope_theta": 10000.0, "max_seq_len": 4096},
+    ),
+    "Llama 3.1 8B": (
+        _release(
+            "LlamaForCausalLM",
+            "llama",
+            (4096, 14336, 32, 32, 8, 128256),
+            attention_bias=False,
+            eos_token_id=[128001, 128008, 128009],
+            max_position_embeddings=131072,
+            mlp_bias=False,
+            pretraining_tp=1,
+            rms_norm_eps=1e-5,
+            rope_scaling=_ROPE_3_1,
+            rope_theta=500000.0,
+        ),
+        {"rope_theta": 500000.0, "num_kv_heads": 8},
+    ),
+    "Llama 3.2 1B": (
+        _release(
+            "LlamaForCausalLM",
+            "llama",
+            (2048, 8192, 16, 32, 8, 128256),
+            attention_bias=False,
+            head_dim=64,
+            max_position_embeddings=131072,
+            mlp_bias=False,
+            pretraining_tp=1,
+            rms_norm_eps=1e-5,
+            rope_scaling=_ROPE_3_1 | {"factor": 32.0},
+            rope_theta=500000.0,
+            tie_word_embeddings=True,
+            unsloth_fixed=True,
+            pad_token_id=128004,
+        ),
+        {"tied_embeddings": True, "pad_token_id": 128004},
+    ),
+    "SmolLM2 135M": (
+        _release(
+            "LlamaForCausalLM",
+            "llama",
+            (576, 1536, 30, 9, 3, 49152),
+            attention_bias=False,
+            is_llama_config=True,
+            max_position_embeddings=8192,
+            mlp_bias=False,
+            pretraining_tp=1,
+            rms_norm_eps=1e-5,
+            rope_interleaved=False,
+            rope_scaling=None,
+            rope_theta=100000,
+            tie_word_embeddings=True,
+            **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+        ),
+        {"rope_theta": 100000.0},
+    ),
+    "Qwen2.5 7B": (
+        _release(
+            "Qwen2ForCausalLM",
+            "qwen2",
+            (3584, 18944, 28, 28, 4, 152064),
+            max_position_embeddings=131072,
+            max_window_layers=28,
+            rms_norm_eps=1e-6,
+            rope_theta=1000000.0,
+            sliding_window=131072,
+            use_mrope=False,
+            use_sliding_window=False,
+        ),
+        {"bias": True, "windowed_layers": []},
+    ),
+    "Qwen3 0.6B": (
+        _release(
+            "Qwen3ForCausalLM",
+            "qwen3",
+            (1024, 3072, 28, 16, 8, 151936),
+            attention_bias=False,
+            head_dim=128,
+            max_position_embeddings=40960,
+            max_window_layers=28,
+            rms_norm_eps=1e-6,
+            rope_scaling=None,
+            rope_theta=1000000,
+            sliding_window=None,
+            tie_word_embeddings=True,
+            use_sliding_window=False,
+        ),
+        {"head_dim": 128},
+    ),
+    "Qwen3 30B-A3B": (
+        _release(
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            (2048, 6144, 48, 32, 4, 151936),
+            attention_bias=False,
+            decoder_sparse_step=1,
+            head_dim=128,
+            max_position_embeddings=40960,
+            max_window_layers=48,
+            mlp_only_layers=[],
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+            num_experts=128,
+            num_experts_per_tok=8,
+            output_router_logits=False,
+            rms_norm_eps=1e-6,
+            rope_scaling=None,
+            rope_theta=1000000.0,
+            router_aux_loss_coef=0.001,
+            sliding_window=None,
+            use_sliding_window=False,
+        ),
+        {"num_layers": 48},
+    ),
+    "Mistral 7B v0.1": (
+        _release(
+            "MistralForCausalLM",
+            "mistral",
+            (4096, 14336, 32, 32, 8, 32000),
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            sliding_window=4096,
+        ),
+        {"window": 4096},
+    ),
+    "Mistral 7B v0.3": (
+        _release(
+            "MistralForCausalLM",
+            "mistral",
+            (4096, 14336, 32, 32, 8, 32768),
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+            rope_theta=1000000.0,
+            sliding_window=None,
+        ),
+        {"vocab_size": 32768},
+    ),
+    "Mixtral 8x7B": (
+        _release(
+            "MixtralForCausalLM",
+            "mixtral",
+            (4096, 14336, 32, 32, 8, 32000),
+            max_position_embeddings=32768,
+            num_experts_per_tok=2,
+            num_local_experts=8,
+            output_router_logits=False,
+            rms_norm_eps=1e-5,
+            rope_theta=1000000.0,
+            router_aux_loss_coef=0.02,
+            sliding_window=None,
+        ),
+        {"rope_theta": 1000000.0},
+    ),
+    "gpt-oss 20b": (
+        _release(
+            "GptOssForCausalLM",
+            "gpt_oss",
+            (2880, 2880, 24, 64, 8, 201088),
+            attention_bias=True,
+            experts_per_token=4,
+            head_dim=64,
+            initial_context_length=4096,
+            layer_types=["sliding_attention", "full_attention"] * 12,
+            max_position_embeddings=131072,
+            num_experts_per_tok=4,
+            num_local_experts=32,
+            output_router_logits=False,
+            pad_token_id=199999,
+            quantization_config={
+                "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+                "quant_method": "mxfp4",
+            },
+            rms_norm_eps=1e-5,
+            rope_scaling={
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            rope_theta=150000,
+            router_aux_loss_coef=0.9,
+            sliding_window=128,
+            swiglu_limit=7.0,
+        ),
+        {"window": 128},
+    ),
+    "Gemma 2B": (
+        _release(
+            "GemmaForCausalLM",
+            "gemma",
+            (2048, 16384, 18, 8, 1, 256000),
+            attention_bias=False,
+            head_dim=256,
+            hidden_act="gelu",
+            hidden_activation=None,
+            max_position_embeddings=8192,
+            pad_token_id=0,
+            rms_norm_eps=1e-6,
+            rope_scaling=None,
+            rope_theta=10000.0,
+            tie_word_embeddings=True,
+        ),
+        {"activation": "gelu_tanh", "pad_token_id": 0},
+    ),
+    "SmolLM3 3B": (
+        _release(
+            "SmolLM3ForCausalLM",
+            "smollm3",
+            (2048, 11008, 36, 16, 4, 128256),
+            attention_bias=False,
+            layer_types=["full_attention"] * 36,
+            max_position_embeddings=65536,
+            max_window_layers=28,
+            mlp_bias=False,
+            no_rope_layer_interval=4,
+            no_rope_layers=[1, 1, 1, 0] * 9,
+            pad_token_id=128004,
+            pretraining_tp=2,
+            rms_norm_eps=1e-6,
+            rope_scaling=None,
+            rope_theta=5000000.0,
+            sliding_window=None,
+            tie_word_embeddings=True,
+            use_sliding_window=False,
+        ),
+        {"layers_without_rope": list(range(3, 36, 4))},
+    ),
+    "Granite 3.3 2B": (
+        _release(
+            "GraniteForCausalLM",
+            "granite",
+            (2048, 8192, 40, 32, 8, 49159),
+            attention_bias=False,
+            attention_multiplier=0.015625,
+            embedding_multiplier=12.0,
+            logits_scaling=8.0,
+            max_position_embeddings=131072,
+            mlp_bias=False,
+            residual_multiplier=0.22,
+            rms_norm_eps=1e-5,
+            rope_scaling=None,
+            rope_theta=10000000.0,
+            tie_word_embeddings=True,
+        ),
+        {"logits_divisor": 8.0},
+    ),
+    "DeepSeek-V2-Lite": (
+        _release(
+            "DeepseekV2ForCausalLM",
+            "deepseek_v2",
+            (2048, 10944, 27, 16, 16, 102400),
+            attention_bias=False,
+            auto_map={"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+            aux_loss_alpha=0.001,
+            first_k_dense_replace=1,
+            kv_lora_rank=512,
+            max_position_embeddings=163840,
+            moe_intermediate_size=1408,
+            moe_layer_freq=1,
+            n_group=1,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            num_experts_per_tok=6,
+            pretraining_tp=1,
+            q_lora_rank=None,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            rms_norm_eps=1e-6,
+            rope_scaling={
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 40,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+            },
+            rope_theta=10000,
+            routed_scaling_factor=1.0,
+            scoring_func="softmax",
+            seq_aux=True,
+            topk_group=1,
+            topk_method="greedy",
+            v_head_dim=128,
+        ),
+        {"num_dense_layers": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_config_json_of_a_release_is_read(release: str) -> None:
+    values, wanted = RELEASES[release]
+    _, dims = hugging_face_dims(values)
+    assert {name: dims[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_keys_that_are_not_understood_are_named_all_at_once(release: str) -> None:
+    values, _ = RELEASES[release]
+    more = {"mystery": 1, "attention_twist": False, "absent_feature": None, "num_beams": 4}
+    with pytest.raises(ConfigError) as caught:
+        hugging_face_dims(values | more)
+    expected = f"attention_twist (False), mystery (1) of model_type '{values['model_type']}' is not"
+    assert expected in str(caught.value)
+    assert "absent_feature" not in str(caught.value) and "num_beams" not in str(caught.value)
+
+
+def test_fields_of_the_base_class_are_irrelevant_at_their_defaults() -> None:
+    config = PreTrainedConfig()
+    names = {field.name for field in fields(PreTrainedConfig)}
+    names |= config.to_dict().keys() | GenerationConfig._get_default_generation_params().keys()
+    relevant = [name for name in names if not is_irrelevant(name, getattr(config, name, None))]
+    # null, which is accepted for any key.
+    assert [name for name in relevant if getattr(config, name, None) is not None] == []
+    assert not is_irrelevant("is_encoder_decoder", True)
+    assert not is_irrelevant("pruned_heads", {"0": [1]})
+
+
+@pytest.mark.parametrize(
+    ("release", "change", "message"),
+    [
+        ("Llama 3.1 8B", {"quantization_config": {"quant_method": "fp8"}}, "are quantized .fp8"),
+        ("Llama 3.1 8B", {"is_encoder_decoder": True}, "is_encoder_decoder .True"),
+        ("Mixtral 8x7B", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("Qwen3 0.6B", {"layer_types": ["sliding_attention"] * 28}, "layer_types is"),
+        ("SmolLM2 135M", {"rope_interleaved": True}, "rope_interleaved is True"),
+        ("Gemma 2B", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+    ],
+)
+def test_features_that_are_not_supported_are_refused(
+    release: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hugging_face_dims(RELEASES[release][0] | change)
+
+
+def test_settings_of_rope_have_the_priorities_of_transformers() -> None:
+    values, _ = RELEASES["Llama 3.1 8B"]
+    after = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+    _, dims = hugging_face_dims(values | {"rope_parameters": after})
+    assert dims["rope_scaling"]["low_freq_factor"] == 1.0 and dims["rope_theta"] == 500000.0
+    _, dims = hugging_face_dims(values | {"rope_parameters": after, "rope_scaling": None})
+    assert dims["rope_scaling"] == {"kind": "linear", "factor": 2.0}
+    assert dims["rope_theta"] == 7.0
+    short = {k: v for k, v in _ROPE_3_1.items() if not k.startswith("original")}
+    _, dims = hugging_face_dims(values | {"rope_scaling": short})
+    assert dims["rope_scaling"]["original_max_position"] == values["max_position_embeddings"]

@@ -1,0 +1,216 @@
+"""Facts about positions in a config.json: RoPE, and windows of attention."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face_rope import (
+    read_rope,
+    read_table,
+    rope_table,
+    rope_values,
+    rotated_share,
+)
+from torchtitan_lite.nn.rope import RopeBase, Scaling
+
+
+@dataclass(frozen=True)
+class RotatedShare:
+    """The share of a head that is rotated."""
+
+    default: float
+    theirs: str = "partial_rotary_factor"
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        dims["rotated_share"] = rotated_share(config, self.default, self.theirs)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {self.theirs: dims.rotated_share}
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The base and the scaling of RoPE, where all layers have the same."""
+
+    default_theta: float = 10000.0
+    theta_key: str = "rope_theta"
+    default_scaling: Scaling | None = None
+    """Scaling of a config without settings of RoPE."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        is_partial = "rotated_share" in dims
+        dims["rope_theta"], scaling = read_rope(
+            config, self.default_theta, is_partial=is_partial, theta_key=self.theta_key
+        )
+        if not (config.given("rope_parameters") or config.given("rope_scaling")):
+            scaling = self.default_scaling
+        dims["rope_scaling"] = scaling
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        values = rope_values(dims.rope_theta, dims.rope_scaling, self.theta_key)
+        if dims.rope_scaling is None and self.default_scaling is not None:
+            values["rope_scaling"] = {"rope_type": "default"}
+        return values
+
+
+@dataclass(frozen=True)
+class LayerTypes:
+    """Kinds of layers that take turns, from the first layer on."""
+
+    turns: tuple[str, ...]
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        config.only("layer_types", self._kinds(dims["num_layers"]), None)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {"layer_types": self._kinds(dims.num_layers)}
+
+    def _kinds(self, num_layers: int) -> list[str]:
+        return [self.turns[layer % len(self.turns)] for layer in range(num_layers)]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window of attention in all layers; null: none."""
+
+    default: int | None
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        given = config.given("sliding_window", self.default)
+        dims["window"] = None if given is None else config.integer("sliding_window", self.default)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {"sliding_window": dims.window}
+
+
+_KINDS = ("sliding_attention", "full_attention")
+
+
+@dataclass(frozen=True)
+class LayerWindows:
+    """A window of attention in some layers."""
+
+    default: int | None
+    is_windowed: Callable[[HuggingFaceConfig, dict[str, Any], int], bool]
+    """Whether a layer has the window if there are no `layer_types`."""
+    switch: str | None = "use_sliding_window"
+    """Key without which there is no window. Unset: there is, if it has a width."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        layers = range(dims["num_layers"])
+        kinds = config.per_layer("layer_types", len(layers), _KINDS)
+        width = config.given("sliding_window", self.default)
+        has_window = width is not None
+        if self.switch is not None:
+            has_window = config.flag(self.switch, default=False)
+        windowed = [
+            n
+            for n in layers
+            if has_window
+            and (self.is_windowed(config, dims, n) if kinds is None else kinds[n] == _KINDS[0])
+        ]
+        config.ignore("max_window_layers", "sliding_window_pattern")
+        dims["windowed_layers"] = tuple(windowed)
+        dims["window"] = config.integer("sliding_window", self.default) if windowed else None
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        windowed = dims.windowed_layers or ()
+        return {
+            **({} if self.switch is None else {self.switch: bool(windowed)}),
+            "sliding_window": dims.window,
+            "layer_types": [_KINDS[n not in windowed] for n in range(dims.num_layers)],
+        }
+
+
+def is_late(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    """A default of `LayerWindows`: the window is that of layers behind the first ones."""
+    return layer >= config.integer("max_window_layers", 28, least=0)
+
+
+def but_each(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
+    """Return the default of `LayerWindows` in which all layers have the window but each last one of
+    a pattern, of `default` layers."""
+
+    def is_windowed(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+        return (layer + 1) % config.integer("sliding_window_pattern", default) != 0
+
+    return is_windowed
+
+
+@dataclass(frozen=True)
+class LayerRotations:
+    """The base and the scaling of RoPE, by whether a layer has a window. Earlier releases have a
+    key for each base, and the scaling of layers without a window."""
+
+    default_theta: float
+    windowed_theta: float | None = None
+    windowed_key: str | None = "rope_local_base_freq"
+    """Former key of the base in windows. Unset: that of the others."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        tables = config.given("rope_parameters") or {}
+        before = config.given("rope_scaling")
+        theta = config.given("rope_theta", self.default_theta)
+        local = theta
+        if self.windowed_key is not None:
+            local = config.given(self.windowed_key, self.windowed_theta)
+        if not isinstance(tables, Mapping) or not isinstance(before or {}, Mapping):
+            config.problems.append(f"rope_parameters is {tables!r:.100}, and a table is needed")
+            return
+        if unknown := sorted(tables.keys() - set(_KINDS)):
+            config.problems.append(f"rope_parameters has {', '.join(unknown)}, which is unknown")
+        whole = {**(tables.get(_KINDS[1]) or {}), **(before or {})}
+        dims["rope_theta"], dims["rope_scaling"] = read_table(config, whole, theta)
+        windowed = read_table(config, tables.get(_KINDS[0]) or {}, local)
+        dims["windowed_rope"] = RopeBase(theta=windowed[0], scaling=windowed[1])
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        whole = RopeBase(theta=dims.rope_theta, scaling=dims.rope_scaling)
+        tables = {}
+        for kind, base in zip(_KINDS, (dims.windowed_rope or whole, whole), strict=True):
+            scaling = rope_table(base.scaling) or {"rope_type": "default"}
+            tables[kind] = {"rope_theta": base.theta, **scaling}
+        key = self.windowed_key
+        return {
+            "rope_parameters": tables,
+            **rope_values(whole.theta, whole.scaling),
+            **({} if key is None else {key: (dims.windowed_rope or whole).theta}),
+        }
+
+
+class LayersWithoutRope:
+    """Layers without rotary embedding: marked with 0, by default each last of some."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        layers = range(dims["num_layers"])
+        marks = config.per_layer("no_rope_layers", len(layers), (0, 1))
+        step = config.integer("no_rope_layer_interval", 4)
+        if marks is None:
+            marks = [(n + 1) % step for n in layers]
+        dims["layers_without_rope"] = tuple(n for n in layers if not marks[n])
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        without = dims.layers_without_rope
+        return {"no_rope_layers": [int(n not in without) for n in range(dims.num_layers)]}
+
+
+@dataclass(frozen=True)
+class RopeInWindows:
+    """Rotary embedding in the layers with a window only."""
+
+    is_everywhere_without: bool = False
+    """Whether it is in all layers if there is no window."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        is_everywhere = self.is_everywhere_without and (
+            config.has("sliding_window") and config.given("sliding_window") is None
+        )
+        dims["layers_without_rope"] = tuple(
+            n
+            for n in range(dims["num_layers"])
+            if n not in dims["windowed_layers"] and not is_everywhere
+        )
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {}

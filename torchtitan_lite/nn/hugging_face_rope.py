@@ -1,0 +1,159 @@
+"""The settings of RoPE in a config.json.
+
+transformers 5 has them under `rope_parameters`; earlier releases have the base as `rope_theta` and
+the scaling under `rope_scaling`, which wins if both are there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.rope import (
+    DynamicScaling,
+    LinearScaling,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+)
+
+_PARTIAL = "partial_rotary_factor"
+_ORIGINAL = "original_max_position_embeddings"
+_NAMES: dict[str, tuple[type[Any], Mapping[str, str]]] = {
+    "linear": (LinearScaling, {"factor": "factor"}),
+    "dynamic": (DynamicScaling, {"factor": "factor"}),
+    "llama3": (
+        RopeScaling,
+        {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "original_max_position": _ORIGINAL,
+        },
+    ),
+    "yarn": (
+        YarnScaling,
+        {
+            "factor": "factor",
+            "original_max_position": _ORIGINAL,
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "mscale": "mscale",
+            "mscale_all_dim": "mscale_all_dim",
+            "truncate": "truncate",
+            "attention_factor": "attention_factor",
+        },
+    ),
+}
+"""The kinds of scaling: the class, and the names of its fields in transformers."""
+_OPTIONAL = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"}
+ALL_SCALINGS = tuple(_NAMES)
+
+
+def read_rope(
+    config: HuggingFaceConfig,
+    default_theta: float | None,
+    *,
+    scaled: Sequence[str] = ALL_SCALINGS,
+    is_partial: bool = False,
+    theta_key: str = "rope_theta",
+) -> tuple[float, Scaling | None]:
+    """Read the base and the scaling, of one of the types `scaled`. `is_partial`: a part of a head
+    may be rotated, which `rotated_share` reads. `theta_key` is the name of the base beside
+    `rope_scaling`."""
+    given = _settings(config)
+    top = config.given(theta_key, default_theta)
+    if not isinstance(given, Mapping):
+        config.problems.append(f"rope_scaling is {given!r:.100}, and a table is needed")
+        return 1.0, None
+    if any(isinstance(value, Mapping) for value in given.values()):
+        config.problems.append("rope_parameters differ between layers, which is not supported")
+        return 1.0, None
+    return read_table(config, given, top, scaled=scaled, is_partial=is_partial)
+
+
+def rotated_share(config: HuggingFaceConfig, default: float, key: str = _PARTIAL) -> float:
+    """Read the share of a head that is rotated, of which `key` is the name beside
+    `rope_scaling`."""
+    given = _settings(config)
+    share = _partial(config, given, key) if isinstance(given, Mapping) else None
+    return config.checked_number(key, default if share is None else share)
+
+
+def read_table(
+    config: HuggingFaceConfig,
+    given: Mapping[str, Any],
+    theta: float | None,
+    *,
+    scaled: Sequence[str] = ALL_SCALINGS,
+    is_partial: bool = False,
+) -> tuple[float, Scaling | None]:
+    """Read the base, which is `theta` if it is absent, and the scaling from a table of settings."""
+    if not is_partial and _partial(config, given) not in (1.0, None):
+        config.problems.append("partial_rotary_factor is not 1, and heads are rotated as a whole")
+    base = config.checked_number("rope_theta", given.get("rope_theta", theta))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ("default", *scaled):
+        supported = " or ".join(f'"{one}"' for one in ("default", *scaled))
+        config.problems.append(f"rope_type is {kind!r}, and only {supported} is supported")
+        return base, None
+    made, names = _NAMES.get(kind, (None, {}))
+    known = {*names.values(), "rope_type", "type", "rope_theta", _PARTIAL, _ORIGINAL}
+    unknown = sorted(key for key in given.keys() - known if given[key] is not None)
+    if unknown:
+        config.problems.append(f"{', '.join(unknown)} of RoPE ({kind}) is not supported")
+    if made is None:
+        return base, None
+    values = {
+        ours: _value(config, key, value)
+        for ours, key in names.items()
+        if (value := _given(config, given, key)) is not None
+    }
+    missing = [key for ours, key in names.items() if ours not in values and ours not in _OPTIONAL]
+    if missing:
+        config.problems.append(f"{', '.join(missing)} of RoPE ({kind}) is missing")
+        return base, None
+    return base, made(**values)
+
+
+def rope_values(
+    theta: float, scaling: Scaling | None, theta_key: str = "rope_theta"
+) -> dict[str, Any]:
+    """Return the settings in the form that all releases read."""
+    return {theta_key: theta, "rope_scaling": rope_table(scaling)}
+
+
+def rope_table(scaling: Scaling | None) -> dict[str, Any] | None:
+    """Return the settings of a scaling; None without one."""
+    if scaling is None:
+        return None
+    kind, names = next(
+        (kind, names) for kind, (made, names) in _NAMES.items() if isinstance(scaling, made)
+    )
+    found = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
+    return {"rope_type": kind, **{key: value for key, value in found.items() if value is not None}}
+
+
+def _settings(config: HuggingFaceConfig) -> Any:
+    before, after = config.given("rope_scaling"), config.given("rope_parameters")
+    return before or after or {}
+
+
+def _partial(config: HuggingFaceConfig, given: Mapping[str, Any], key: str = _PARTIAL) -> Any:
+    top = config.given(key)
+    return given.get(_PARTIAL, top)
+
+
+def _given(config: HuggingFaceConfig, given: Mapping[str, Any], key: str) -> Any:
+    """Return a setting; None if it is absent, null or, of those that may be absent, 0."""
+    value = given.get(key)
+    if key == _ORIGINAL:
+        # As in transformers: that of the model wins, and its maximum is the default.
+        value = config.given(_ORIGINAL) or value or config.given("max_position_embeddings")
+    return None if value == 0 and key in _OPTIONAL and value is not False else value
+
+
+def _value(config: HuggingFaceConfig, key: str, value: Any) -> Any:
+    if key == "truncate":
+        return bool(value)
+    number = config.checked_number(key, value)
+    return int(number) if key == _ORIGINAL else number
