@@ -91,10 +91,10 @@ class CollectiveTransport:
         ]
 
     def bind(
-        self, given: Sequence[RawArray], into: Sequence[RawArray]
+        self, src_arrays: Sequence[RawArray], into: Sequence[RawArray]
     ) -> "BoundCollectiveTransport":
         """Bind the round to this rank's shards of the sources and the destinations."""
-        arrays = sent_arrays(given, into, self._kinds)
+        arrays = sent_arrays(src_arrays, into, self._kinds)
         packs = [[arrays[c.tensor][c.region] for c in bucket.packs] for bucket in self.buckets]
         unpacks = [[into[c.tensor][c.region] for c in bucket.unpacks] for bucket in self.buckets]
         return BoundCollectiveTransport(self, packs, unpacks)
@@ -242,12 +242,12 @@ class BoundCollectiveTransport:
                 for copy in copies:
                     array[...] = words[copy.offset : copy.offset + copy.size].reshape(copy.shape)
                 continue
-            others = []
+            contributions = []
             for copy in copies:
                 arrived = buffer[copy.offset : copy.offset + copy.size]
                 if copy.offset * self._transport.width % reduction.dtype.itemsize:
                     # Torch computes where elements are aligned only.
                     arrived = arrived.clone()
-                others.append(arrived.view(copy.shape))
+                contributions.append(arrived.view(copy.shape))
             into = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-            reduction.apply_(into, others)
+            reduction.apply_(into, contributions)

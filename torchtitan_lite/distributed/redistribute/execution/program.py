@@ -166,19 +166,19 @@ def aligned(num_bytes: int) -> int:
 def assign_buckets(weights: Sequence[int], capacity: int, align: int) -> list[list[BucketRange]]:
     """Assign tensors of `weights` raw elements to buckets of `capacity` in sequence; each starts at
     a multiple of `align`, which divides `capacity`."""
-    found: list[list[BucketRange]] = [[]]
+    buckets: list[list[BucketRange]] = [[]]
     used = 0
     for tensor, weight in enumerate(weights):
         start = 0
         while start < weight:
             if used >= capacity:
-                found.append([])
+                buckets.append([])
                 used = 0
             stop = min(weight, start + capacity - used)
-            found[-1].append(BucketRange(tensor, start, stop, weight, used))
+            buckets[-1].append(BucketRange(tensor, start, stop, weight, used))
             used += -(-(stop - start) // align) * align
             start = stop
-    return found
+    return buckets
 
 
 def spans(lengths: Sequence[int], start: int, stop: int) -> list[Span]:
@@ -193,15 +193,15 @@ def spans(lengths: Sequence[int], start: int, stop: int) -> list[Span]:
     last, tail = divmod(stop, row)
     if first == last:
         return [((first, first + 1), *rest) for rest in spans(lengths[1:], head, tail)]
-    found: list[Span] = []
+    pieces: list[Span] = []
     if head:
-        found += [((first, first + 1), *rest) for rest in spans(lengths[1:], head, row)]
+        pieces += [((first, first + 1), *rest) for rest in spans(lengths[1:], head, row)]
         first += 1
     if first < last:
-        found.append(((first, last), *((0, length) for length in lengths[1:])))
+        pieces.append(((first, last), *((0, length) for length in lengths[1:])))
     if tail:
-        found += [((last, last + 1), *rest) for rest in spans(lengths[1:], 0, tail)]
-    return found
+        pieces += [((last, last + 1), *rest) for rest in spans(lengths[1:], 0, tail)]
+    return pieces
 
 
 def rectangles(segments: Sequence[Segments], start: int, stop: int) -> Iterator[Rectangle]:
@@ -224,13 +224,13 @@ def _product_of(per_dim: Sequence[Segments]) -> Iterator[Rectangle]:
 
 def _clipped(segments: Segments, start: int, stop: int) -> Segments:
     """Return the segments of a dim in [start, stop) of their common length."""
-    found, before = [], 0
+    clipped, before = [], 0
     for src, dst, length in segments:
         first, last = max(start - before, 0), min(stop - before, length)
         if first < last:
-            found.append((src + first, dst + first, last - first))
+            clipped.append((src + first, dst + first, last - first))
         before += length
-    return tuple(found)
+    return tuple(clipped)
 
 
 def to_raw(
@@ -267,10 +267,10 @@ def intersect_span(
 def group_by_region(places: Iterable[tuple[int, Slices]]) -> list[list[int]]:
     """Group the numbers of `places`, (tensor, position), by position: what arrives at one position
     is reduced together."""
-    found: dict[str, list[int]] = {}
+    by_region: dict[str, list[int]] = {}
     for number, place in enumerate(places):
-        found.setdefault(repr(place), []).append(number)
-    return list(found.values())
+        by_region.setdefault(repr(place), []).append(number)
+    return list(by_region.values())
 
 
 class LocalReduction(NamedTuple):
@@ -281,14 +281,15 @@ class LocalReduction(NamedTuple):
     factor: float
     """Factor of the result."""
 
-    def apply_(self, into: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    def apply_(self, into: torch.Tensor, contributions: Sequence[torch.Tensor]) -> None:
         """Reduce contributions, given as raw views of the dtype, into the first. Dtypes of less
         than 32 bits are computed in float32 and rounded once."""
         dtype, reduce, factor = self.dtype, _REDUCE[self.op], self.factor
-        into, others = into.view(dtype), [other.view(dtype) for other in others]
+        into = into.view(dtype)
+        contributions = [contribution.view(dtype) for contribution in contributions]
         if not dtype.is_floating_point or dtype.itemsize >= 4:
-            for other in others:
-                reduce(into, other, out=into)
+            for contribution in contributions:
+                reduce(into, contribution, out=into)
             if factor != 1:
                 into.mul_(factor)
             return
@@ -297,7 +298,7 @@ class LocalReduction(NamedTuple):
         dim = max(range(into.ndim), key=into.shape.__getitem__)
         most = _WIDE_ELEMENTS if into.is_cpu else max(1, into.numel())
         length = max(1, most * into.shape[dim] // max(1, into.numel()))
-        split = (tensor.split(length, dim) for tensor in (into, *others))
+        split = (tensor.split(length, dim) for tensor in (into, *contributions))
         for total, *transfers in zip(*split, strict=True):
             wide = total.float()
             for part in transfers:

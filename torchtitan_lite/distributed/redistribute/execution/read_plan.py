@@ -107,12 +107,12 @@ def held_blocks(
         return ()
     return tuple(
         HeldBlock(
-            tuple(parts.src.holders(found.one)),
+            tuple(parts.src.holders(intersection.src_part)),
             tuple(slice(start, start + length) for start, _, length in segments),
             tuple(slice(start, start + length) for _, start, length in segments),
         )
-        for found in parts.of_destination(position)
-        for segments in itertools.product(*found.block)
+        for intersection in parts.of_destination(position)
+        for segments in itertools.product(*intersection.block)
     )
 
 
@@ -211,10 +211,10 @@ def _tasks(
         # Each acts for one at most: it is as if the ranks themselves held the tensor.
         live = src.with_holders(reader_of)
         costs = options.costs_on(torch.device("cpu"))
-        found = plan(live, read.dst, read.shape, read.dtype, costs=costs)
-        return [TensorTask(found, rank, width)], found.moved_bytes > 0
+        tensor_plan = plan(live, read.dst, read.shape, read.dtype, costs=costs)
+        return [TensorTask(tensor_plan, rank, width)], tensor_plan.moved_bytes > 0
     # To a file all ranks are equally near, so that no relay is asked for.
-    found = plan(src, read.dst, read.shape, read.dtype)
+    tensor_plan = plan(src, read.dst, read.shape, read.dtype)
     turns: list[dict[Holder, Holder]] = []
     taken: dict[int, int] = {}
     for holder in src.mesh.holders:
@@ -223,7 +223,7 @@ def _tasks(
         if turn == len(turns):
             turns.append({})
         turns[turn][holder] = readers[holder]
-    return [TensorTask(found, rank, width, turn) for turn in turns], True
+    return [TensorTask(tensor_plan, rank, width, turn) for turn in turns], True
 
 
 def _of_one_copy(layout: Layout, copied: Sequence[int], number: int) -> Layout:

@@ -128,10 +128,10 @@ class SharedMemoryTransport:
         ]
 
     def bind(
-        self, given: Sequence[RawArray], into: Sequence[RawArray]
+        self, src_arrays: Sequence[RawArray], into: Sequence[RawArray]
     ) -> "BoundSharedMemoryTransport":
         """Bind the round to this rank's shards of the sources and the destinations."""
-        arrays = sent_arrays(given, into, self._kinds)
+        arrays = sent_arrays(src_arrays, into, self._kinds)
         writes = [[arrays[c.tensor][c.region] for c in bucket.writes] for bucket in self._buckets]
         reads = [
             [into[c.tensor][c.region] for c in bucket.reads + bucket.joins]
@@ -224,7 +224,7 @@ def _sent_parts(
         for sender in senders:
             if (task.plan, sender) not in parts:
                 parts[task.plan, sender] = _sent_part(task, sender, number)
-        largest.append(max((prod(parts[task.plan, one].shape) for one in senders), default=0))
+        largest.append(max((prod(parts[task.plan, sender].shape) for sender in senders), default=0))
     return parts, largest
 
 
@@ -272,19 +272,22 @@ def _joined_writes(writes: Iterable[_SlotCopy]) -> list[_SlotCopy]:
     by_run: dict[tuple[int, int], list[_SlotCopy]] = {}
     for write in writes:
         by_run.setdefault((write.tensor, write.offset), []).append(write)
-    found: list[_SlotCopy] = []
+    joined: list[_SlotCopy] = []
     for some in by_run.values():
         region, inside = (
             tuple(
-                slice(min(one.start for one in dim), max(one.stop for one in dim))
+                slice(
+                    min(dim_slice.start for dim_slice in dim),
+                    max(dim_slice.stop for dim_slice in dim),
+                )
                 for dim in zip(*places, strict=True)
             )
-            for places in ([one.region for one in some], [one.inside for one in some])
+            for places in ([write.region for write in some], [write.inside for write in some])
         )
         around = some[0]._replace(region=region, inside=inside)
         is_most = 2 * sum(map(_num_elements, some)) >= _num_elements(around)
-        found += [around] if is_most and _lengths(region) == _lengths(inside) else some
-    return found
+        joined += [around] if is_most and _lengths(region) == _lengths(inside) else some
+    return joined
 
 
 def _num_elements(copy: _SlotCopy) -> int:
@@ -292,7 +295,7 @@ def _num_elements(copy: _SlotCopy) -> int:
 
 
 def _lengths(place: Slices) -> list[int]:
-    return [one.stop - one.start for one in place]
+    return [dim_slice.stop - dim_slice.start for dim_slice in place]
 
 
 class BoundSharedMemoryTransport:
