@@ -96,11 +96,11 @@ def generate(
     return [
         GeneratedText(
             prompt=listed[number // num_samples],
-            text=loaded.tokenizer.decode(one.ids),
-            ids=one.ids,
-            ended_by="stop" if one.stopped else "length",
+            text=loaded.tokenizer.decode(completion.ids),
+            ids=completion.ids,
+            ended_by="stop" if completion.stopped else "length",
         )
-        for number, one in enumerate(completed)
+        for number, completion in enumerate(completed)
     ]
 
 
@@ -125,8 +125,8 @@ def encode_prompts(
     if chats:
         template = find_template(files.tokenizer_folder)
         answered = [chat_prompt(files.tokenizer, template, chat) for chat in chats]
-        encoded = [one.ids for one in answered]
-        stops = stops.union(*(one.stop_ids for one in answered))
+        encoded = [chat_ids.ids for chat_ids in answered]
+        stops = stops.union(*(chat_ids.stop_ids for chat_ids in answered))
     check_prompts([Prompt(ids) for ids in encoded], files.spec)
     return encoded, stops
 
@@ -148,7 +148,7 @@ def _complete_on_all_ranks(
         return complete(batch)
     own = complete(batch[mesh.batch_rank :: mesh.degrees.batch])
     is_first = mesh.device_mesh.get_local_rank("tp") == 0
-    text = json.dumps([asdict(one) for one in own]) if is_first else ""
+    text = json.dumps([asdict(completion) for completion in own]) if is_first else ""
     copies = [json.loads(part) for part in all_gather_bytes(text.encode()) if part]
     return [
         Generated(**copies[number % len(copies)][number // len(copies)])
