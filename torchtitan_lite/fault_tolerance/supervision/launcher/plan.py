@@ -228,9 +228,9 @@ def _check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
 def dump_folder(arguments: Sequence[str]) -> Path:
     """Return the `job.dump_folder` that `train` would use with `arguments`. Raises ConfigError if
     no configuration is given, or if `arguments` set an option that the launcher sets."""
-    given = _options(arguments)
+    options = _options(arguments)
     taken = [f"--fault_tolerance.{key}" for key in _OF_THE_LAUNCHER]
-    for option, _ in given:
+    for option, _ in options:
         if option in _OF_TRAIN:
             raise ConfigError(
                 f"{option.replace('_', '-')} is given after --, but the launcher starts the "
@@ -240,7 +240,7 @@ def dump_folder(arguments: Sequence[str]) -> Path:
             raise ConfigError(
                 f"{option} is given, but the launcher sets it for each replica: omit it."
             )
-    files = [value for option, value in given if option in ("--config", "--job.config_file")]
+    files = [value for option, value in options if option in ("--config", "--job.config_file")]
     if not files:
         raise ConfigError(
             "No configuration for train.py is given: end the command with -- --config FILE, such "
@@ -278,12 +278,12 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Return the options with their values, "" for those without; hyphens in names become
     underscores."""
-    found = []
+    options = []
     for index, argument in enumerate(arguments):
         if argument.startswith("--"):
             name, has_value, value = argument.partition("=")
             after = arguments[index + 1] if index + 1 < len(arguments) else "--"
             if not has_value and not after.startswith("--"):
                 value = after
-            found.append(("--" + name[2:].replace("-", "_"), value))
-    return found
+            options.append(("--" + name[2:].replace("-", "_"), value))
+    return options

@@ -207,13 +207,13 @@ class ProcessAgent(SimpleElasticAgent):
             self._shutdown()
             return
         began_s = time.monotonic()
-        surviving = {n: one for n, one in self._ranks.items() if n not in self._lost}
+        surviving = {n: process for n, process in self._ranks.items() if n not in self._lost}
         for process in surviving.values():
             process.abort_training()
         lost = [self._ranks.pop(number) for number in self._lost]
         self._end(lost, self._park_deadline_s(began_s))
         self._lost.clear()
-        while any(not is_idle(one) for one in surviving.values()):
+        while any(not is_idle(process) for process in surviving.values()):
             if time.monotonic() >= self._park_deadline_s(began_s):
                 break
             self._pause()
@@ -325,7 +325,7 @@ class ProcessAgent(SimpleElasticAgent):
         for spare in self._spares:
             spare.poll()
         self._spares.sort(key=lambda spare: spare.state is not RankState.PARKED)
-        living = [one for one in self._spares if one.state is not RankState.EXITED]
+        living = [spare for spare in self._spares if spare.state is not RankState.EXITED]
         if not living:
             return None
         self._spares.remove(living[0])
@@ -353,7 +353,7 @@ class ProcessAgent(SimpleElasticAgent):
                 logger.error("Process %d does not end after SIGKILL: a driver blocks it.", pid)
 
     def _wait_for_exit(self, processes: Sequence[RankProcess], deadline: float) -> None:
-        while any(one.state is not RankState.EXITED for one in processes):
+        while any(process.state is not RankState.EXITED for process in processes):
             if time.monotonic() >= deadline:
                 return
             self._pause()

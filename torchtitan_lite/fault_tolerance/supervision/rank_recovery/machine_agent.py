@@ -236,7 +236,7 @@ class MachineAgent(ProcessAgent):
     def _has_finished(self) -> bool:
         """Whether all ranks have finished their training."""
         ended = [rank for rank in self._ranks.values() if rank.state is RankState.ENDED]
-        is_clean = all(one.status is not None and one.status.is_clean for one in ended)
+        is_clean = all(process.status is not None and process.status.is_clean for process in ended)
         return 0 < len(self._ranks) == len(ended) and is_clean
 
     def _pause(self) -> None:
@@ -334,7 +334,7 @@ class MachineAgent(ProcessAgent):
 
     def _decide(self, failure: Failure) -> RunResult:
         """Report the failure, and wait for the end of the attempt."""
-        self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
+        self._lost = {n for n, process in self._ranks.items() if process.state is RankState.EXITED}
         if self._link.report.phase is not NodeState.FAILED:
             self._report_failure(failure)
         return RunResult(state=WorkerState.HEALTHY)
@@ -369,8 +369,8 @@ class MachineAgent(ProcessAgent):
         self._kill_writers_without_lease()
         for process in self._ranks.values():
             process.poll()
-        self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
-        failed = {n: one for n, one in self._ranks.items() if one.error}
+        self._lost = {n for n, process in self._ranks.items() if process.state is RankState.EXITED}
+        failed = {n: process for n, process in self._ranks.items() if process.error}
         if failed and self._link.report.phase is NodeState.JOINED:
             # The order to stop came first; the cause may be here all the same.
             rank = min(failed, key=lambda number: failed[number].failed_at_s)

@@ -167,7 +167,7 @@ class RankAgent(ProcessAgent):
         for process in (*self._ranks.values(), *self._spares):
             process.poll()
         # One that has died is replaced when the training starts.
-        self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
+        self._lost = {n for n, process in self._ranks.items() if process.state is RankState.EXITED}
         if self._inbox.permission(resize.request) is Permission.START:
             return self._start_on(resize.request.mesh, resize)
         if self._requests:
