@@ -90,24 +90,24 @@ def _areas(points: Sequence[Point], x, y) -> list[str]:
 
 def _phases(points: Sequence[Point], x) -> list[str]:
     """Mark where forward, backward, reduction and optimizer begin."""
-    found, before = [], ""
+    elements, before = [], ""
     at = -100.0
     for point in points:
         if point.phase == before or point.phase == "start":
             continue
         before = point.phase
         place = x(point.position)
-        found.append(
+        elements.append(
             f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM + 6}" '
             'stroke="#475569" stroke-dasharray="3 3"/>'
         )
         row = 0 if place - at > 60 else 14
         at = place
-        found.append(
+        elements.append(
             f'<text x="{place + 3:.1f}" y="{_HEIGHT - _BOTTOM + 18 + row}" fill="#475569">'
             f"{escape(point.phase)}</text>"
         )
-    return found
+    return elements
 
 
 def _tick(top: float) -> float:
