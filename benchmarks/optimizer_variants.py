@@ -144,20 +144,20 @@ class Variants:
 
     def restore(self) -> None:
         """Undo what a variant did in place."""
-        for own, given in zip(
+        for own, saved in zip(
             [*self._own_wholes, *self._own_shards], [*self._wholes, *self._shards], strict=True
         ):
-            own.copy_(given)
+            own.copy_(saved)
 
     def is_right(self, name: str) -> bool:
         """Whether the shards of a variant are those of the entire matrices, bit by bit."""
         self.restore()
         self.calls[name]()
         results = self._own_shards if name == "ours" else self._gathered
-        for number, found in enumerate(results):
+        for number, result in enumerate(results):
             whole = self._whole(number)
             self._orthogonalize(whole)
-            if not torch.equal(found, self._part(number, whole)):
+            if not torch.equal(result, self._part(number, whole)):
                 return False
         return True
 
@@ -239,8 +239,8 @@ class Variants:
         """Bytes that this rank sends to each, and receives from each: to the owners, and back."""
         sent, received = ([[0] * dist.get_world_size() for _ in range(2)] for _ in range(2))
         for matrix in self.assignment.matrices:
-            for way, found in enumerate((matrix.to_owner, matrix.from_owner)):
-                for part in found.transfers(self._rank):
+            for way, exchange in enumerate((matrix.to_owner, matrix.from_owner)):
+                for part in exchange.transfers(self._rank):
                     for pieces, counts in ((part.sends, sent[way]), (part.receives, received[way])):
                         for piece in pieces:
                             assert isinstance(piece.peer, int)

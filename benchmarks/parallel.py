@@ -122,8 +122,8 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
 
 def _measure_order(case: OrderCase, folder: Path) -> Result:
     """Measure in one process."""
-    (found,) = run_ranks(alternate_orders, asdict(case), 1, folder)
-    (ours, ours_s), (peer, peer_s) = (found[name] for name in ("ours", "loop"))
+    (measured,) = run_ranks(alternate_orders, asdict(case), 1, folder)
+    (ours, ours_s), (peer, peer_s) = (measured[name] for name in ("ours", "loop"))
     comparison = Comparison(case.name, other="loop")
     comparison.same("CRC-32 of the positions", ours, peer)
     comparison.note(
