@@ -16,7 +16,7 @@ from torchtitan_lite.core.diagnosis import NOTIFIER, Cause, Diagnosis
 from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.core.rank.processes import Subreaper, become_subreaper, wait_readable
 from torchtitan_lite.core.rank.supervised import ATTEMPT
-from torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices import LeaveNotifier
+from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
     LighthouseProcess,
 )
@@ -62,12 +62,12 @@ class Launcher:
             report_event=view.report_event,
             report_diagnosis=view.report_diagnosis,
         )
-        self._notifier: LeaveNotifier | None = None
+        self._notifier: DepartureNotifier | None = None
         if plan.notifier_command is not None:
-            self._notifier = LeaveNotifier(
+            self._notifier = DepartureNotifier(
                 plan.notifier_command,
                 self._environment,
-                plan.log_dir / "leave_notifier.log",
+                plan.log_dir / "departure_notifier.log",
                 max_restarts=plan.max_restarts,
             )
         self._resizer = Resizer(
@@ -182,7 +182,7 @@ class Launcher:
         try:
             self._notifier.notify(address, replica.name)
         except OSError as error:
-            # Without a notice the lighthouse notices the missing heartbeats, a few seconds later.
+            # Otherwise the lighthouse detects the missing heartbeats, a few seconds later.
             self._view.report_event(
                 f"replica {replica.number}: the lighthouse was not notified: {error}"
             )

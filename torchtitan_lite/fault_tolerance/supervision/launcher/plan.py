@@ -83,8 +83,7 @@ class LaunchPlan:
     """Spare processes per replica; with spares, the groups are agents that replace dead ranks."""
     notifier_command: Callable[[str], Sequence[str]] | None = None
     """Maps HOST:PORT to the command line of a process that notifies the lighthouse of failed
-    replicas: it reads their names, such as "replica_00001", one per line. None disables the
-    notices."""
+    replicas: it reads their names, such as "replica_00001", one per line. None disables it."""
 
     def metrics_file(self, replica: int) -> Path:
         """Return the metrics.jsonl of a replica."""
@@ -186,7 +185,7 @@ def training_plan(
         return [
             sys.executable,
             "-m",
-            "torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices",
+            "torchtitan_lite.fault_tolerance.supervision.launcher.departures",
             address,
         ]
 
@@ -207,7 +206,7 @@ def training_plan(
         max_restarts=max_restarts,
         max_restart_delay_s=max_restart_delay_s,
         grace_s=grace_s,
-        # torchft's own lighthouse does not accept leave notices.
+        # torchft's own lighthouse does not accept departures.
         notifier_command=notifier_command if lighthouse == "builtin" else None,
     )
     plan.devices_of(0)
