@@ -162,7 +162,7 @@ def _describe_round(plan: Plan, kind: RoundKind) -> str:
             f"the {count} contributions to an element become at most "
             f"{exchange.dst.num_contributions} ({plan.op}), each on a holder that needs it"
         )
-    if kind == "spread":
+    if kind == "broadcast":
         return f"from there to the {exchange.dst.num_replicas - 1} other replicas that need it"
     if plan.moved_bytes == 0:
         words = "every holder copies what it needs from what it has"

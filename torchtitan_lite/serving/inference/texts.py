@@ -141,7 +141,7 @@ def _complete_on_all_ranks(
     complete: Callable[[Sequence[Prompt]], list[Generated]],
     mesh: Mesh,
 ) -> list[Generated]:
-    """Spread a batch over the copies of the model. Returns what all of them generated, on every
+    """Split a batch over the copies of the model, and return what all of them generated, on every
     rank, in the order of `batch`."""
     if mesh.world_size == 1:
         # This process may have no process group.

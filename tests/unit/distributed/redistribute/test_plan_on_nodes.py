@@ -87,10 +87,10 @@ def test_relays_are_used_where_they_save_more_than_a_round(
     costs, mesh = costs.with_ranks_per_node(4), HolderMesh.ranks(8)
     src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()])
     actual = plan(src, dst, shape, torch.float32, costs=costs)
-    assert actual.rounds == (("move", "spread") if shape[0] == 4096 else ("move",))
+    assert actual.rounds == (("move", "broadcast") if shape[0] == 4096 else ("move",))
 
 
-@pytest.mark.parametrize(("first", "rounds"), [(0, ("move", "spread")), (4, ("move",))])
+@pytest.mark.parametrize(("first", "rounds"), [(0, ("move", "broadcast")), (4, ("move",))])
 def test_relays_are_used_if_the_node_with_most_receivers_lacks_data(
     first: int, rounds: tuple[str, ...]
 ) -> None:

@@ -138,11 +138,11 @@ class TensorTask:
         self, piece: Transfer, number: int, start: int = 0, stop: int = 1, of: int = 1
     ) -> Iterator["Rectangle"]:
         """Yield the raw rectangles of a transfer, optionally only its elements from `start` to
-        `stop` parts `of` it. Both sides are the destination's if results are spread."""
+        `stop` parts `of` it. Both sides are the destination's if results are broadcast."""
         size = piece.stop - piece.start
         first, last = piece.start + size * start // of, piece.start + size * stop // of
         segments = piece.segments
-        if self.kind(number) == "spread":
+        if self.kind(number) == "broadcast":
             segments = tuple(tuple((d, d, n) for _, d, n in dim) for dim in segments)
         return rectangles(*to_raw(segments, first, last, self.ratio))
 
@@ -349,9 +349,9 @@ def has_raw_view(tensor: torch.Tensor, width: int) -> bool:
 def sent_arrays(
     sources: Sequence[RawArray], destinations: Sequence[RawArray], kinds: Sequence[str | None]
 ) -> list[RawArray]:
-    """Return the arrays that a round reads from: in a "spread" round, the reduced destinations."""
+    """Return the arrays that a round reads from: in a broadcast, the reduced destinations."""
     return [
-        destination if kind == "spread" else source
+        destination if kind == "broadcast" else source
         for source, destination, kind in zip(sources, destinations, kinds, strict=True)
     ]
 

@@ -7,7 +7,7 @@ there, in one more round.
 
 Contributions (`Partial`) that are reduced together are sent to a reduction owner, a holder that
 contributes and is also a destination if there is one (round "reduce"), and the owner sends the
-result to the other destinations (round "spread"). Without reductions there is one round, "move".
+result to the other destinations (round "broadcast"). Without reductions there is one round, "move".
 Where source and destination both have contributions, each contribution of the source is added to
 one of the destination; one that is alone in its target stays unreduced.
 
@@ -79,9 +79,9 @@ class Exchange:
         """The rounds in order."""
         rounds: tuple[RoundKind, ...] = ("move",)
         if self._reductions.largest_group > 1:
-            rounds = ("reduce",) if self.dst.num_replicas == 1 else ("reduce", "spread")
+            rounds = ("reduce",) if self.dst.num_replicas == 1 else ("reduce", "broadcast")
         if self.nodes is not None and self.nodes.relay and rounds != ("reduce",):
-            rounds = (*rounds, "spread")
+            rounds = (*rounds, "broadcast")
         return rounds
 
     def on_nodes(self, nodes: Nodes | None) -> "Exchange":
@@ -104,8 +104,8 @@ class Exchange:
 
     def local_shape(self, holder: Holder, kind: RoundKind) -> tuple[int, ...] | None:
         """Return the shape from which a holder sends in a round: its shard of the source, or of the
-        destination if results are spread. None if it has none."""
-        index = self.dst if kind == "spread" else self.src
+        destination if results are broadcast. None if it has none."""
+        index = self.dst if kind == "broadcast" else self.src
         position = index.position(holder)
         if position is None:
             return None
@@ -117,7 +117,7 @@ class Exchange:
 
     def max_local_numel(self, kind: RoundKind) -> int:
         """Return the elements of the largest shard from which a holder sends in a round."""
-        return self._largest_destination if kind == "spread" else _largest(self.src, self.shape)
+        return self._largest_destination if kind == "broadcast" else _largest(self.src, self.shape)
 
     @cached_property
     def _largest_destination(self) -> int:
@@ -126,23 +126,23 @@ class Exchange:
     def max_moved(self, kind: RoundKind) -> int:
         """Return a bound on the elements that one holder sends and receives in a round, equal for
         all holders."""
-        taken, given = self.max_local_numel("spread"), self.max_local_numel("move")
+        dst_numel, src_numel = self.max_local_numel("broadcast"), self.max_local_numel("move")
         copies, sources = self.dst.num_replicas, self.src.num_replicas
-        if kind == "spread":
-            return taken * copies + taken
-        received = taken * self._reductions.largest_group
+        if kind == "broadcast":
+            return dst_numel * copies + dst_numel
+        received = dst_numel * self._reductions.largest_group
         if kind == "reduce" and self.dst.num_contributions == 1:
-            return given + received
+            return src_numel + received
         if self.nodes is not None:
-            return given * copies + received
+            return src_numel * copies + received
         # Sources share what they send, as far as the invariant of `transfers` states.
-        shared = given * copies
+        shared = src_numel * copies
         uneven = shared // 20 + self._intersections.max_of_source * SMALLEST * sources**2
         shared = -(-(shared + uneven) // sources)
         if kind == "reduce":
             # Contributions to a reduction are sent by replicas in turn; see `sender_of`.
-            shared = max(given, shared)
-        return min(given * -(-copies // sources), shared) + received
+            shared = max(src_numel, shared)
+        return min(src_numel * -(-copies // sources), shared) + received
 
     def transfers(self, holder: Holder) -> tuple[RoundTransfers, ...]:
         """Return the transfers of `holder` in each round."""
@@ -173,7 +173,7 @@ class Exchange:
 
     def _receive(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
         contribution = int(self.dst.contribution_of[position])
-        results: dict[tuple[int, int], _SpreadTransfers] = {}
+        results: dict[tuple[int, int], _BroadcastTransfers] = {}
         for common in self._intersections.of_destination(position):
             for group in self._reductions.groups(common.src_part, common.dst_part):
                 if group.target != contribution:
@@ -282,11 +282,11 @@ class Exchange:
         common: Intersection,
         group: ReductionGroup,
         parts: tuple[RoundTransfers, ...],
-        results: dict[tuple[int, int], "_SpreadTransfers"],
+        results: dict[tuple[int, int], "_BroadcastTransfers"],
     ) -> None:
-        """Return the transfers of a replica of the group's target: it reduces what it owns and
-        spreads it, and receives the rest. `results` caches the transfers of rectangles of the same
-        shard, by size and row."""
+        """Return the transfers of a replica of the group's target: it reduces and broadcasts
+        what it owns, and receives the rest. `results` caches the transfers of rectangles of the
+        same shard, by size and row."""
         holding = self._owners.at_destination(common, group)
         # Owners of rectangles of which no replica has a contribution differ by size only.
         transfers = None if holding else results.get((common.size, common.row))
@@ -316,10 +316,10 @@ class Exchange:
         group: ReductionGroup,
         owners: Sequence[ReductionOwner],
         rounds: Sequence[RoundTransfers],
-    ) -> "_SpreadTransfers":
+    ) -> "_BroadcastTransfers":
         """Return what a holder owns, and its transfers of results in the rounds after the
         reduction."""
-        transfers = _SpreadTransfers(None, tuple(RoundTransfers([], [], [], []) for _ in rounds))
+        transfers = _BroadcastTransfers(None, tuple(RoundTransfers([], [], [], []) for _ in rounds))
         shard = common.dst_part, group.target
         receivers = self.dst.holders(*shard)
         for number, owner in enumerate(owners):
@@ -339,8 +339,8 @@ class Exchange:
         return transfers
 
 
-class _SpreadTransfers(NamedTuple):
-    """Transfers of a holder that spread the result of one rectangle."""
+class _BroadcastTransfers(NamedTuple):
+    """Transfers of a holder that broadcast the result of one rectangle."""
 
     own: tuple[int, ReductionOwner] | None
     """What it reduces, with its number among the owners."""

@@ -57,13 +57,13 @@ def _completions(overlaps: np.ndarray, matched: dict[int, int]) -> Iterator[list
     sizes = dict.fromkeys(range(overlaps.shape[1]), 0)
     for to in matched.values():
         sizes[to] += 1
-    spread = dict(matched)
+    assigned = dict(matched)
     for contribution in free:
         held = overlaps[contribution]
         to = min(sizes, key=lambda to, held=held: (sizes[to], -held[to]))
         sizes[to] += 1
-        spread[contribution] = to
-    yield [spread[contribution] for contribution in range(len(overlaps))]
+        assigned[contribution] = to
+    yield [assigned[contribution] for contribution in range(len(overlaps))]
     for to in sorted(set(matched.values())) if free else []:
         yield [matched.get(contribution, to) for contribution in range(len(overlaps))]
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from torchtitan_lite.distributed.redistribute.planning.partition import Segments
 from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 
-RoundKind = Literal["move", "reduce", "spread"]
+RoundKind = Literal["move", "reduce", "broadcast"]
 
 
 class Transfer(NamedTuple):
