@@ -1,8 +1,8 @@
 """The agent of a run on one machine alone: it decides about restarts, and resizes on request.
 
-A resize restarts the training as after the loss of a rank: the processes that stay park, and build
-the new mesh with the state that the snapshots in shared memory hold. That of a replica needs the
-launcher's permission to leave the former mesh and to start on the new one.
+A resize restarts the training as after the loss of a rank: the processes that stay return to
+standby, and build the new mesh with the state that the snapshots in shared memory hold. That of a
+replica needs the launcher's permission to leave the former mesh and to start on the new one.
 """
 
 import os
@@ -152,7 +152,7 @@ class RankAgent(ProcessAgent):
             resize.leave_until_s = time.monotonic() + LEAVE_S
             for process in self._ranks.values():
                 process.leave_training()
-        has_left = all(rank.state is RankState.PARKED for rank in self._ranks.values())
+        has_left = all(rank.state is RankState.STANDBY for rank in self._ranks.values())
         if has_left and resize.request.is_joint:
             resize.waits_to_start = True
             self._inbox.answer(resize.request, ResizeState.LEFT)

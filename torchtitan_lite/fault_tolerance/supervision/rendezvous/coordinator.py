@@ -2,7 +2,7 @@
 
 Each attempt has a number, and a node rank for each of its members. An attempt ends for all members
 when a machine is lost or a rank fails. The next one is decided when every machine that still
-answers has parked its ranks: members keep their node ranks, spare machines fill the others.
+answers has its ranks on standby: members keep their node ranks, spare machines fill the others.
 
 A resize, which any member may request, has three phases: all members start missing processes, all
 ranks leave the training after the same step, and the next attempt is on the new mesh. If that
@@ -372,11 +372,11 @@ class Coordinator:
     def _has_stopped(self, member: _Machine) -> bool:
         """Return whether a member does not train in the present attempt any more."""
         if member.report.attempt == self._attempt:
-            return member.report.phase in (NodeState.PARKED, NodeState.FAILED)
+            return member.report.phase in (NodeState.STANDBY, NodeState.FAILED)
         return member.was_joined
 
     def _form(self, now_s: float) -> None:
-        """Start the next attempt if there are enough machines, all of them parked."""
+        """Start the next attempt if there are enough machines, all of them on standby."""
         former = [self._machines[m] for m in self._members if m in self._machines]
         busy = (NodeState.JOINED, NodeState.FAILED)
         if any(member.report.phase in busy for member in self._machines.values()):
