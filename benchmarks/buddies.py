@@ -64,9 +64,9 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     if os.geteuid() != 0:
         raise ChildFailed("Mount namespaces, which emulate the machines, need root.")
     measured_by_name = {name: _Measured() for name in _COPIES}
-    for number in range(plan.rounds):
+    for index in range(plan.rounds):
         for name, arguments in _COPIES.items():
-            _run(folder / f"{name}_{number}", plan.steps, arguments, measured_by_name[name])
+            _run(folder / f"{name}_{index}", plan.steps, arguments, measured_by_name[name])
     ours, floor = measured_by_name["with"], measured_by_name["without"]
     comparison = Comparison(f"2 ranks on 2 machines, copies every {_INTERVAL} steps")
     comparison.note(f"with copies {formatted(ours.step_s)} s per step")

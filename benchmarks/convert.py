@@ -66,12 +66,12 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     arguments = {"folder": str(source), "num_mb": plan.num_mb, "num_shards": plan.num_shards}
     run_ranks(write_model, arguments, 1, folder / "write_model")
     yield from _conversions(plan, source, folder)
-    for number, world_size in enumerate(plan.world_sizes):
+    for index, world_size in enumerate(plan.world_sizes):
         own = folder / f"load_{world_size}"
-        yield from _loads(plan, source, world_size, own, _FIRST_PORT + number)
+        yield from _loads(plan, source, world_size, own, _FIRST_PORT + index)
         if world_size > 1:
             own = folder / f"export_{world_size}"
-            yield _shared_export(plan, folder / "ours_in", world_size, own, _FIRST_PORT + number)
+            yield _shared_export(plan, folder / "ours_in", world_size, own, _FIRST_PORT + index)
 
 
 def _conversions(plan: Plan, source: Path, folder: Path) -> Iterator[Result]:
@@ -84,14 +84,14 @@ def _conversions(plan: Plan, source: Path, folder: Path) -> Iterator[Result]:
         "DCP out": folder / "DCP_in",
     }
     measured: dict[str, list[dict[str, Any]]] = {variant: [] for variant in sources}
-    for number in range(plan.rounds):
+    for index in range(plan.rounds):
         for variant, folder_of in sources.items():
             name = variant.replace(" ", "_")
             # The imports of the first round are the sources of the exports.
-            target = folder / name if number == 0 else folder / f"{name}_{number}"
+            target = folder / name if index == 0 else folder / f"{name}_{index}"
             arguments = {"variant": variant, "source": str(folder_of), "target": str(target)}
             measured[variant] += run_ranks(measure_conversion, arguments, 1, folder / "conversion")
-            if number:
+            if index:
                 _remove_files(target)
     sizes = [prod(shape) for shape in expected_shapes(spec_of_size(plan.num_mb))[0].values()]
     total, largest = (2 * size for size in (sum(sizes), max(sizes)))

@@ -146,8 +146,8 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     for strategy in STRATEGIES:
         if strategy.name in plan.strategies:
             recordings = [
-                _run(strategy.name, plan, folder / f"{strategy.name}_{number}", number)
-                for number in range(plan.runs)
+                _run(strategy.name, plan, folder / f"{strategy.name}_{index}", index)
+                for index in range(plan.runs)
             ]
             comparison = Comparison(f"{_RANKS} ranks, {strategy.title}", other="prediction")
             measured, predicted = _compare(strategy, recordings, comparison)
@@ -264,7 +264,7 @@ def _times(
     return replace(times, write_s=statistics.median(durable_s) if durable_s else 0.0)
 
 
-def _run(strategy: str, plan: Plan, folder: Path, number: int) -> _Recording:
+def _run(strategy: str, plan: Plan, folder: Path, index: int) -> _Recording:
     folder.mkdir()
     arguments = [
         *("--config", "configs/llama3_debug.toml", "--job.device", "cpu"),
@@ -276,7 +276,7 @@ def _run(strategy: str, plan: Plan, folder: Path, number: int) -> _Recording:
         *("--job.dump_folder", str(folder), *_SAVES[strategy]),
     ]
     metrics, log = folder / "metrics.jsonl", folder / "log.txt"
-    random_s = random.Random(f"kills of {strategy} {number}")
+    random_s = random.Random(f"kills of {strategy} {index}")
     kills_s: list[float] = []
     with started([*_PROGRAMS[strategy], *arguments], [], 1, log) as process:
 

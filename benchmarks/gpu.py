@@ -48,8 +48,8 @@ _TRAINERS: Mapping[str, Callable[..., Any]] = {"ours": train_ours, PEER: train_t
 
 def measure(cases: Sequence[Case], folder: Path, parts: Path | None) -> Iterator[Result]:
     """Measure `cases`; `parts` gets what each process measured."""
-    for number, case in enumerate(cases):
-        runs, failure = _alternate(case, folder / str(number), parts)
+    for index, case in enumerate(cases):
+        runs, failure = _alternate(case, folder / str(index), parts)
         comparison = _evidence(case, runs, failure)
         yield from (_save_rows if case.save_every else _step_rows)(case, runs, comparison)
 

@@ -62,7 +62,7 @@ class FixedState:
     def __init__(self, num_tensors: int, rows: int, *, seed: int | None) -> None:
         """Random tensors, or zeros without a seed."""
         self._tensors = {
-            f"model.{number:04d}": torch.zeros(rows, rows) for number in range(num_tensors)
+            f"model.{index:04d}": torch.zeros(rows, rows) for index in range(num_tensors)
         }
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)

@@ -85,14 +85,14 @@ QUICK = Plan(
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all cases of a plan, with files in `folder`."""
-    for number, case in enumerate(plan.cases):
+    for index, case in enumerate(plan.cases):
         arguments = {
             "layout": case.layout,
             "model": asdict(case.model),
             "dtype": case.dtype,
             "rounds": plan.rounds,
         }
-        ranks = run_ranks(measure_rank, arguments, case.num_processes, folder / str(number))
+        ranks = run_ranks(measure_rank, arguments, case.num_processes, folder / str(index))
         yield from _rows(case, ranks)
 
 

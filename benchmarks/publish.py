@@ -141,9 +141,9 @@ _Rank = Mapping[str, Sequence[Sequence[float]]]
 
 def _turns(trainers: Sequence[_Rank], servers: Sequence[_Rank], name: str) -> _Turns:
     seconds, stalls_s = [], []
-    for number in range(len(trainers[0][name])):
-        sent = [rank[name][number] for rank in trainers]
-        received = [rank[name][number] for rank in servers]
+    for index in range(len(trainers[0][name])):
+        sent = [rank[name][index] for rank in trainers]
+        received = [rank[name][index] for rank in servers]
         stalls_s.append(max(ended_s - began_s for began_s, ended_s in sent))
         began_s = min(began_s for began_s, _ in sent)
         seconds.append(max(ended_s for ended_s, _, _ in received) - began_s)

@@ -138,9 +138,9 @@ class _Rank:
             name: torch.Size(shape).numel() // NUM_TRAINERS for name, shape in self._shapes.items()
         }
         if self._changes == "elements":
-            for number, (name, rank) in enumerate(names):
+            for index, (name, rank) in enumerate(names):
                 if (name, rank) in shards:
-                    draws = torch.Generator().manual_seed(self._num_changes * len(names) + number)
+                    draws = torch.Generator().manual_seed(self._num_changes * len(names) + index)
                     drawn = torch.rand(sizes[name], generator=draws)
                     shards[name, rank].view(torch.int32).view(-1).add_(drawn < share)
             return

@@ -75,9 +75,9 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     # Else a restart of torchrun finds the addresses of the first attempt in its store, and fails
     # until its ranks have timed out (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    for number, mesh in enumerate(plan.meshes):
-        ours = _run(_OURS, mesh, plan.kills, folder / f"ours_{number}", num_processes=_RANKS + 1)
-        peer = _run(_TORCHRUN, mesh, plan.kills, folder / f"peer_{number}", num_processes=_RANKS)
+    for index, mesh in enumerate(plan.meshes):
+        ours = _run(_OURS, mesh, plan.kills, folder / f"ours_{index}", num_processes=_RANKS + 1)
+        peer = _run(_TORCHRUN, mesh, plan.kills, folder / f"peer_{index}", num_processes=_RANKS)
         comparison = Comparison(f"1 of {_RANKS} ranks killed, {mesh}", other="torchrun")
         comparison.note(f"ours {formatted(ours.seconds)} s")
         comparison.note(f"torchrun {formatted(peer.seconds)} s")

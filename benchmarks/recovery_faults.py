@@ -251,9 +251,9 @@ def run_with_faults(
         faulty = FaultyRun(reader=reader)
         _wait_for_steps(running, reader, _WARMUP_STEPS, since_s=0.0)
         time.sleep(schedule.undisturbed_s)
-        for number in range(schedule.faults):
+        for index in range(schedule.faults):
             time.sleep(draw.uniform(0, _MAX_DELAY_S))
-            victim = number % reader.num_replicas
+            victim = index % reader.num_replicas
             _wait(running, lambda: _now_if(running.has_spares()), "spare")
             faulty.recoveries.append(_kill_rank(running, reader, victim))
         for _ in range(schedule.lighthouse_faults):

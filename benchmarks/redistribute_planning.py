@@ -149,11 +149,11 @@ def _clear_caches() -> None:
 def _random_pairs(mesh_shape: Sequence[int], costs: Costs, count: int) -> list[_Timed]:
     """Time plans for random layouts of a tensor, with the transfers of a random rank."""
     timed = []
-    for number in range(count):
+    for index in range(count):
         seconds, parts = [], ()
         for _ in range(_REPEATS):
             # Made again each time, because layouts keep what they have computed.
-            choice = random.Random(f"{_SEED} {number}")
+            choice = random.Random(f"{_SEED} {index}")
             mesh = HolderMesh.ranks(*mesh_shape)
             src, dst = _layout(choice, mesh, True), _layout(choice, mesh, False)
             shape, rank = _shape(choice), choice.choice(mesh.holders)

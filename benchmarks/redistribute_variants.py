@@ -234,18 +234,18 @@ class Variants:
             first, memory.count = memory.count, memory.count + count
             length = -(-amounts.written // count)
             to_read = -(-sum(amounts.received) // count)
-            for number in range(count + 1):
-                if number < count:
-                    start = (first + number) % 2 * memory.slot_bytes
-                    memory.wait_read(peers, first + number - 2)
-                    part = source[number * length : (number + 1) * length]
+            for index in range(count + 1):
+                if index < count:
+                    start = (first + index) % 2 * memory.slot_bytes
+                    memory.wait_read(peers, first + index - 2)
+                    part = source[index * length : (index + 1) * length]
                     own[start : start + len(part)] = part
-                    memory.signal_written(first + number)
-                if number > 0:
-                    bucket = first + number - 1
+                    memory.signal_written(first + index)
+                if index > 0:
+                    bucket = first + index - 1
                     memory.wait_written(peers, bucket)
                     start = bucket % 2 * memory.slot_bytes
-                    part = result[(number - 1) * to_read : number * to_read]
+                    part = result[(index - 1) * to_read : index * to_read]
                     _copy_around(part, peer[start : start + memory.slot_bytes])
                     memory.signal_read(bucket)
             kept = result[sum(amounts.received) : sum(amounts.received) + copied]

@@ -79,11 +79,11 @@ class _Times:
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all of `plan`, with files in `folder`."""
-    for number, case in enumerate(plan.cases):
+    for index, case in enumerate(plan.cases):
         ours, peer = _Times(), _Times()
         for repeat in range(plan.repeats):
             for name, times in (("ours", ours), ("peer", peer)):
-                own = folder / f"{name}_{number}_{repeat}"
+                own = folder / f"{name}_{index}_{repeat}"
                 if case in _REPLICAS:
                     _run_replicas(case, times, own, num_spares=int(times is ours))
                 else:
@@ -181,7 +181,7 @@ def _around_resume(metrics: Path) -> tuple[dict[str, Any], dict[str, Any]] | Non
     if there is none yet."""
     # A step that was repeated is recorded again, after the event.
     lines = records(metrics)
-    place = max(number for number, line in enumerate(lines) if line.get("event") == "resume")
+    place = max(index for index, line in enumerate(lines) if line.get("event") == "resume")
     last = [line for line in lines[:place] if "event" not in line][-1]
     count = max(line.get("num_replicas", 0) for line in lines[:place])
     after = (line for line in lines[place:] if line.get("num_replicas") == count)

@@ -42,13 +42,13 @@ def alternate(
     it is the same on every rank.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
-    for number in range(warmup_rounds + rounds):
+    for index in range(warmup_rounds + rounds):
         names = list(variants)
         if shuffled:
-            random.Random(number).shuffle(names)
+            random.Random(index).shuffle(names)
         for name in names:
             value = variants[name]()
-            if number >= warmup_rounds:
+            if index >= warmup_rounds:
                 results[name].append(value)
     return results
 

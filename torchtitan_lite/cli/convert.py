@@ -209,7 +209,7 @@ def to_dcp(options: argparse.Namespace, arguments: Sequence[str]) -> int:
                 f"{source.where} holds adapters alone, for which torchtitan's checkpoints have no "
                 "names here. Export them: torchtitan-lite convert to-hf."
             )
-        number = convert_to_dcp(
+        num_tensors = convert_to_dcp(
             source,
             options.out_dir,
             model_spec(config.model),
@@ -219,7 +219,9 @@ def to_dcp(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     except (UserError, OSError) as error:
         logger.error("%s", error)
         return 1
-    print(f"{options.out_dir}: {number} tensors, as torchtitan {options.torchtitan} names them.")
+    print(
+        f"{options.out_dir}: {num_tensors} tensors, as torchtitan {options.torchtitan} names them."
+    )
     return 0
 
 

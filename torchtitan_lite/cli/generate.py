@@ -92,8 +92,8 @@ def generate(
         seconds = time.perf_counter() - begin
         yield (
             [
-                replace(text, prompt=requested[number // options.num_samples])
-                for number, text in enumerate(texts)
+                replace(text, prompt=requested[index // options.num_samples])
+                for index, text in enumerate(texts)
             ],
             seconds,
         )

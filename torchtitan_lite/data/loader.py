@@ -191,9 +191,9 @@ class DataLoader:
             differences.append(f"debug.seed was {state['seed']}, now {self._seed}")
         if len(saved) != len(now):
             differences.append(f"there were {len(saved)} corpora, now {len(now)}")
-        for number, (before, after) in enumerate(zip(saved, now, strict=False)):
+        for index, (before, after) in enumerate(zip(saved, now, strict=False)):
             differences += [
-                f"corpus {number} had {key} {before.get(key)}, now {after.get(key)}"
+                f"corpus {index} had {key} {before.get(key)}, now {after.get(key)}"
                 for key in before | after
                 if before.get(key) != after.get(key)
             ]

@@ -65,7 +65,7 @@ class TextGenerator:
         else:
             ids = prompt_ids(self._tokenizer, prompt)
         continuations = self._generator.generate(
-            [Prompt(ids, sample=number) for number in range(count)],
+            [Prompt(ids, sample=index) for index in range(count)],
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature=temperature, seed=self._seed),
             stop_ids=stop_ids,

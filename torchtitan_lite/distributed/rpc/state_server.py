@@ -334,14 +334,14 @@ def _rows(text: str, length: int) -> list[range] | None:
         return None
     rows: list[range] = []
     num_bytes = num_rows = 0
-    for number, part in enumerate(_PARTS.finditer(text)):
+    for index, part in enumerate(_PARTS.finditer(text)):
         first, stop = int(part[1]), int(part[2]) + 1
         count, stride = (1, 0) if part[3] is None else (int(part[3]), int(part[4]))
         last = stop + (count - 1) * stride
         num_bytes, num_rows = num_bytes + (stop - first) * count, num_rows + count
         if not (first < stop and count > 0 and last <= length):
             return None
-        if number >= MAX_RANGES or num_rows > MAX_ROWS:
+        if index >= MAX_RANGES or num_rows > MAX_ROWS:
             return None
         if num_rows > 1 and num_bytes > _MAX_RESPONSE_BYTES:
             return None

@@ -129,7 +129,7 @@ class BatchGenerator:
         max_new_tokens: int,
         sampling: Sampling,
         stop_ids: Collection[int] = (),
-        on_token: Callable[[int, int], None] = lambda number, token: None,
+        on_token: Callable[[int, int], None] = lambda index, token: None,
     ) -> list[Generated]:
         """Generate a continuation of each prompt. Every rank of a tp group must call it with the
         same prompts; other groups may have others. `on_token` is called with the index of the
@@ -154,17 +154,17 @@ class BatchGenerator:
         logits_BV = self._read(prompts)
         while active:
             ids = broadcast_from_first(sampling.next_ids(logits_BV, draws), self._mesh)
-            for number in active:
-                sequence = generated[number]
-                sequence.stopped = ids[number] in stop_ids
+            for index in active:
+                sequence = generated[index]
+                sequence.stopped = ids[index] in stop_ids
                 if not sequence.stopped:
-                    sequence.ids.append(ids[number])
-                    on_token(number, ids[number])
+                    sequence.ids.append(ids[index])
+                    on_token(index, ids[index])
             active = [
-                number
-                for number in active
-                if not generated[number].stopped
-                and lengths[number] + len(generated[number].ids) < ends[number]
+                index
+                for index in active
+                if not generated[index].stopped
+                and lengths[index] + len(generated[index].ids) < ends[index]
             ]
             if active:
                 # An ended sequence keeps its row, so that the others keep theirs.

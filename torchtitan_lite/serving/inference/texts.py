@@ -73,10 +73,10 @@ def generate(
             "samples each. Give one prompt with one sample, or leave stream out."
         )
     encoded, stops = encode_prompts(loaded, listed)
-    batch = [Prompt(ids, sample=number) for ids in encoded for number in range(num_samples)]
+    batch = [Prompt(ids, sample=index) for ids in encoded for index in range(num_samples)]
     writer = TextStream(loaded.tokenizer, stream) if stream and loaded.mesh.is_leader else None
 
-    def on_token(number: int, token: int) -> None:
+    def on_token(index: int, token: int) -> None:
         if writer is not None:
             writer.take(token)
 
@@ -95,12 +95,12 @@ def generate(
         writer.close()
     return [
         GeneratedText(
-            prompt=listed[number // num_samples],
+            prompt=listed[index // num_samples],
             text=loaded.tokenizer.decode(completion.ids),
             ids=completion.ids,
             ended_by="stop" if completion.stopped else "length",
         )
-        for number, completion in enumerate(completed)
+        for index, completion in enumerate(completed)
     ]
 
 
@@ -151,6 +151,6 @@ def _complete_on_all_ranks(
     text = json.dumps([asdict(completion) for completion in own]) if is_first else ""
     copies = [json.loads(part) for part in all_gather_bytes(text.encode()) if part]
     return [
-        Generated(**copies[number % len(copies)][number // len(copies)])
-        for number in range(len(batch))
+        Generated(**copies[index % len(copies)][index // len(copies)])
+        for index in range(len(batch))
     ]

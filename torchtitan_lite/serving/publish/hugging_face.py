@@ -78,8 +78,8 @@ def hugging_face_targets(
             tensor = tensor[form.rows[0] : form.rows[0] + spec.shape[0]]
         if form.transposed:
             tensor = tensor.transpose(-2, -1)
-        number, count = form.part
-        targets.append(Target(name, tensor.chunk(count, dim=-2)[number] if count > 1 else tensor))
+        index, count = form.part
+        targets.append(Target(name, tensor.chunk(count, dim=-2)[index] if count > 1 else tensor))
     left = [key for key, tensor in state_dict.items() if tensor.data_ptr() not in filled]
     if lacking or left:
         raise PublishError(

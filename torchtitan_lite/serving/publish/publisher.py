@@ -229,9 +229,9 @@ class Publisher:
         """Return whether all ranks have a slot: they publish a version, or none. Warns of errors
         since the last call, and of a version that is skipped."""
         flags = all_gather_ints(_HAS_SLOT * has_slot + _HAS_PROBLEM * bool(self._problem))
-        is_free = all(number & _HAS_SLOT for number in flags)
+        is_free = all(flag & _HAS_SLOT for flag in flags)
         warning = ""
-        if any(number & _HAS_PROBLEM for number in flags):
+        if any(flag & _HAS_PROBLEM for flag in flags):
             warning = first_message(self._problem)
             self._problem = ""
         elif not is_free:

@@ -442,12 +442,12 @@ def _requests(rows: Sequence[ByteRows]) -> Iterator[tuple[int, int]]:
     """Yield [first, stop) of the rows of each request: at most 8 MiB together, MAX_RANGES and
     MAX_ROWS."""
     first = num_bytes = num_rows = 0
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         num_bytes, num_rows = num_bytes + row.num_bytes, num_rows + row.num_rows
         is_full = num_bytes > _REQUEST_BYTES or num_rows > MAX_ROWS
-        if number > first and (is_full or number - first >= MAX_RANGES):
-            yield first, number
-            first, num_bytes, num_rows = number, row.num_bytes, row.num_rows
+        if index > first and (is_full or index - first >= MAX_RANGES):
+            yield first, index
+            first, num_bytes, num_rows = index, row.num_bytes, row.num_rows
     if first < len(rows):
         yield first, len(rows)
 

@@ -190,14 +190,14 @@ class Subscription:
             return
         tensors = self.subscriber.tensors
         reads: list[_Read] = []
-        for number, target in enumerate(self.targets):
+        for index, target in enumerate(self.targets):
             spec = tensors.get(target.name)
             if spec is None:
                 raise PublishError(
                     f"{publication.where} publishes no tensor {target.name!r}. It publishes "
                     f"{', '.join(list(tensors)[:3])} and others."
                 )
-            reads += _reads_of(target, spec, number)
+            reads += _reads_of(target, spec, index)
         # Each rank is asked for all its blocks at once.
         self._reads = sorted(reads, key=attrgetter("rank"))
         self._planned, self._digests = publication, {}
@@ -388,9 +388,9 @@ def _tensors_of(publication: Publication) -> dict[str, TensorSpec]:
     return dict(sorted(specs.items()))
 
 
-def _reads_of(target: Target, spec: TensorSpec, number: int) -> list[_Read]:
+def _reads_of(target: Target, spec: TensorSpec, target_index: int) -> list[_Read]:
     """Return the blocks of a target. Replicas of a block are read from one holder, another one for
-    each `number` of a target. Raises LayoutError if the target does not fit."""
+    each `target_index` of a target. Raises LayoutError if the target does not fit."""
     layout, shape, tensor = spec.layout, spec.shape, target.tensor
     first: tuple[slice, ...] = ()
     if target.row is not None:
@@ -411,7 +411,7 @@ def _reads_of(target: Target, spec: TensorSpec, number: int) -> list[_Read]:
             f"has {list(expected)} of {list(shape)}."
         )
     return [
-        _read(target.name, tensor, block, first, number, spec.dtype.itemsize)
+        _read(target.name, tensor, block, first, target_index, spec.dtype.itemsize)
         for block in held_blocks(layout, wanted, tuple(shape), holder)
     ]
 
@@ -421,10 +421,10 @@ def _read(
     tensor: torch.Tensor,
     block: HeldBlock,
     first: tuple[slice, ...],
-    number: int,
+    index: int,
     itemsize: int,
 ) -> _Read:
-    rank = block.holders[number % len(block.holders)]
+    rank = block.holders[index % len(block.holders)]
     assert isinstance(rank, int)
     into = tensor.detach()[block.target]
     return _Read(

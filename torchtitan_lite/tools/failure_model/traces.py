@@ -107,7 +107,7 @@ def slots(trace: Trace, num_replicas: int, ranks: int) -> Iterator[tuple[float, 
             smallest = min(members, key=len)
             if len(smallest) < ranks:
                 smallest.add(machine)
-        yield at_s, {str(number): len(machines) for number, machines in enumerate(members)}
+        yield at_s, {str(replica): len(machines) for replica, machines in enumerate(members)}
 
 
 def _parsed(path: Path, number: int, line: str) -> tuple[int, str, str]:

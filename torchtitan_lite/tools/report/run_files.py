@@ -115,7 +115,7 @@ class Stream:
         """Return the committed steps that were not rolled back, ascending; of a step that was
         run twice, the last record."""
         newest = {step.step: step for step in self.steps if not step.skipped}
-        return [newest[number] for number in sorted(newest)]
+        return [newest[step] for step in sorted(newest)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class RunFiles:
         for stream in self.leaders:
             for record in stream.committed():
                 by_step.setdefault(record.step, record)
-        object.__setattr__(self, "merged", [by_step[number] for number in sorted(by_step)])
+        object.__setattr__(self, "merged", [by_step[step] for step in sorted(by_step)])
 
     @property
     def leaders(self) -> list[Stream]:
@@ -209,7 +209,7 @@ def _run_files(folder: Path) -> RunFiles:
         kind = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {kind}. RUN must be the dump folder of a run (job.dump_folder).")
     problems = _Problems()
-    replicas = sorted((number, path) for number, path in _replica_folders(folder))
+    replicas = sorted((replica, path) for replica, path in _replica_folders(folder))
     places = [(None, folder), *replicas]
     streams = [stream for replica, path in places for stream in _streams(path, replica, problems)]
     if not any(stream.steps or stream.events for stream in streams):

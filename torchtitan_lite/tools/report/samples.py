@@ -293,9 +293,9 @@ class _RankReader:
             self._problem(self._misplaced)
         if attempt.outcome not in (None, outcome):
             self._problem(f"step {attempt.key[1]}: {outcome} and {attempt.outcome}")
-        _, number, start = attempt.key
-        if outcome == LEDGER_COMMITTED and (step, cursor) != (number, start + attempt.size):
-            self._problem(f"step {number} was committed, but the rank is at sample {cursor}")
+        _, own_step, start = attempt.key
+        if outcome == LEDGER_COMMITTED and (step, cursor) != (own_step, start + attempt.size):
+            self._problem(f"step {own_step} was committed, but the rank is at sample {cursor}")
         attempt.outcome, attempt.after = outcome, (step, cursor)
         self._position = step, cursor
 
@@ -350,8 +350,8 @@ def _history(sessions: Sequence[_Session]) -> _History:
 
 def _go_back(history: _History, step: int) -> None:
     """Continue from a state after `step`."""
-    for number in [later for later in history.attempts if later > step]:
-        attempt = history.attempts.pop(number)
+    for undone in [attempted for attempted in history.attempts if attempted > step]:
+        attempt = history.attempts.pop(undone)
         history.voided[attempt.key] = attempt
     history.received = [entry for entry in history.received if entry[0] <= step]
     history.is_placed_after = dict.fromkeys(history.attempts, True)

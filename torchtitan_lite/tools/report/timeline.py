@@ -193,8 +193,8 @@ def _lane_of_rank(event: RunEvent, stream: Stream) -> str:
     replica, rank = event.values.get("replica"), event.values.get("rank")
     if not isinstance(rank, int) or isinstance(rank, bool):
         return stream.label
-    number = None if stream.replica is None or not isinstance(replica, int) else replica
-    return Stream(replica=number, rank=rank, steps=(), events=()).label
+    replica_number = None if stream.replica is None or not isinstance(replica, int) else replica
+    return Stream(replica=replica_number, rank=rank, steps=(), events=()).label
 
 
 def _launcher_marks(run: RunFiles) -> Iterator[Mark]:

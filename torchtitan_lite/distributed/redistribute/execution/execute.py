@@ -201,9 +201,9 @@ class FusedExchange:
         one_node = nodes is None or len({nodes.of(rank) for rank in ranks}) == 1
         covers_all = memory is not None and memory.covers_all and one_node
         near = frozenset(
-            number
-            for number in (memory.peers if memory else ())
-            if nodes is None or nodes.of(ranks[number]) == nodes.of(dist.get_rank())
+            group_rank
+            for group_rank in (memory.peers if memory else ())
+            if nodes is None or nodes.of(ranks[group_rank]) == nodes.of(dist.get_rank())
         )
         if options.transport == "shared_memory" and not covers_all:
             raise RedistributionError(
@@ -217,21 +217,21 @@ class FusedExchange:
             self._scaled = [
                 n for n in self._scaled if not self._tasks[n].plan.is_scaled_in_reduction
             ]
-        for number in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
+        for index in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
             # A rank that shares memory with none, such as one that has too little, does all by
             # the group.
             if memory is not None and len(memory.peers) > 1:
                 most = options.bucket_bytes
                 self._transports.append(
                     SharedMemoryTransport(
-                        self._tasks, number, ranks, memory, most, near, scales=scales
+                        self._tasks, index, ranks, memory, most, near, scales=scales
                     )
                 )
             if not covers_all:
                 bucket = options.bucket_bytes // (1 if memory is None else 2)
                 self._transports.append(
                     CollectiveTransport(
-                        self._tasks, number, ranks, group, bucket, device, near, scales=scales
+                        self._tasks, index, ranks, group, bucket, device, near, scales=scales
                     )
                 )
 

@@ -110,24 +110,24 @@ class TensorTask:
         """Raw elements per element."""
         return self.plan.dtype.itemsize // self.width
 
-    def kind(self, number: int) -> RoundKind | None:
-        """Return the transfers of round `number`; None if the plan has fewer."""
+    def kind(self, index: int) -> RoundKind | None:
+        """Return the transfers of round `index`; None if the plan has fewer."""
         rounds = self.plan.rounds
-        return rounds[number] if number < len(rounds) else None
+        return rounds[index] if index < len(rounds) else None
 
-    def max_local_raw(self, number: int) -> int:
-        """Return the raw elements of the largest shard sent from in round `number`."""
-        kind = self.kind(number)
+    def max_local_raw(self, index: int) -> int:
+        """Return the raw elements of the largest shard sent from in round `index`."""
+        kind = self.kind(index)
         return 0 if kind is None else self.plan.exchange.max_local_numel(kind) * self.ratio
 
-    def max_moved_raw(self, number: int) -> int:
-        """Return the maximum raw elements that a holder sends and receives in round `number`."""
-        kind = self.kind(number)
+    def max_moved_raw(self, index: int) -> int:
+        """Return the maximum raw elements that a holder sends and receives in round `index`."""
+        kind = self.kind(index)
         return 0 if kind is None else self.plan.exchange.max_moved(kind) * self.ratio
 
-    def raw_local_shape(self, holder: Holder, number: int) -> tuple[int, ...]:
-        """Return the raw shape from which a holder sends in round `number`."""
-        kind = self.kind(number)
+    def raw_local_shape(self, holder: Holder, index: int) -> tuple[int, ...]:
+        """Return the raw shape from which a holder sends in round `index`."""
+        kind = self.kind(index)
         assert kind is not None
         shape = self.plan.exchange.local_shape(holder, kind)
         if shape is None:
@@ -135,14 +135,14 @@ class TensorTask:
         return (*shape[:-1], shape[-1] * self.ratio) if shape else (self.ratio,)
 
     def rectangles(
-        self, piece: Transfer, number: int, start: int = 0, stop: int = 1, of: int = 1
+        self, piece: Transfer, index: int, start: int = 0, stop: int = 1, of: int = 1
     ) -> Iterator["Rectangle"]:
         """Yield the raw rectangles of a transfer, optionally only its elements from `start` to
         `stop` parts `of` it. Both sides are the destination's if results are broadcast."""
         size = piece.stop - piece.start
         first, last = piece.start + size * start // of, piece.start + size * stop // of
         segments = piece.segments
-        if self.kind(number) == "broadcast":
+        if self.kind(index) == "broadcast":
             segments = tuple(tuple((d, d, n) for _, d, n in dim) for dim in segments)
         return rectangles(*to_raw(segments, first, last, self.ratio))
 
@@ -265,11 +265,11 @@ def intersect_span(
 
 
 def group_by_region(places: Iterable[tuple[int, Slices]]) -> list[list[int]]:
-    """Group the numbers of `places`, (tensor, position), by position: what arrives at one position
+    """Group the indices of `places`, (tensor, position), by position: what arrives at one position
     is reduced together."""
     by_region: dict[str, list[int]] = {}
-    for number, place in enumerate(places):
-        by_region.setdefault(repr(place), []).append(number)
+    for index, place in enumerate(places):
+        by_region.setdefault(repr(place), []).append(index)
     return list(by_region.values())
 
 

@@ -153,16 +153,16 @@ class _Description(BaseModel):
 def _to_json(placed: Mapping[str, TensorSpec]) -> bytes:
     if not placed:
         return b""
-    numbers: dict[Layout, int] = {}
+    indices: dict[Layout, int] = {}
     tensors = {
         name: (
-            numbers.setdefault(p.layout, len(numbers)),
+            indices.setdefault(p.layout, len(indices)),
             list(p.shape),
             str(p.dtype).removeprefix("torch."),
         )
         for name, p in placed.items()
     }
-    described = {"layouts": [layout_to_json(layout) for layout in numbers], "tensors": tensors}
+    described = {"layouts": [layout_to_json(layout) for layout in indices], "tensors": tensors}
     return json.dumps(described).encode()
 
 
@@ -173,11 +173,11 @@ def _from_json(text: bytes) -> dict[str, TensorSpec]:
         raise LayoutError(f"A rank's description cannot be read: {error.errors()[0]}") from None
     layouts = [layout_from_json(layout) for layout in read.layouts]
     specs = {}
-    for name, (number, shape, dtype) in read.tensors.items():
-        if number >= len(layouts) or dtype not in _DTYPES:
+    for name, (index, shape, dtype) in read.tensors.items():
+        if index >= len(layouts) or dtype not in _DTYPES:
             raise LayoutError(
-                f"A rank describes {name} by layout {number} of {len(layouts)} and dtype {dtype!r}."
+                f"A rank describes {name} by layout {index} of {len(layouts)} and dtype {dtype!r}."
             )
-        layouts[number].check(shape)
-        specs[name] = TensorSpec(layouts[number], tuple(shape), _DTYPES[dtype])
+        layouts[index].check(shape)
+        specs[name] = TensorSpec(layouts[index], tuple(shape), _DTYPES[dtype])
     return specs

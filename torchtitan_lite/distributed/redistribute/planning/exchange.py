@@ -300,13 +300,13 @@ class Exchange:
             part.receives.extend(_in_block(result.receives, common))
         if transfers.own is None:
             return
-        number, owner = transfers.own
+        index, owner = transfers.own
         piece = Transfer(holder, common.block, owner.start, owner.stop)
         begins = parts[0].fills if owner.contribution is None else parts[0].copies
         begins.append(piece)
         for member in group.members:
             if member != owner.contribution:
-                source = sender_of(self.src, common.src_part, member, number)
+                source = sender_of(self.src, common.src_part, member, index)
                 parts[0].receives.append(piece._replace(peer=source))
 
     def _results(
@@ -322,16 +322,16 @@ class Exchange:
         transfers = _BroadcastTransfers(None, tuple(RoundTransfers([], [], [], []) for _ in rounds))
         shard = common.dst_part, group.target
         receivers = self.dst.holders(*shard)
-        for number, owner in enumerate(owners):
+        for index, owner in enumerate(owners):
             if owner.holder == holder:
-                transfers = transfers._replace(own=(number, owner))
+                transfers = transfers._replace(own=(index, owner))
             if not rounds:
                 continue
             if self.nodes is None and owner.holder != holder:
                 piece = Transfer(owner.holder, common.block, owner.start, owner.stop)
                 transfers.rounds[0].receives.append(piece)
                 continue
-            multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, number)
+            multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, index)
             sources = {}
             if self.nodes is not None:
                 sources = {self.nodes.of(owner.holder): multicast.sources}
@@ -343,7 +343,7 @@ class _BroadcastTransfers(NamedTuple):
     """Transfers of a holder that broadcast the result of one rectangle."""
 
     own: tuple[int, ReductionOwner] | None
-    """What it reduces, with its number among the owners."""
+    """What it reduces, with its index among the owners."""
     rounds: tuple[RoundTransfers, ...]
     """Transfers in the rounds after the reduction."""
 

@@ -169,8 +169,8 @@ class Intersections:
                 ]
             )
         for combination in itertools.product(*rows):
-            numbers, block, lengths = zip(*combination, strict=True) if combination else ((),) * 3
-            peer_part = sum(numbers)
+            offsets, block, lengths = zip(*combination, strict=True) if combination else ((),) * 3
+            peer_part = sum(offsets)
             src_part, dst_part = (mine, peer_part) if is_src else (peer_part, mine)
             yield Intersection(src_part, dst_part, block, *_size_and_row(lengths))
 
@@ -217,14 +217,14 @@ def choose_owners(
     limit = _longest_first(work[order].tolist(), len(candidates)) * (1 + 1e-9)
     totals = np.zeros(len(candidates))
     chosen = np.zeros(len(tensors), np.int64)
-    for number in order.tolist():
+    for index in order.tolist():
         # One that has room is preferred, then one that holds more, then the least loaded one.
-        has_room = totals + work[number] <= limit
-        keys = (totals, -held[number], ~has_room) if has_room.any() else (totals,)
-        chosen[number] = np.lexsort(keys)[0]
-        totals[chosen[number]] += work[number]
+        has_room = totals + work[index] <= limit
+        keys = (totals, -held[index], ~has_room) if has_room.any() else (totals,)
+        chosen[index] = np.lexsort(keys)[0]
+        totals[chosen[index]] += work[index]
     _improve(chosen, held, work, totals, limit)
-    return [candidates[number] for number in chosen.tolist()]
+    return [candidates[index] for index in chosen.tolist()]
 
 
 def _improve(
@@ -232,17 +232,17 @@ def _improve(
 ) -> None:
     """Move tensors to candidates that hold more of them, or let two change places, while the sum of
     what owners hold grows and no load exceeds `limit`. Changes `chosen` and `totals`."""
-    numbers = np.arange(len(chosen))
+    tensors = np.arange(len(chosen))
     is_better = True
     while is_better:
         is_better = False
-        for tensor in np.flatnonzero(held[numbers, chosen] < held.max(axis=1)).tolist():
+        for tensor in np.flatnonzero(held[tensors, chosen] < held.max(axis=1)).tolist():
             here = chosen[tensor]
             moved = np.where(
                 totals + work[tensor] <= limit, held[tensor] - held[tensor, here], -np.inf
             )
             swapped = (
-                held[tensor, chosen] - held[tensor, here] + held[:, here] - held[numbers, chosen]
+                held[tensor, chosen] - held[tensor, here] + held[:, here] - held[tensors, chosen]
             )
             fits = (totals[here] - work[tensor] + work <= limit) & (
                 totals[chosen] - work + work[tensor] <= limit
@@ -275,8 +275,8 @@ def _held_bytes(spec: TensorSpec, candidates: Sequence[Holder]) -> np.ndarray:
     """Return the bytes [candidate] of a tensor that each candidate has."""
     index = holder_index(spec.layout.with_num_dims(len(spec.shape)), len(spec.shape))
     positions = [index.position(holder) for holder in candidates]
-    holding = [number for number, position in enumerate(positions) if position is not None]
-    part = index.part_of[np.array([positions[number] for number in holding], np.int64)]
+    holding = [candidate for candidate, position in enumerate(positions) if position is not None]
+    part = index.part_of[np.array([positions[candidate] for candidate in holding], np.int64)]
     held = np.zeros(len(candidates))
     held[holding] = spec.dtype.itemsize
     for length, splits, stride, count in zip(

@@ -292,10 +292,10 @@ class Layout:
 
     def shard_index(self, dim: int, coordinate: Sequence[int]) -> int:
         """Return the shard index in `dim` of the holder at `coordinate`."""
-        number = 0
+        index = 0
         for split in sorted(self.splits.get(dim, ())):
-            number = number * split.size + coordinate[split.axis]
-        return number
+            index = index * split.size + coordinate[split.axis]
+        return index
 
     def to_dtensor(
         self, local: torch.Tensor, device_mesh: DeviceMesh, shape: Sequence[int]
@@ -421,10 +421,10 @@ def _of_element(layout: Layout, shape: tuple[int, ...], index: int) -> tuple[Lay
     mesh, splits = layout.mesh, layout.splits.get(0, ())
     shards = partition(shape[0], splits)
     at = int(np.searchsorted(shards.starts, index, side="right")) - 1
-    number, local_index = int(shards.part[at]), int(shards.local[at] + index - shards.starts[at])
+    shard, local_index = int(shards.part[at]), int(shards.local[at] + index - shards.starts[at])
     fixed: dict[int, int] = {}
     for split in sorted(splits, reverse=True):
-        number, fixed[split.axis] = divmod(number, split.size)
+        shard, fixed[split.axis] = divmod(shard, split.size)
     # Axes of size 1 may shard dim 0, too.
     axes = range(len(layout.placements))
     free = [axis for axis, p in enumerate(layout.placements) if not (is_shard(p) and p.dim == 0)]

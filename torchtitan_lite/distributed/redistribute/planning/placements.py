@@ -37,7 +37,7 @@ class HolderMesh:
 
     def __post_init__(self) -> None:
         if not self.axes:
-            names = tuple(f"axis{number}" for number in range(len(self.shape)))
+            names = tuple(f"axis{axis}" for axis in range(len(self.shape)))
             object.__setattr__(self, "axes", names)
         if math.prod(self.shape) != len(self.holders) or any(size < 1 for size in self.shape):
             raise LayoutError(
@@ -139,7 +139,7 @@ class Nodes:
         """Return the node of a holder; a holder that is not a rank is a node of its own."""
         return holder // self.ranks_per_node if isinstance(holder, int) else holder
 
-    def numbers(self, src: HolderMesh, dst: HolderMesh) -> tuple[np.ndarray, np.ndarray]:
+    def node_indices(self, src: HolderMesh, dst: HolderMesh) -> tuple[np.ndarray, np.ndarray]:
         """Return the node of each holder of two meshes as nonnegative integers, int64."""
         if src.ranks_array is not None and dst.ranks_array is not None:
             return src.ranks_array // self.ranks_per_node, dst.ranks_array // self.ranks_per_node

@@ -215,13 +215,13 @@ class ReductionOwners:
 
 
 def sender_of(src: HolderIndex, part: int, contribution: int, owner: int) -> Holder:
-    """Return which replica of a contribution to a shard sends to the owner with this number."""
+    """Return which replica of a contribution to a shard sends to the owner with this index."""
     replicas = src.holders(part, contribution)
     return replicas[(owner + contribution) % len(replicas)]
 
 
 def owners_served_by(src: HolderIndex, part: int, contribution: int, sender: Holder) -> slice:
-    """Return the numbers of the owners to which a replica sends; the inverse of `sender_of`."""
+    """Return the indices of the owners to which a replica sends; the inverse of `sender_of`."""
     replicas = src.holders(part, contribution)
     first = (replicas.index(sender) - contribution) % len(replicas)
     return slice(first, None, len(replicas))

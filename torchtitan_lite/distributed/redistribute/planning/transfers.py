@@ -95,12 +95,12 @@ def stripes(start: int, stop: int, count: int, row: int) -> list[tuple[int, int]
     return list(itertools.pairwise(_ends(start, stop, count, row, range(count + 1))))
 
 
-def _ends(start: int, stop: int, count: int, row: int, numbers: Iterable[int]) -> list[int]:
-    """Return the starts of stripes with these numbers."""
+def _ends(start: int, stop: int, count: int, row: int, indices: Iterable[int]) -> list[int]:
+    """Return the starts of stripes with these indices."""
     size = stop - start
     unit = row if start % row == 0 and size >= _FEW_ROWS * count * row else 1
     rows = -(-size // unit)
-    return [start + min(rows * number // count * unit, size) for number in numbers]
+    return [start + min(rows * index // count * unit, size) for index in indices]
 
 
 def deliveries_to(multicast: Multicast, receiver: Holder, row: int) -> list[Delivery]:

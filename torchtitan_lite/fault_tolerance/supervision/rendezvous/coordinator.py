@@ -388,19 +388,19 @@ class Coordinator:
             return
         size = next(iter(self._machines.values())).report.num_machines
         seats: dict[int, str] = {
-            number: machine
-            for number, machine in enumerate(self._members)
+            node_rank: machine
+            for node_rank, machine in enumerate(self._members)
             if machine in self._machines
         }
         spares = [machine for machine in self._ranked() if machine not in seats.values()]
         if len(seats) + len(spares) < size:
             return
-        for number in range(size):
-            if number not in seats:
-                seats[number] = spares.pop(0)
+        for node_rank in range(size):
+            if node_rank not in seats:
+                seats[node_rank] = spares.pop(0)
         seen = max(member.report.seen_attempt for member in self._machines.values())
         self._attempt = max(self._attempt, seen) + 1
-        self._members = [seats[number] for number in range(size)]
+        self._members = [seats[node_rank] for node_rank in range(size)]
         self._state, self._lost = RunState.RUNNING, []
         self._policy.attempt_started()
         self._progress_since_s = None
