@@ -56,9 +56,9 @@ def _measure(
     seconds, repeated = [], []
     with machines(folder, *_NAMES, steps=len(expected)) as run:
         run.train(*_NAMES, more=arguments)
-        for number in range(plan.num_kills):
-            run.wait_for_step(_STEPS_PER_KILL * number + 5)
-            recovery_s, lost_steps = _lose(run, arguments, attempt=number + 2)
+        for index in range(plan.num_kills):
+            run.wait_for_step(_STEPS_PER_KILL * index + 5)
+            recovery_s, lost_steps = _lose(run, arguments, attempt=index + 2)
             if source == "buddy" and list(run.output.glob("checkpoint/step-*")):
                 raise ChildFailed("a checkpoint was saved: the state may come from storage")
             seconds.append(recovery_s)

@@ -138,9 +138,9 @@ class _Rank:
             name: torch.Size(shape).numel() // NUM_TRAINERS for name, shape in self._shapes.items()
         }
         if self._changes == "elements":
-            for number, (name, rank) in enumerate(names):
+            for index, (name, rank) in enumerate(names):
                 if (name, rank) in shards:
-                    draws = torch.Generator().manual_seed(self._num_changes * len(names) + number)
+                    draws = torch.Generator().manual_seed(self._num_changes * len(names) + index)
                     drawn = torch.rand(sizes[name], generator=draws)
                     shards[name, rank].view(torch.int32).view(-1).add_(drawn < share)
             return
@@ -231,8 +231,8 @@ class _Trainer(_Rank):
             whole = self._gather(name)
             if self._sender is not None:
                 sent.append(self._sender.broadcast(whole, 0))
-        for one in sent:
-            one.wait()
+        for work in sent:
+            work.wait()
 
     def _write(self) -> None:
         for name in self._shapes:
@@ -334,8 +334,8 @@ class _Server(_Rank):
 
     def _receive_broadcast(self) -> int:
         received = [self._sender.broadcast(whole, 0) for whole in self._received.values()]
-        for one, (name, whole) in zip(received, self._received.items(), strict=True):
-            one.wait()
+        for work, (name, whole) in zip(received, self._received.items(), strict=True):
+            work.wait()
             self._targets["peers"][name].copy_(whole[self._parts[name]])
         return sum(whole.nbytes for whole in self._received.values())
 

@@ -320,7 +320,7 @@ def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
     deadline_s = time.monotonic() + _GRACE_S
     while left := processes_using(folder):
         if time.monotonic() >= deadline_s:
-            for one in left:
+            for remaining in left:
                 with suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    remaining.kill()
         time.sleep(0.05)

@@ -277,7 +277,10 @@ def _summary_rows(
     for what, (ours, goal) in {
         "median": (statistics.median(ratios), median_goal),
         # The one that is closest to its goal, or beyond it.
-        "worst": max(zip(ratios, goals, strict=True), key=lambda one: one[0] / one[1]),
+        "worst": max(
+            zip(ratios, goals, strict=True),
+            key=lambda ratio_and_goal: ratio_and_goal[0] / ratio_and_goal[1],
+        ),
     }.items():
         case = f"{what} of {len(ratios)} cases, {num_processes} proc"
         comparison = Comparison(case, variant.metric, other="expected")

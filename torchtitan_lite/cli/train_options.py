@@ -51,36 +51,36 @@ _OPTIONS = {
 def split_options(argv: Sequence[str]) -> tuple[TrainOptions, list[str]]:
     """Return the options, and the arguments without them. Raises ConfigError."""
     rest: list[str] = []
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     arguments = iter(argv)
     for word in arguments:
         name, has_value, value = word.partition("=")
         if name in _OPTIONS:
-            given[_OPTIONS[name]] = value if has_value else next(arguments, "")
+            values[_OPTIONS[name]] = value if has_value else next(arguments, "")
         else:
             _check_spelling(name)
             rest.append(word)
-    if given and "RANK" in os.environ:
+    if values and "RANK" in os.environ:
         raise ConfigError(
-            f"{next(iter(given))} is given, but torchrun has already started the processes: omit "
+            f"{next(iter(values))} is given, but torchrun has already started the processes: omit "
             "it."
         )
     options = TrainOptions(
-        num_ranks=_num_ranks(given.get("--nproc", "1")),
-        num_spares=_whole(given, "--spares", 0, least=0),
-        resized=_resized(given),
-        num_machines=_whole(given, "--nnodes", 1, least=1),
-        endpoint=given.get("--rdzv-endpoint", ""),
-        run_id=given.get("--rdzv-id", TrainOptions.run_id),
-        join_timeout_s=_whole(given, "--rdzv-timeout-s", TrainOptions.join_timeout_s, least=1),
+        num_ranks=_num_ranks(values.get("--nproc", "1")),
+        num_spares=_whole(values, "--spares", 0, least=0),
+        resized=_resized(values),
+        num_machines=_whole(values, "--nnodes", 1, least=1),
+        endpoint=values.get("--rdzv-endpoint", ""),
+        run_id=values.get("--rdzv-id", TrainOptions.run_id),
+        join_timeout_s=_whole(values, "--rdzv-timeout-s", TrainOptions.join_timeout_s, least=1),
         kept=tuple(
             word
-            for name, value in given.items()
+            for name, value in values.items()
             if name not in ("--nproc", "--resized")
             for word in (name, value)
         ),
     )
-    _check_endpoint(options, given)
+    _check_endpoint(options, values)
     return options, rest
 
 
@@ -94,17 +94,17 @@ def _check_spelling(word: str) -> None:
         raise ConfigError(f"{word} is not an option of train. Did you mean {meant}?")
 
 
-def _resized(given: Mapping[str, str]) -> tuple[str, ...]:
-    if "--resized" in given and "--spares" not in given:
+def _resized(values: Mapping[str, str]) -> tuple[str, ...]:
+    if "--resized" in values and "--spares" not in values:
         raise ConfigError("--resized is only for runs with --spares: omit it.")
     try:
-        return tuple(shlex.split(given.get("--resized", "")))
+        return tuple(shlex.split(values.get("--resized", "")))
     except ValueError as error:
         raise ConfigError(f"--resized is no list of arguments: {error}.") from None
 
 
-def _whole(given: Mapping[str, str], name: str, default: int, *, least: int) -> int:
-    value = given.get(name, str(default))
+def _whole(values: Mapping[str, str], name: str, default: int, *, least: int) -> int:
+    value = values.get(name, str(default))
     if not value.isdecimal() or int(value) < least:
         raise ConfigError(f'{name} is "{value}", but must be a number of at least {least}.')
     return int(value)
@@ -123,14 +123,14 @@ def _num_ranks(value: str) -> int:
     return int(value)
 
 
-def _check_endpoint(options: TrainOptions, given: Mapping[str, str]) -> None:
+def _check_endpoint(options: TrainOptions, values: Mapping[str, str]) -> None:
     host, _, port = options.endpoint.rpartition(":")
-    if "--rdzv-endpoint" in given and not (host and port.isdecimal()):
+    if "--rdzv-endpoint" in values and not (host and port.isdecimal()):
         raise ConfigError(
             f'--rdzv-endpoint is "{options.endpoint}", but must be HOST:PORT, such as '
             "10.0.0.1:29520: the address of `torchtitan-lite rendezvous`."
         )
-    of_machines = given.keys() & {"--rdzv-id", "--rdzv-timeout-s"} or options.num_machines > 1
+    of_machines = values.keys() & {"--rdzv-id", "--rdzv-timeout-s"} or options.num_machines > 1
     if of_machines and not options.endpoint:
         raise ConfigError(
             "--nnodes above 1, --rdzv-id and --rdzv-timeout-s need --rdzv-endpoint: start "

@@ -22,7 +22,7 @@ from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.output_files import OutputFaults, RecordFile
 
 RANK, PARENT, WRITER = "rank", "parent of the ranks", "checkpoint writer"
-LIGHTHOUSE, NOTIFIER = "lighthouse", "leave notifier"
+LIGHTHOUSE, NOTIFIER = "lighthouse", "departure notifier"
 """Kinds of processes."""
 
 

@@ -222,10 +222,10 @@ class _StoredFile:
         try:
             from fsspec.core import url_to_fs
 
-            found, self._path = url_to_fs(url)
+            filesystem, self._path = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"{url} cannot be opened: {error}") from None
-        self._fs: Any = found
+        self._fs: Any = filesystem
         self._count = 0
 
     def look(self) -> Sight | None:

@@ -111,8 +111,8 @@ def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -
     def other() -> Sequence[LeaseFile]:
         if replica is not None:
             return [open_lease_file(folder, _NAME) for folder in (str(dump_folder), root) if folder]
-        found = lease_files(str(dump_folder), f"replica_*/{_NAME}")
-        return found + (lease_files(root, f"replica_*.{_NAME}") if root else [])
+        leases = lease_files(str(dump_folder), f"replica_*/{_NAME}")
+        return leases + (lease_files(root, f"replica_*.{_NAME}") if root else [])
 
     return LeasePlaces(folder=dump_folder, held=tuple(held), other=other, missing=missing)
 

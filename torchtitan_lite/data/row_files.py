@@ -65,12 +65,12 @@ def read_rows(
     file that cannot be read."""
     first, skipped = start
     read = _READERS.get(format, partial(_table_rows, format=format, columns=columns))
-    for number, file in enumerate(files[first:], start=first):
+    for file_index, file in enumerate(files[first:], start=first):
         refuse_pointer(file)
         index = 0
         for index, row in enumerate(read(file), start=1):
             if index > skipped:
-                yield (number, index), row
+                yield (file_index, index), row
         # Positions of earlier releases count on into the next file.
         skipped = max(0, skipped - index)
 
@@ -305,7 +305,7 @@ def _arrow_batches(file: Path, columns: Collection[str]) -> Iterator[tuple[list[
             batches: Any = pyarrow.ipc.open_stream(stream)
         except pyarrow.ArrowInvalid:
             reader = pyarrow.ipc.open_file(stream)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
         for batch in batches:
             names = batch.schema.names
             needed = batch.select([name for name in names if name in columns])

@@ -166,7 +166,11 @@ def detect_device(name: str = "auto") -> Device:
     torch.cuda.set_device(torch_device)
     device_name = torch.cuda.get_device_name(torch_device)
     kind = next(
-        (one for one in ACCELERATORS.values() if any(part in device_name for part in one.names)),
+        (
+            accelerator
+            for accelerator in ACCELERATORS.values()
+            if any(part in device_name for part in accelerator.names)
+        ),
         None,
     )
     return Device(
@@ -183,7 +187,7 @@ def have_peer_access() -> bool:
     requires."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return num_devices > 1 and all(
-        torch.cuda.can_device_access_peer(0, other) for other in range(1, num_devices)
+        torch.cuda.can_device_access_peer(0, peer) for peer in range(1, num_devices)
     )
 
 

@@ -137,4 +137,6 @@ def frozen_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }

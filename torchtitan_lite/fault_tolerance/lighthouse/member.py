@@ -50,8 +50,8 @@ class Member:
     def unseal(text: str, secret: str) -> "Member":
         """Return the statement in `text`. Raises AuthenticationError if the seal is wrong."""
         try:
-            given = json.loads(text)
-            content, seal = given["member"], given["seal"]
+            envelope = json.loads(text)
+            content, seal = envelope["member"], envelope["seal"]
             if not hmac.compare_digest(seal.encode(), _seal(content, secret).encode()):
                 raise AuthenticationError("The statement of a replica has a wrong seal.")
             return _parse(json.loads(content))

@@ -146,7 +146,7 @@ def _agreed(
 ) -> AgreedQuorum:
     """Check the members of a quorum. Raises RpcError if one of them cannot prove itself."""
     try:
-        members = tuple(sorted((Member.unseal(one, secret) for one in sealed), key=_id_of))
+        members = tuple(sorted((Member.unseal(text, secret) for text in sealed), key=_id_of))
     except AuthenticationError as error:
         raise RpcError(
             f"The lighthouse named a replica that cannot prove itself: {error}"

@@ -129,6 +129,6 @@ def _smallest(value: int) -> int:
     group = get_world_group()
     if group.world_size == 1:
         return value
-    found = torch.tensor(value, device="cpu")
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=group.cpu_group)
-    return int(found)
+    smallest = torch.tensor(value, device="cpu")
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group.cpu_group)
+    return int(smallest)

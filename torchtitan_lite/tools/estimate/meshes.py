@@ -390,11 +390,11 @@ class MeshModel:
         return each * count
 
 
-def _distance(one: ParallelDims, other: ParallelDims) -> float:
+def _distance(first: ParallelDims, second: ParallelDims) -> float:
     """Return how different two meshes are: doublings of degrees."""
-    sizes = zip(_sizes(one), _sizes(other), strict=True)
+    sizes = zip(_sizes(first), _sizes(second), strict=True)
     doublings = sum(abs(math.log2(a / b)) for a, b in sizes)
-    return doublings + _PIPELINE_DISTANCE * ((one.pp > 1) != (other.pp > 1))
+    return doublings + _PIPELINE_DISTANCE * ((first.pp > 1) != (second.pp > 1))
 
 
 def _sizes(degrees: ParallelDims) -> tuple[int, ...]:

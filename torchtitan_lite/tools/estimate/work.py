@@ -68,7 +68,7 @@ class Work:
             flops=self.flops * factor,
             matmul_s=self.matmul_s * factor,
             other_s=self.other_s * factor,
-            traffic={key: one * factor for key, one in self.traffic.items()},
+            traffic={key: amount * factor for key, amount in self.traffic.items()},
         )
 
     def __sub__(self, other: "Work") -> "Work":
@@ -76,8 +76,8 @@ class Work:
 
     def split(self) -> tuple["Work", "Work"]:
         """Return the work without what FSDP overlaps, and that alone."""
-        overlapped = {key: one for key, one in self.traffic.items() if key[2]}
-        exposed = {key: one for key, one in self.traffic.items() if not key[2]}
+        overlapped = {key: amount for key, amount in self.traffic.items() if key[2]}
+        exposed = {key: amount for key, amount in self.traffic.items() if not key[2]}
         return replace(self, traffic=exposed), Work(traffic=overlapped)
 
     @property
@@ -87,7 +87,7 @@ class Work:
 
     def communication_s(self, *, overlapped: bool) -> float:
         """Return the seconds of the collectives that are, or are not, FSDP's."""
-        return sum(one.seconds for key, one in self.traffic.items() if key[2] is overlapped)
+        return sum(amount.seconds for key, amount in self.traffic.items() if key[2] is overlapped)
 
     @property
     def seconds(self) -> float:

@@ -106,7 +106,7 @@ class Scenario:
 
 def overridden(scenario: Scenario, values: Mapping[str, str]) -> Scenario:
     """Return the scenario with values given by name. Raises UserError that names each problem."""
-    known = {one.name: one for one in fields(Scenario)}
+    known = {setting.name: setting for setting in fields(Scenario)}
     changes: dict[str, Any] = {}
     problems: list[str] = []
     for name, text in values.items():
@@ -137,6 +137,7 @@ def overridden(scenario: Scenario, values: Mapping[str, str]) -> Scenario:
 def described(scenario: Scenario) -> Iterable[tuple[str, float, str]]:
     """Yield the name, the value and the source of each input; a value that differs from the
     default is "given"."""
-    for one in fields(Scenario):
-        value = getattr(scenario, one.name)
-        yield one.name, value, one.metadata[_SOURCE] if value == one.default else "given"
+    for setting in fields(Scenario):
+        value = getattr(scenario, setting.name)
+        source = setting.metadata[_SOURCE] if value == setting.default else "given"
+        yield setting.name, value, source

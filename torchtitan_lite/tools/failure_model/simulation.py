@@ -68,7 +68,7 @@ def predict(
             "of a machine. Set ranks_per_replica."
         )
     strategies = list(strategies)
-    if num_ranks % per_replica and any(one.replicas is not None for one in strategies):
+    if num_ranks % per_replica and any(strategy.replicas is not None for strategy in strategies):
         raise UserError(
             f"{num_ranks} ranks are not a multiple of the {per_replica} ranks of a replica. Give a "
             "multiple, or set ranks_per_replica."

@@ -184,12 +184,12 @@ def _float8(config: Config) -> Iterator[str]:
 
 
 def _lora(config: Config, spec: ModelSpec | None) -> Iterator[str]:
-    given = config.lora
+    lora = config.lora
     if not config.model.uses_lora:
         asked = [
-            f"lora.{key} = {toml_literal(getattr(given, key))}"
-            for key, field in type(given).model_fields.items()
-            if getattr(given, key) != field.default
+            f"lora.{key} = {toml_literal(getattr(lora, key))}"
+            for key, field in type(lora).model_fields.items()
+            if getattr(lora, key) != field.default
         ]
         if asked:
             yield (
@@ -250,24 +250,24 @@ def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    given = config.optimizer
-    if problem := name_problem(given.name):
+    optimizer = config.optimizer
+    if problem := name_problem(optimizer.name):
         yield problem
     asked = [
-        f"optimizer.{key} = {toml_literal(getattr(given, key))}"
-        for key, field in type(given).model_fields.items()
-        if key.startswith(("muon_", "adamw_")) and getattr(given, key) != field.default
+        f"optimizer.{key} = {toml_literal(getattr(optimizer, key))}"
+        for key, field in type(optimizer).model_fields.items()
+        if key.startswith(("muon_", "adamw_")) and getattr(optimizer, key) != field.default
     ]
-    if asked and given.name != "Muon":
+    if asked and optimizer.name != "Muon":
         yield (
             f"{' and '.join(asked)} {'have' if len(asked) > 1 else 'has'} no effect while "
-            f'optimizer.name = "{given.name}". Set optimizer.name = "Muon", or leave '
+            f'optimizer.name = "{optimizer.name}". Set optimizer.name = "Muon", or leave '
             f"{'them' if len(asked) > 1 else 'it'} out."
         )
-    if given.name == "Muon" and given.adamw_lr is not None and not given.lr:
+    if optimizer.name == "Muon" and optimizer.adamw_lr is not None and not optimizer.lr:
         yield (
-            f"optimizer.adamw_lr = {given.adamw_lr:g} follows the schedule of optimizer.lr, which "
-            "is 0. Set lr above 0, or leave adamw_lr out."
+            f"optimizer.adamw_lr = {optimizer.adamw_lr:g} follows the schedule of optimizer.lr, "
+            "which is 0. Set lr above 0, or leave adamw_lr out."
         )
 
 
@@ -323,12 +323,12 @@ def _conversations(config: Config) -> Iterator[str]:
             continue
         asked = f'{name}.messages_column = "{column}"'
         if section.dataset_path is None and section.dataset in (None, *TEXT_DATASETS):
-            given = (
+            text_note = (
                 "" if section.dataset is None else f', and dataset = "{section.dataset}" is text'
             )
             yield (
-                f"{asked} needs conversations{given}. Set {name}.dataset_path to a file of them, "
-                f"or {name}.dataset to a chat data set on the hub."
+                f"{asked} needs conversations{text_note}. Set {name}.dataset_path to a file of "
+                f"them, or {name}.dataset to a chat data set on the hub."
             )
         if section.text_column != "text":
             yield (
@@ -356,10 +356,10 @@ def _validation(config: Config) -> Iterator[str]:
     for name, section in _training_corpora(config).items():
         is_online = section.dataset in REGISTRY.online_datasets
         if section.streaming or is_online:
-            given = f'{name}.dataset = "{section.dataset}" is an online data set'
+            online = f'{name}.dataset = "{section.dataset}" is an online data set'
             yield (
-                f"{given if is_online else f'{name}.streaming = true'}, and its held-out documents "
-                "are not known in advance, so they cannot be used for validation. Set "
+                f"{online if is_online else f'{name}.streaming = true'}, and its held-out "
+                "documents are not known in advance, so they cannot be used for validation. Set "
                 "validation.dataset or validation.dataset_path, or validation.enable = false."
             )
 
@@ -601,8 +601,11 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     # Each replica judges its own loss, and none may go back alone.
     anomalies = {"on_non_finite": "skip", "on_spike": "off"}
     for key, needed in anomalies.items():
-        if (given := getattr(config.anomalies, key)) == "roll_back":
-            yield f'anomalies.{key} = "{given}" is incompatible with {asked}. Set it to "{needed}".'
+        if (reaction := getattr(config.anomalies, key)) == "roll_back":
+            yield (
+                f'anomalies.{key} = "{reaction}" is incompatible with {asked}. Set it to '
+                f'"{needed}".'
+            )
     # The first stage of a warm-up has the smallest batch.
     key, batch = "training.global_batch_size", config.training.global_batch_size
     for _, size in config.training.batch_size_warmup[:1]:
@@ -638,11 +641,11 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     lengths = {"training.steps": (config.training.steps, section.sync_steps)}
     if config.checkpoint.enable:
         lengths["checkpoint.interval"] = (config.checkpoint.interval, every)
-    for key, (given, unit) in lengths.items():
-        if given % unit:
+    for key, (length, unit) in lengths.items():
+        if length % unit:
             yield (
-                f"{key} ({given}) is not a multiple of {unit}, the steps between averages "
-                f"({asked}). Set it to {given - given % unit + unit}."
+                f"{key} ({length}) is not a multiple of {unit}, the steps between averages "
+                f"({asked}). Set it to {length - length % unit + unit}."
             )
 
 
@@ -650,7 +653,7 @@ def _only_streaming(config: Config) -> Iterator[str]:
     section = config.fault_tolerance
     keys = {"num_fragments": 1, "fragment_sync_delay": 0, "fragment_update_alpha": 0.0}
     for key, off in keys.items():
-        if (given := getattr(section, key)) != off:
+        if (setting := getattr(section, key)) != off:
             # torchtitan runs DiLoCo with several fragments as Streaming DiLoCo.
             streaming = (
                 'Set semi_sync_method = "streaming_diloco", which torchtitan means by "diloco" '
@@ -658,7 +661,7 @@ def _only_streaming(config: Config) -> Iterator[str]:
             )
             remedy = streaming if section.semi_sync_method == "diloco" else ""
             yield (
-                f"fault_tolerance.{key} = {toml_literal(given)} has no effect without "
+                f"fault_tolerance.{key} = {toml_literal(setting)} has no effect without "
                 f'semi_sync_method = "streaming_diloco". '
                 f"{remedy or f'Set it to {toml_literal(off)}.'}"
             )

@@ -62,7 +62,7 @@ class StepRecord:
 
     def values(self) -> dict[str, Any]:
         """Return the fields in their order, by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def to_json(self) -> str:
         """Return one line, without the line end."""

@@ -134,7 +134,7 @@ def _on_nodes(exchange: Exchange, costs: Costs, itemsize: int) -> Exchange:
     nodes = costs.nodes()
     if nodes is None:
         return exchange
-    src_nodes, dst_nodes = nodes.numbers(exchange.src.layout.mesh, exchange.dst.layout.mesh)
+    src_nodes, dst_nodes = nodes.node_indices(exchange.src.layout.mesh, exchange.dst.layout.mesh)
     if (src_nodes == dst_nodes[0]).all() and (dst_nodes == dst_nodes[0]).all():
         return exchange
     relay = _relays_pay(exchange, costs, src_nodes, dst_nodes, itemsize)

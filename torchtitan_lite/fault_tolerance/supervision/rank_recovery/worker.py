@@ -1,10 +1,10 @@
-"""The process of a rank, or of a spare: it imports what training needs and waits, parked, until the
-agent gives it a rank.
+"""The process of a rank, or of a spare: it imports what training needs and waits on standby until
+the agent gives it a rank.
 
 When another rank is lost, the agent orders to abort: a thread interrupts the main thread, and
 aborts the process groups, so that the collective in which the main thread waits ends. The training
-unwinds like any failed one, which leaves its snapshots in shared memory, and the process is parked
-again.
+unwinds like any failed one, which leaves its snapshots in shared memory, and the process returns to
+standby.
 """
 
 import gc
@@ -131,7 +131,7 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
     gc.freeze()
     lease = Lease()
     threading.Thread(target=_receive, args=(channel, recovery, lease, orders), daemon=True).start()
-    channel.send(parked=True)
+    channel.send(standby=True)
     failure = ""
     while (order := orders.get()) is not None:
         if "exit" in order:
@@ -148,7 +148,7 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
             if not isinstance(error, TrainingAborted):
                 # Of the start, before the process groups exist.
                 recovery.report(error)
-            failure, outcome = traceback.format_exc(), {"parked": True}
+            failure, outcome = traceback.format_exc(), {"standby": True}
         else:
             outcome = {"ended": status, "reason": recovery.end_reason}
         # The frames of the traceback, which held the model and its process groups, are gone. After

@@ -20,8 +20,8 @@ LEASE_S = 4.0
 answered report was sent."""
 STOP_S = 3.0
 """Time in which it must have stopped them."""
-PARK_S = STOP_S * 2 / 3
-"""The part of it for ranks to park; then they are killed."""
+STANDBY_S = STOP_S * 2 / 3
+"""The part of it for ranks to return to standby; then they are killed."""
 LOST_S = LEASE_S + STOP_S + 1.0
 """Time without a report after which a machine is lost. Counted from when the rendezvous received
 the last report, and that is later than it was sent; the last second is a margin."""
