@@ -154,9 +154,7 @@ class Restorer:
             if not self._mesh.is_leader or not (self._config.enable or self._config.load_only):
                 return []
             try:
-                if self._repairs:
-                    storage.repair()
-                return storage.steps()
+                return storage.steps(repairs=self._repairs)
             except OSError as error:
                 raise CheckpointError(
                     f"{storage.root} cannot be used as checkpoint.folder: {error} Repair it, "

@@ -15,16 +15,14 @@ from torchtitan_lite.checkpoint.background.writer_group import (
 from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
+from torchtitan_lite.checkpoint.storage import attempts
+from torchtitan_lite.checkpoint.storage.attempts import Announcements
 from torchtitan_lite.checkpoint.storage.base import Storage
-from torchtitan_lite.checkpoint.storage.manifest_json import (
-    box_entry,
-    build_manifest,
-    manifest_bytes,
-)
+from torchtitan_lite.checkpoint.storage.manifest_json import box_entry
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     BoxLocation,
-    Content,
     PartBox,
+    Source,
     TokenBucket,
     no_tick,
 )
@@ -93,7 +91,8 @@ class RankSave:
         )
         self._require(slot, step)
         self._store_digests(slot, written)
-        self.storage.put_part(step, token, about.rank, part_json(about, step, values, written))
+        part = part_json(about, step, values, written)
+        attempts.put_part(self.storage, step, token, about.rank, part)
         self._announced.add((step, token))
 
     def write_missing(
@@ -102,7 +101,7 @@ class RankSave:
         """Write this rank's part without a rate limit, unless it is present, the step is stored, or
         this rank no longer has it. Raises as `write` does."""
         slot = self.complete_slots().get(step)
-        if slot is None or self.about.rank in self.storage.parts_present(step, token):
+        if slot is None or self.about.rank in self.announcements(step, token).parts:
             return
         # In this order: a commit removes announcements after the step is visible.
         if step not in self.storage.steps():
@@ -133,19 +132,23 @@ class RankSave:
             with suppress(ValueError):
                 self.region.store_digests(slot, digests)
 
-    def commit(self, step: int, token: str) -> None:
-        """Merge the parts, which must all be present, and commit the step. For the leader. Raises
+    def announcements(self, step: int, token: str) -> Announcements:
+        """Return what all ranks have announced in an attempt."""
+        return attempts.announcements(self.storage, step, token)
+
+    def is_complete(self, announced: Announcements) -> bool:
+        """Return whether all ranks have announced their parts."""
+        return len(announced.parts) == self.about.world_size
+
+    def commit(self, step: int, token: str, announced: Announcements) -> None:
+        """Merge the parts, which must all be announced, and commit the step. For the leader. Raises
         as `check_history`."""
         self.check_history()
-        commit_parts(self.storage, self.about, step, token)
+        commit_parts(self.storage, self.about, step, token, announced)
 
     def check_history(self) -> None:
         """Raise SupersededError if others have taken the run over from this replica."""
         self.writer_group.check(self.history, self.leases)
-
-    def is_complete(self, step: int, token: str) -> bool:
-        """Return whether all ranks have announced their parts."""
-        return len(self.storage.parts_present(step, token)) == self.about.world_size
 
     def _require(self, slot: int, step: int) -> None:
         header = self.region.slots()[slot]
@@ -162,23 +165,20 @@ def write_boxes(
     about: RegionDescription,
     step: int,
     token: str,
-    source: memoryview | list[memoryview] | Content,
+    source: Source,
     **how: Any,
 ) -> list[BoxLocation]:
-    """Write a rank's file if it has boxes; `source` and `how` as in `Storage.write_part`, or, if
-    `source` is a function, as in `Storage.write_stream`. Raises OSError."""
+    """Write a rank's file if it has boxes; `source` and `how` as in `Storage.write`. Raises
+    OSError."""
     boxes = [PartBox(b.tensor, b.dtype, b.size, b.start, b.bytes) for b in about.boxes]
-    storage.begin(step, token)
-    if not boxes:
-        return []
-    if callable(source):
-        return storage.write_stream(step, token, about.file_name, boxes, source, **how)
-    return storage.write_part(step, token, about.file_name, boxes, source, **how)
+    return storage.write(step, token, about.file_name, boxes, source, **how)
 
 
-def commit_parts(storage: Storage, about: RegionDescription, step: int, token: str) -> None:
+def commit_parts(
+    storage: Storage, about: RegionDescription, step: int, token: str, announced: Announcements
+) -> None:
     """Merge the parts of all ranks and commit the step, as the leader."""
-    parts = [storage.read_part(step, token, rank) for rank in range(about.world_size)]
+    parts = [attempts.read_part(storage, announced, rank) for rank in range(about.world_size)]
     leader = parts[about.rank]
     base = {
         "mesh": about.mesh,
@@ -187,7 +187,7 @@ def commit_parts(storage: Storage, about: RegionDescription, step: int, token: s
         "values": leader["values"],
         "model_only": leader["model_only"],
     }
-    storage.commit(step, token, manifest_bytes(build_manifest(step, parts, base)))
+    attempts.commit(storage, step, token, parts, base)
 
 
 def part_json(
@@ -241,7 +241,7 @@ def delete_old_checkpoints(
     """Delete checkpoints beyond the retention policy, and leftovers of earlier saves. Errors are
     logged."""
     try:
-        storage.delete_stale_attempts(saved)
+        attempts.remove_stale_attempts(storage, saved)
         steps = steps_to_delete(
             storage.steps(), saved, keep_latest_k=keep_latest_k, keep_every=keep_every
         )

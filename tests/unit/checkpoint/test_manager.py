@@ -408,15 +408,15 @@ def test_the_first_replica_commits_once_the_others_have_written(
     for index, manager in enumerate(managers):
         manager.set_writer_group(WriterGroup(index, 2, "abc"))
         states[index].take_step()
-    present, late = LocalStorage.parts_present, threading.Thread(target=managers[1].after_step)
+    listed, late = LocalStorage.announced, threading.Thread(target=managers[1].after_step)
 
-    def parts_present(*given: Any) -> set[int]:
-        found = present(*given)
+    def announced(*given: Any) -> list[str]:
+        found = listed(*given)
         if others_write and late.ident is None:
             late.start()
         return found
 
-    monkeypatch.setattr(LocalStorage, "parts_present", parts_present)
+    monkeypatch.setattr(LocalStorage, "announced", announced)
     monkeypatch.setattr(sync_saver, "_PATIENCE_S", 30.0 if others_write else 0.05)
     managers[0].after_step()
     assert steps_in(managers[0].root) == (["step-1"] if others_write else [])
@@ -697,6 +697,6 @@ def test_leftovers_are_removed_by_the_first_save_only(
     sessions: list[str] = []
     state = SmallState()
     manager = manage(state)
-    monkeypatch.setattr(manager._context.storage, "recover", sessions.append)
+    monkeypatch.setattr(sync_saver.attempts, "recover", lambda _, session: sessions.append(session))
     run_steps(manager, state, 3)
     assert sessions == [manager._context.identity.session]

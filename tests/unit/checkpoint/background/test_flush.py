@@ -210,7 +210,7 @@ def test_a_committed_part_is_not_written_again(tmp_path: Path) -> None:
         (path,) = root.glob("*/step-7/rank-00001.safetensors")
         before = path.stat().st_mtime_ns
         saves[1].write_missing(7, token, direct=False)
-        saves[0].commit(7, token)
+        saves[0].commit(7, token, saves[0].announcements(7, token))
         saves[1].write_missing(7, token, direct=False)
         assert os.listdir(root) == ["step-7"]
         assert (root / "step-7" / path.name).stat().st_mtime_ns == before
