@@ -22,7 +22,7 @@ from torchtitan_lite.core.errors import (
     DamagedSnapshot,
     StorageUnavailable,
 )
-from torchtitan_lite.core.urls import local_path
+from torchtitan_lite.core.urls import local_path, split
 
 _KINDS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _NUMBERS = (errno.ELOOP, errno.EIO, errno.ENODATA)
@@ -61,7 +61,7 @@ class Storage(Protocol):
 
     def announce(self, step: int, token: str, name: str, content: bytes) -> None:
         """Write an announcement of an attempt, atomically and durably, after everything that it
-        announces. Raises OSError if the attempt was removed."""
+        announces. Raises OSError if it fails, as for an attempt whose folder was removed."""
         ...
 
     def announced(self, step: int, token: str) -> list[str]:
@@ -142,9 +142,8 @@ def exists(storage: Storage, path: str) -> bool:
 def open_parent_storage(path: str) -> tuple[Storage, str]:
     """Split a checkpoint's folder, such as ".../step-1000", into its storage and its name there.
     Raises CheckpointError as `open_storage` does."""
-    root, _, name = path.rstrip("/").rpartition("/")
-    # The parent of a folder directly below "/" is "/".
-    return open_storage(root or ("/" if path.startswith("/") else ".")), name
+    root, name = split(path)
+    return open_storage(root), name
 
 
 def is_permanent(error: BaseException) -> bool:

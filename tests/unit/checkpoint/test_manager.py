@@ -612,6 +612,18 @@ def test_a_model_of_the_same_shapes_with_other_dims_is_rejected_by_name(
     assert manage(again, dims=dims, **settings).restore() is not None and again.step == 2
 
 
+def test_weights_below_the_folder_of_the_run_are_of_another_run(
+    manage: Manage, tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    manager = manage(state, dims={"num_heads": 4}, folder="checkpoint/pretrained")
+    run_steps(manager, state, 1)
+    path = f"{manager.root}/step-1"
+    again = manage(SmallState(), dims={"num_heads": 8}, initial_load_path=path)
+    assert again.restore() == path
+    assert any("Training starts from its weights" in one.getMessage() for one in logged.records)
+
+
 def test_a_checkpoint_without_dims_reports_that_only_shapes_were_compared(
     manage: Manage, caplog: pytest.LogCaptureFixture
 ) -> None:
