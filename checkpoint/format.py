@@ -1,10 +1,15 @@
-"""Names and data types of the on-disk format: step folders and tensor files.
+"""Names and data types of the on-disk format: step folders, manifests and tensor files.
 
 Standard library only, for the writer process.
 """
 
 import re
 
+FORMAT = "torchtitan_lite.checkpoint"
+VERSION = 3
+READ_VERSIONS = (2, 3)
+"""Supported format versions. Version 2 had no `data` and another checksum."""
+MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"rank-([0-9]{5})\.safetensors", re.ASCII)
 ATTEMPT_TOKEN = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,127}", re.ASCII)
 """Pattern of an attempt's token where it names files: it cannot name another folder or a file."""

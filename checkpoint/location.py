@@ -9,9 +9,8 @@ from pathlib import Path
 
 import tomli
 
-from torchtitan_lite.checkpoint.format import parse_step_name, step_name
+from torchtitan_lite.checkpoint.format import MANIFEST, parse_step_name, step_name
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.urls import is_url, join, local_path, split
 

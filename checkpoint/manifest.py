@@ -19,16 +19,13 @@ from torchtitan_lite.checkpoint.format import (
     ATTEMPT_TOKEN,
     BYTES_PER_ELEMENT,
     FILE_NAME,
-    parse_step_name,
-)
-from torchtitan_lite.checkpoint.storage.base import Storage, read_error
-from torchtitan_lite.checkpoint.storage.manifest_json import (
     FORMAT,
     MANIFEST,
     READ_VERSIONS,
-    checksum_matches,
-    checksum_matches_v2,
+    parse_step_name,
 )
+from torchtitan_lite.checkpoint.storage.attempts import checksum_matches, checksum_matches_v2
+from torchtitan_lite.checkpoint.storage.base import Storage, read_error
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint, LayoutError
 from torchtitan_lite.distributed.redistribute import Layout, layout_from_json
 

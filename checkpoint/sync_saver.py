@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.background.save import (
+    SINGLE_REPLICA,
+    WriterGroup,
     commit_parts,
     delete_old_checkpoints,
     part_json,
-    write_boxes,
-)
-from torchtitan_lite.checkpoint.background.writer_group import (
-    SINGLE_REPLICA,
-    WriterGroup,
     rank_share,
+    write_boxes,
 )
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.save_context import (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from torchtitan_lite.checkpoint.format import MANIFEST
 from torchtitan_lite.checkpoint.manifest import (
     BoxEntry,
     Manifest,
@@ -19,7 +20,6 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest_alone,
 )
 from torchtitan_lite.checkpoint.storage.base import Storage, exists
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.core.errors import DamagedCheckpoint
 
 

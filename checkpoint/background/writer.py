@@ -22,12 +22,13 @@ from torchtitan_lite.checkpoint.background.flush import (
     read_decision,
 )
 from torchtitan_lite.checkpoint.background.save import (
+    SINGLE_REPLICA,
     RankSave,
+    WriterGroup,
     attempt_token,
     delete_old_checkpoints,
     log_to_stderr,
 )
-from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
 from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import Storage

@@ -18,8 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from torchtitan_lite.checkpoint.format import ATTEMPT_TOKEN, parse_step_name, step_name
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.checkpoint.format import ATTEMPT_TOKEN, MANIFEST, parse_step_name, step_name
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     BoxLocation,
     PartBox,

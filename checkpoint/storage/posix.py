@@ -19,9 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from torchtitan_lite.checkpoint.format import parse_step_name, step_name
+from torchtitan_lite.checkpoint.format import MANIFEST, parse_step_name, step_name
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     BoxLocation,
     PartBox,

@@ -9,9 +9,10 @@ import torch
 import xxhash
 from torch.distributed.tensor import Shard
 
+from torchtitan_lite.checkpoint.format import MANIFEST
 from torchtitan_lite.checkpoint.storage import attempts
+from torchtitan_lite.checkpoint.storage.attempts import manifest_bytes
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST, manifest_bytes
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, layout_to_json

@@ -28,7 +28,7 @@ from tests.unit.checkpoint.conftest import (
 )
 from torchtitan_lite.checkpoint import sync_saver
 from torchtitan_lite.checkpoint import tensors as tensors_module
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.background.save import WriterGroup
 from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import RetryBackoff

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 import pytest
 
 from torchtitan_lite.checkpoint import sync_saver
-from torchtitan_lite.checkpoint.background.save import attempt_token
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.background.save import WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.save_context import AttemptTokens
 from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import open_storage

@@ -15,8 +15,7 @@ from tests.harness.snapshots import Trainers, snapshot, trainers, verify
 from tests.unit.checkpoint.faulty_writer import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
 from torchtitan_lite.checkpoint.background.flush import Attempt, GracePeriod, flush
-from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.background.save import RankSave, WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.history.fencing_tokens import HistoryClaim, RunHistory
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.files import Files

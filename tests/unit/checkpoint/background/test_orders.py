@@ -15,9 +15,8 @@ from tests.unit.core.test_run_lease import put
 from torchtitan_lite.checkpoint.background import writer as writing
 from torchtitan_lite.checkpoint.background.channel import WriterChannel, WriterSettings
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess
-from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
+from torchtitan_lite.checkpoint.background.save import RankSave, WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.background.writer import Writer
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
 from torchtitan_lite.checkpoint.history.fencing_tokens import SupersededError
 from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import open_storage

@@ -13,8 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.harness.snapshots import content, read_safetensors
 from torchtitan_lite.checkpoint.storage import attempts, object_store
+from torchtitan_lite.checkpoint.storage.attempts import checksum_matches, manifest_bytes
 from torchtitan_lite.checkpoint.storage.base import Storage, open_storage
-from torchtitan_lite.checkpoint.storage.manifest_json import checksum_matches, manifest_bytes
 from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.core.errors import CheckpointError

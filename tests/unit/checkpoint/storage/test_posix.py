@@ -12,9 +12,9 @@ import pytest
 
 from tests.harness.snapshots import content
 from tests.unit.conftest import Fsyncs
+from torchtitan_lite.checkpoint.format import MANIFEST
 from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 
