@@ -28,6 +28,7 @@ from torchtitan_lite.core.lease_file import (
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.outputs import replica_folder
 from torchtitan_lite.core.rank.processes import start_ticks
+from torchtitan_lite.core.urls import local_path, split
 
 _NAME = "lease.json"
 _SUPERVISOR = "TORCHTITAN_LITE_SUPERVISOR"
@@ -100,7 +101,8 @@ def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -
     without checkpoints."""
     own = dump_folder if replica is None else replica_folder(dump_folder, replica)
     held, missing = [open_lease_file(str(own), _NAME)], ""
-    root = checkpoint_root.removeprefix("file://")
+    path = local_path(checkpoint_root) if checkpoint_root else None
+    root = checkpoint_root if path is None else str(path)
     if root:
         name = _NAME if replica is None else f"replica_{replica:03d}.{_NAME}"
         try:
@@ -343,8 +345,7 @@ def taken_over(places: Sequence[str]) -> str:
     the former process, whose saves count. If the storage does not answer, the lease counts as
     held."""
     for place in places:
-        folder, _, name = place.rpartition("/")
-        file = open_lease_file(folder, name)
+        file = open_lease_file(*split(place))
         with suppress(OSError):
             sight = file.look()
             holder = None if sight is None else _parse(sight)

@@ -370,6 +370,8 @@ def test_locations_are_paths_or_whole_urls(config) -> None:
     assert 'checkpoint.folder: "s3:bucket/run" is not a URL: write s3://bucket/run, or' in text
     assert 'job.dump_folder = "s3://bucket/run" is a URL, and logs' in text
     assert 'training.dataset_path: "gs:/texts" is not a URL' in text
+    text = config_error(config("--job.dump_folder", "s3:bucket/run"))
+    assert 'job.dump_folder: "s3:bucket/run" is not a URL: write s3://bucket/run' in text
 
 
 def test_missing_files_are_all_named(config, tmp_path: Path) -> None:

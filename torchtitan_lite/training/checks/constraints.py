@@ -533,11 +533,18 @@ def _initial_format(config: Config) -> Iterator[str]:
 
 
 def _folders(config: Config) -> Iterator[str]:
-    try:
-        is_url(config.checkpoint.folder)
-    except ConfigError as error:
-        yield f"checkpoint.folder: {error}"
-    if "://" in config.job.dump_folder:
+    is_remote = {}
+    for key, location in (
+        ("checkpoint.folder", config.checkpoint.folder),
+        ("job.dump_folder", config.job.dump_folder),
+    ):
+        try:
+            is_remote[key] = is_url(location)
+        except ConfigError as error:
+            yield f"{key}: {error}"
+    if "job.dump_folder" not in is_remote:
+        return
+    if is_remote["job.dump_folder"]:
         yield (
             f'job.dump_folder = "{config.job.dump_folder}" is a URL, and logs and metrics are '
             "written to a folder. Set it to a path; checkpoint.folder may be a URL."
