@@ -42,7 +42,7 @@ class Override:
 
     path: tuple[str, ...]
     value: Any
-    """As from a TOML file; null if `problem` is set."""
+    """Value as from a TOML file; None if `problem` is set."""
     problem: str | None = None
 
 

@@ -124,7 +124,7 @@ def register_storage(scheme: str, filesystem: type) -> None:
     """
     if REGISTRY.storages.get(scheme, filesystem) != filesystem:
         raise ConfigError(f'The storage "{scheme}://" is registered twice.')
-    # Only who registers a storage needs the package.
+    # Only registering a storage needs the package.
     import fsspec
 
     REGISTRY.storages[scheme] = filesystem

@@ -81,7 +81,7 @@ class FolderInUse(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class LeasePlaces:
-    """Where a run has its leases."""
+    """Locations of the leases of a run."""
 
     folder: Path
     """The run's folder."""
@@ -91,7 +91,7 @@ class LeasePlaces:
     """Those that must be free: of a run without replicas for a replica, and the reverse. Raises
     OSError."""
     missing: str = ""
-    """Where there is no lease, because fsspec does not know the storage."""
+    """Location without a lease, because fsspec does not know its storage."""
 
 
 def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -> LeasePlaces:
@@ -422,7 +422,7 @@ def _parse(sight: Sight) -> LeaseHolder | None:
 
 
 def _in_use(file: LeaseFile, holder: LeaseHolder) -> FolderInUse:
-    """Return the error that says who uses a folder, and what to do."""
+    """Return the error that names the user of a folder and the remedy."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since_s))
     return FolderInUse(
         f"{file.where.rpartition('/')[0]} is in use by process {holder.stop_pid} on {holder.host} "

@@ -46,7 +46,7 @@ class Row(NamedTuple):
     damage: str = ""
     """Why the row cannot be read, if so."""
     remedy: str = ""
-    """What must be, and what to do: the end of the sentence."""
+    """End of the error's sentence: what is needed, and what to change."""
     columns: Sequence[str] = ()
     """All columns, of which `values` has those that are needed."""
 
@@ -337,7 +337,7 @@ def _opened(file: Path) -> Iterator[Any]:
             yield stream
     except _DECOMPRESSION_ERRORS as error:
         if file.suffix.lower() not in (".zst", ".zip", *_COMPRESSIONS):
-            # Of pyarrow: what is inside of the file is damaged.
+            # Raised by pyarrow: the contents of the file are damaged.
             raise
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(

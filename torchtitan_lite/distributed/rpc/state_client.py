@@ -151,7 +151,7 @@ class StateConnection:
         self.serial = 0
         """Number of the offer that the last response was from; 0 without one."""
         self._header_bytes = 0
-        """Of the last header: the next one is expected to be as long."""
+        """Bytes of the last header; the next one is expected to be as long."""
 
     @property
     def url(self) -> str:

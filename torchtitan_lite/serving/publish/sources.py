@@ -68,10 +68,10 @@ Content = torch.Tensor | tuple[Delta, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What a subscriber has received of one part."""
+    """Data that a subscriber has received from one rank."""
 
     contents: Sequence[Content]
-    """Of each block that it wants."""
+    """Content of each wanted block."""
     num_bytes: int
 
 
@@ -461,7 +461,7 @@ class Publication:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What the first rank tells of the model."""
+        """Model and configuration as published by the first rank."""
         return self.ranks[0].description.config
 
     @property
