@@ -44,8 +44,7 @@ class LeaseFile(Protocol):
 
     where: str
     unchanged: tuple[Hashable, float] | None
-    """The stamp that was seen last by a reader who waits for a change, and since when
-    (time.monotonic())."""
+    """Stamp that a reader waiting for a change has seen last, and since when (time.monotonic())."""
     renew_s: float
     """Interval between renewals by its holder."""
     lost_s: float

@@ -303,7 +303,7 @@ class _HeldLease:
     def _renew(self, on_loss: Callable[[str], None]) -> None:
         file = self.file
         while not self._is_released.wait(file.renew_s):
-            # While a storage does not answer, nobody takes the lease over there.
+            # While a storage does not answer, no process takes over the lease there.
             with self._renewing, suppress(OSError):
                 if self._is_released.is_set():
                     return
@@ -320,7 +320,7 @@ class _HeldLease:
 
 
 def occupant(file: LeaseFile, sight: Sight | None, instance: str) -> LeaseHolder | None:
-    """Return who holds the lease that was seen; None if nobody does, or a process of `instance`.
+    """Return the holder of the lease that was seen; None if it is free or held by `instance`.
     Blocks until a holder on another machine has renewed it, or counts as lost. Raises OSError."""
     while sight is not None:
         holder = _parse(sight)

@@ -1,9 +1,9 @@
 """The rows of local data files, one by one, each with its file and its line or number.
 
-Values are read as they are written: no type is inferred from a text, and columns that nobody needs
-are not read. Invariant: every row is returned, with its damage if it cannot be read; a file that
-cannot be read raises DataError. `pyarrow` and `fsspec` are imported when a file is read, because a
-start with a warm token cache does not need them.
+Values are read as they are written: no type is inferred from a text, and columns that are not
+needed are not read. Invariant: every row is returned, with its damage if it cannot be read; a file
+that cannot be read raises DataError. `pyarrow` and `fsspec` are imported when a file is read,
+because a start with a warm token cache does not need them.
 """
 
 import io

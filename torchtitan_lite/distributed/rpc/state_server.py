@@ -312,7 +312,7 @@ class _Handler(BoundedHandler):
             self.connection.sendall(piece)
 
     def _reject(self, session: ServerSession, status: HTTPStatus, prepared: int = 0) -> None:
-        """Send a status with its proof, because anybody on the way could forge one."""
+        """Send a status with its proof, because any machine on the way could forge one."""
         digest = session.response_digest()
         digest.update(signed_head(status, 0, 0, prepared))
         headers = {MAC: digest.hexdigest(), SERIAL: "0", PREPARED: str(prepared)}

@@ -202,7 +202,7 @@ class ReplicaServer:
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, f"Rank {rank!r} is out of range.")
         future = asyncio.get_running_loop().create_future()
         if rank in round_:
-            # A repeated request: nobody waits for the earlier one any more.
+            # A repeated request: no caller waits for the earlier one any more.
             round_[rank][1].cancel()
         round_[rank] = (request, future)
         if len(round_) == self._identity.world_size:

@@ -129,7 +129,7 @@ class DeltaLink(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """Raises PublishError."""
+        """Parse JSON values. Raises PublishError."""
         if (
             isinstance(values, list)
             and len(values) == 3

@@ -270,7 +270,7 @@ def _without_gaps(intervals: Iterable[tuple[int, int]]) -> tuple[tuple[int, int,
 def _joined_writes(writes: Iterable[_SlotCopy]) -> list[_SlotCopy]:
     """Write the rectangle around several of one run at once if they are most of it and it has no
     gaps in the tensor: several receivers of parts of each row would make many short copies, and
-    nobody reads the rest."""
+    no receiver reads the rest."""
     by_run: dict[tuple[int, int], list[_SlotCopy]] = {}
     for write in writes:
         by_run.setdefault((write.tensor, write.offset), []).append(write)
