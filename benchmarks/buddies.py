@@ -42,7 +42,7 @@ _COPIES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     steps: int
     rounds: int
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass
 class _Measured:
-    """What one variant did."""
+    """Measurements of one variant."""
 
     step_s: list[float] = field(default_factory=list)
     """Mean seconds per step of each round."""

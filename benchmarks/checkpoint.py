@@ -27,7 +27,7 @@ from benchmarks.processes import run_ranks
 
 _DCP = ("DCP synchronous", "DCP thread", "DCP process")
 _LIKE_TORCHTITAN = "DCP thread"
-"""What torchtitan's manager calls; its substitute where torchtitan is not installed."""
+"""Variant that torchtitan's manager calls; its substitute where torchtitan is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)

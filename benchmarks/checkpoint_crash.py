@@ -43,11 +43,11 @@ class Crash:
     """The cost of one crash."""
 
     durable_s: float
-    """From the kill until a checkpoint of the newest snapshot exists."""
+    """Time from the kill until a checkpoint of the newest snapshot exists."""
     restart_s: float
-    """Of the slowest rank, after its import of torch and DTensor, without building its model."""
+    """Time of the slowest rank, after importing torch and DTensor, without building its model."""
     read_bytes: int
-    """From disks, by all ranks."""
+    """Bytes that all ranks read from disks."""
     lost_steps: int
     """Between the newest snapshot and the restored step."""
 

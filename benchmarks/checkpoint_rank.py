@@ -34,7 +34,7 @@ class Loads:
     """Measurements of loads on one rank."""
 
     turns: Mapping[str, Sequence[Mapping[str, float]]]
-    """By variant, warm and cold: seconds, and bytes read from storage."""
+    """Seconds and bytes read from storage, by variant, warm and cold."""
     wrong_loads: Sequence[str]
     """Variants that do not load what was saved."""
     peak_bytes: int

@@ -20,7 +20,7 @@ from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 
 STEPS = 6
-"""Of a cycle, whose first step is a multiple of it and saves."""
+"""Steps of a cycle, whose first step is a multiple of it and saves."""
 _KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 
 

@@ -41,19 +41,19 @@ _MAX_READ = 1.05
 _MAX_MEMORY = 2
 """Per worker, in largest tensors."""
 _MAX_SHARED_TIME = 0.8
-"""Of an export by several ranks. They share two cores and a disk."""
+"""Maximum time of an export by several ranks, which share two cores and a disk."""
 _FIRST_PORT = 29780
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     num_mb: int
     num_shards: int
     rounds: int
     world_sizes: tuple[int, ...]
-    """Of loads; those of several ranks are of exports, too."""
+    """World sizes of loads; those of several ranks also export."""
 
 
 FULL = Plan(num_mb=1000, num_shards=4, rounds=5, world_sizes=(1, 2, 4))

@@ -64,7 +64,7 @@ _SAVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     strategies: Sequence[str]
     kills: int
@@ -87,10 +87,10 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recording:
-    """What a run recorded. Times are since the epoch."""
+    """Record of a run. Times are since the epoch."""
 
     steps: Sequence[_Step]
-    """In the order in which they were recorded, repeated ones included."""
+    """Steps in the order in which they were recorded, repeated ones included."""
     kills_s: Sequence[float]
     resumes_s: Sequence[float]
     durable_s: Sequence[float]
@@ -116,7 +116,7 @@ class _Recording:
     def kept_s(self, window: "_Window") -> float:
         """Return the seconds of the steps of a window that were kept."""
         mean_s = self.step_s(window)
-        # Of a step that was repeated, the last time counts.
+        # The last time of a repeated step counts.
         kept_s = {number: seconds or mean_s for number, seconds in self._steps_s(window)}
         assert set(kept_s) >= set(range(window.begin.number + 1, window.end.number + 1))
         return sum(kept_s.values())

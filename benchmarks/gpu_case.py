@@ -204,7 +204,7 @@ def clock_of(case: Case) -> StepClock:
 
 
 class Recording:
-    """What a trainer's process measures, as JSON values."""
+    """Measurements of a trainer's process, as JSON values."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

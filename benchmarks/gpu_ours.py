@@ -30,7 +30,7 @@ from torchtitan_lite.training.trainer import StepReport, train
 
 _TEXT = CHECKOUT / "tests" / "assets" / "fixture.jsonl"
 _COPIES = 40
-"""Of the text, so that it fills the longest sequence."""
+"""Copies of the text, so that it fills the longest sequence."""
 
 
 def train_ours(case: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ PlanT = TypeVar("PlanT")
 
 
 class GoalKind(Enum):
-    """What a goal bounds. The values are shown in tables."""
+    """Bound of a goal. The values are shown in tables."""
 
     RATIO_AT_MOST = "<="
     RATIO_AT_LEAST = ">="

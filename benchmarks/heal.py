@@ -48,7 +48,7 @@ class HealCase:
 
     num_tensors: int
     rows: int
-    """Of each tensor, which is square."""
+    """Rows of each tensor, which is square."""
     warmup_rounds: int
     rounds: int
 

@@ -32,11 +32,11 @@ _GOALS = {"buddy": 4, "storage": 10}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     num_kills: int
     sources: Mapping[str, tuple[str, ...]]
-    """Where the state comes from -> arguments of the run."""
+    """Arguments of the run by source of the state."""
 
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:

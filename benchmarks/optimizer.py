@@ -114,7 +114,7 @@ def _rows(case: Case, ranks: Sequence[dict[str, Any]]) -> Iterator[Result]:
         "median CPU ms, mean of the ranks: "
         + "; ".join(f"{variant} {value * 1e3:.3g}" for variant, value in mean_s.items())
     )
-    # Of one process only rank 0 works.
+    # With one process, only rank 0 works.
     whole_s = mean_s["one process"] * count
     floor_s = whole_s / count + mean_s["bare exchange"]
     yield comparison.ratio("CPU seconds", "s", mean_s["ours"], floor=floor_s, goal=FLOOR_GOAL)

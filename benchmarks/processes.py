@@ -38,7 +38,7 @@ T = TypeVar("T")
 _TAIL_LINES = 15
 _POLL_S = 0.005
 _MAX_STARTS = 40
-"""Of a group: many more than there are faults."""
+"""Maximum starts of a group: many more than there are faults."""
 
 
 class ChildFailed(Exception):

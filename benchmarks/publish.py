@@ -51,13 +51,13 @@ _BROADCAST_GOALS = {
     "shards": {1.0: 1.0, 0.1: 0.35, 0.01: 0.15},
     "elements": {0.1: 1.0, 0.01: 0.5},
 }
-"""By what changes, and its share; goals of the seconds relative to a broadcast."""
+"""Goals of the seconds relative to a broadcast, by what changes and its share."""
 _FILE_GOALS = {1.0: 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     state: str
     rounds: int
@@ -70,7 +70,7 @@ class _Turns:
 
     seconds: Sequence[float]
     stalls_s: Sequence[float]
-    """Of the slowest trainer."""
+    """Stalls of the slowest trainer."""
     mib: float
     """Received by all servers."""
     num_wrong: int
@@ -136,7 +136,7 @@ def _measure(plan: Plan, folder: Path, changes: str) -> Iterator[Result]:
 
 
 _Rank = Mapping[str, Sequence[Sequence[float]]]
-"""What one rank returns, by name of a turn."""
+"""Results of one rank, by name of a turn."""
 
 
 def _turns(trainers: Sequence[_Rank], servers: Sequence[_Rank], name: str) -> _Turns:
@@ -200,7 +200,7 @@ def _run(plan: Plan, folder: Path, changes: str) -> tuple[list[_Rank], list[_Ran
                     poll_s=_POLL_S,
                 )
         finally:
-            # Of processes that failed.
+            # Processes that failed left them.
             left = existing_run_folder(run_id)
             if left is not None:
                 shutil.rmtree(left)

@@ -40,9 +40,9 @@ from torchtitan_lite.serving.publish.sources import PUBLISHED_FILE, read_json
 NUM_TRAINERS, NUM_SERVERS = 4, 2
 OURS = ("memory", "sockets")
 SHARES = {"shards": (1.0, 0.1, 0.01), "elements": (0.1, 0.01)}
-"""By what changes."""
+"""Shares by what changes."""
 VARIANTS = {"shards": (*OURS, "broadcast", "file"), "elements": ("sockets", "broadcast")}
-"""By what changes. If elements do, deltas are published, which only sockets use."""
+"""Variants by what changes. If elements do, deltas are published, which only sockets use."""
 COPY = "copy"
 """Variant that copies the shards into other memory of the trainer: the floor of its stall."""
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -94,7 +94,7 @@ def _alternate(
 
 
 class _Rank:
-    """What the ranks of both worlds have in common: the model, its changes, and groups across."""
+    """Base of the ranks of both worlds: the model, its changes, and groups across."""
 
     def __init__(self, state: str, changes: str, port: int, number: int) -> None:
         """`number` counts the ranks of both worlds, trainers first."""

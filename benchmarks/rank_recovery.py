@@ -51,7 +51,7 @@ _MESHES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     meshes: Sequence[str]
     kills: Sequence[int]
@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass
 class _Recoveries:
-    """What one variant did on one mesh."""
+    """Measurements of one variant on one mesh."""
 
     seconds: list[float] = field(default_factory=list)
     repeated: int = 0
@@ -72,8 +72,8 @@ class _Recoveries:
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all of `plan`, with files in `folder`."""
-    # Else a restart of torchrun finds the addresses of the first attempt in its store, and fails
-    # until its ranks have timed out (torch 2.13).
+    # Otherwise a restart of torchrun finds the addresses of the first attempt in its store, and
+    # fails until its ranks have timed out (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for index, mesh in enumerate(plan.meshes):
         ours = _run(_OURS, mesh, plan.kills, folder / f"ours_{index}", num_processes=_RANKS + 1)

@@ -53,20 +53,20 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse imp
 )
 
 _BATCHES = 1200
-"""Of the peer, for each replica; more than there are steps."""
+"""Batches of the peer, for each replica; more than there are steps."""
 _MAX_STALL_S = {"builtin": 0.5, "torchft": HEARTBEAT_TIMEOUT_MS / 1000 + 0.3}
-"""By lighthouse."""
+"""Goals by lighthouse."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     workload: Workload
     often: FaultSchedule
     """Consecutive faults."""
     lighthouses: Sequence[str]
-    """Of ours."""
+    """Lighthouses of our variants."""
     schedule: FailureSchedule | None
     """Failures for all variants, also for a restart from a checkpoint, and for spares."""
     cut_s: float | None

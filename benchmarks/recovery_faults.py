@@ -184,14 +184,14 @@ class RestartTimes:
     """Consecutive phases of the restart of a killed rank."""
 
     boot_s: float
-    """Until its new process exists."""
+    """Time until its new process exists."""
     import_s: float
-    """Until the first line of its log: interpreter, imports, configuration, data."""
+    """Time until the first line of its log: interpreter, imports, configuration, data."""
     quorum_s: float
-    """Until it receives the state: model, restoring, joining, quorum."""
+    """Time until it receives the state: model, restoring, joining, quorum."""
     transfer_s: float
     step_s: float
-    """Until its first committed step."""
+    """Time until its first committed step."""
 
     @property
     def total_s(self) -> float:

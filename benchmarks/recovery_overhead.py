@@ -25,7 +25,7 @@ from torchtitan_lite.training.train_state import TrainState
 from torchtitan_lite.training.trainer import StepReport, train
 
 VARIANTS = ("replicas", "hsdp")
-"""In the order of their turns."""
+"""Variants in the order of their turns."""
 _GOAL = 0.03
 _TIMEOUT_S = 240.0
 _POLL_S = 0.005
@@ -160,7 +160,7 @@ class TurnTaker:
         self._turns, self._baton = turns, baton
         self.losses: list[float] = []
         self.step_s: list[float] = []
-        """Of the turns after the warm-up, without their first steps, which a pause affects."""
+        """Step times of the turns after the warm-up, without first steps, which a pause affects."""
         self._began_s: float | None = None
 
     def __call__(self, state: TrainState, report: StepReport) -> None:

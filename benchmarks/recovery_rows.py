@@ -20,7 +20,7 @@ TOLERANCE = 2e-4
 order. One other sample of a few hundred tokens changes a loss by more than ten times that."""
 _MAX_FAILED_STEPS = 1
 _NUM_LOSSES = 8
-"""Of the first steps, which all variants take without faults."""
+"""Number of first steps, which all variants take without faults."""
 
 
 @dataclass(frozen=True, kw_only=True)

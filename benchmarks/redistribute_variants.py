@@ -44,7 +44,7 @@ from torchtitan_lite.distributed.redistribute import (
 from torchtitan_lite.distributed.redistribute.execution.shared_memory import SharedMemory
 
 PLANNERS = ("default", "min-cost")
-"""Of `DTensor.redistribute`; torch has no public way to select one."""
+"""Planners of `DTensor.redistribute`; torch has no public way to select one."""
 # Each planner has its own cache: torch's holds the first plan that was made.
 _dtensor_caches: dict[str, Any] = {
     name: cache(_redistribute._gen_transform_infos_non_cached) for name in PLANNERS
@@ -158,7 +158,7 @@ class Variants:
         )
 
     def _floors(self) -> dict[str, Variant]:
-        """With memory that is reused in each turn, and with new memory in each."""
+        """Return floors with memory that is reused in each turn, and with new memory in each."""
         sent, received = self._amounts.sent, self._amounts.received
         source = torch.ones(sum(sent), dtype=torch.uint8)
         place = self._case.dst[1].position(self._rank)
@@ -184,7 +184,7 @@ class Variants:
         return {"floor": partial(floor, into, reused), "floor fresh": fresh}
 
     def _packed_floors(self) -> dict[str, Variant]:
-        """By bucket size, with reused memory; and with new memory for the result."""
+        """Return floors by bucket size, with reused memory; and with new memory for the result."""
         sent, received = self._amounts.sent, self._amounts.received
         result_bytes = self._amounts.result
         source = torch.ones(sum(sent), dtype=torch.uint8)
@@ -216,7 +216,7 @@ class Variants:
         }
 
     def _shared_floors(self) -> dict[str, Variant]:
-        """By bucket size, with reused memory; and with new memory for the result."""
+        """Return floors by bucket size, with reused memory; and with new memory for the result."""
         amounts, size = self._amounts, dist.get_world_size()
         group = dist.group.WORLD
         assert group is not None
@@ -325,15 +325,15 @@ class _Amounts(NamedTuple):
     """Bytes of this rank."""
 
     sent: list[int]
-    """To each rank."""
+    """Bytes sent to each rank."""
     received: list[int]
-    """From each rank."""
+    """Bytes received from each rank."""
     written: int
     """Sent ones, once however many receive them."""
     result: int
-    """Of its shards of the destination."""
+    """Bytes of its shards of the destination."""
     moved_inside: int
-    """Of those, the ones that it copies from its shards of the source to another place."""
+    """Bytes of those that it copies from its shards of the source to another place."""
 
 
 def _largest(number: int) -> int:

@@ -59,7 +59,7 @@ _REPLICAS: Mapping[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     cases: Sequence[str]
     repeats: int
@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass
 class _Times:
-    """What one variant did in one case."""
+    """Measurements of one variant in one case."""
 
     pauses_s: list[float] = field(default_factory=list)
     from_request_s: list[float] = field(default_factory=list)

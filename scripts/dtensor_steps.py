@@ -48,7 +48,7 @@ class DTensorPrediction:
     steps: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     sent: dict[int, int] | None = None
-    """By rank, the bytes that it sends, and also receives."""
+    """Bytes that each rank sends, and also receives."""
     is_correct: bool | None = None
     """Whether every rank gets its boxes; None if that was not checked."""
 

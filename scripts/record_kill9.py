@@ -49,7 +49,7 @@ class Screen:
 
     time_s: float
     rows: tuple[str, ...]
-    """With ANSI escape sequences."""
+    """Rows with ANSI escape sequences."""
 
     @property
     def plain(self) -> str:

@@ -42,7 +42,7 @@ class Override:
 
     path: tuple[str, ...]
     value: Any
-    """As from a TOML file; null if `problem` is set."""
+    """Value as from a TOML file; None if `problem` is set."""
     problem: str | None = None
 
 
@@ -60,14 +60,14 @@ def parse_command_line(
     """
     for index, argument in enumerate(argv):
         if argument in _HELP_OPTIONS:
-            others = [*argv[:index], *argv[index + 1 :]]
+            remaining = [*argv[:index], *argv[index + 1 :]]
             is_file = [option.partition("=")[0] in _FILE_OPTIONS for option in argv]
             sections = [
                 name
                 for place, name in enumerate(argv[index + 1 :], index + 1)
                 if not name.startswith("-") and not is_file[place - 1]
             ]
-            _print_help(_schema_of(others), sections, usage)
+            _print_help(_schema_of(remaining), sections, usage)
             raise SystemExit(0)
     file, overrides = _split_file(argv)
     return load_config(file, overrides, complete=complete), file

@@ -1,4 +1,4 @@
-"""What a live run may change when it moves to another mesh."""
+"""Keys that a live run may change when it moves to another mesh."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

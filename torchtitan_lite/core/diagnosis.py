@@ -71,7 +71,7 @@ class Diagnosis:
 
     cause: Cause
     text: str
-    """What was observed, for display."""
+    """Observation, for display."""
     rank: int | None = None
     """Rank in its replica; None for a process that belongs to none."""
     replica: int | None = None

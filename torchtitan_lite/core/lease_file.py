@@ -1,4 +1,4 @@
-"""A small file by which processes of several machines agree who holds it, in a folder or in an
+"""A small file by which processes of several machines agree on its holder, in a folder or in an
 object store.
 
 File locks are not needed, because those of shared filesystems do not always work: one process
@@ -32,7 +32,7 @@ class NoHardLinks(OSError):
 
 @dataclass(frozen=True)
 class Sight:
-    """What a reader saw."""
+    """State of a lease file as a reader saw it."""
 
     content: bytes
     stamp: Hashable
@@ -44,8 +44,7 @@ class LeaseFile(Protocol):
 
     where: str
     unchanged: tuple[Hashable, float] | None
-    """The stamp that was seen last by a reader who waits for a change, and since when
-    (time.monotonic())."""
+    """Stamp that a reader waiting for a change has seen last, and since when (time.monotonic())."""
     renew_s: float
     """Interval between renewals by its holder."""
     lost_s: float

@@ -82,7 +82,7 @@ class FolderInUse(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class LeasePlaces:
-    """Where a run has its leases."""
+    """Locations of the leases of a run."""
 
     folder: Path
     """The run's folder."""
@@ -92,7 +92,7 @@ class LeasePlaces:
     """Those that must be free: of a run without replicas for a replica, and the reverse. Raises
     OSError."""
     missing: str = ""
-    """Where there is no lease, because fsspec does not know the storage."""
+    """Location without a lease, because fsspec does not know its storage."""
 
 
 def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -> LeasePlaces:
@@ -305,7 +305,7 @@ class _HeldLease:
     def _renew(self, on_loss: Callable[[str], None]) -> None:
         file = self.file
         while not self._is_released.wait(file.renew_s):
-            # While a storage does not answer, nobody takes the lease over there.
+            # While a storage does not answer, no process takes over the lease there.
             with self._renewing, suppress(OSError):
                 if self._is_released.is_set():
                     return
@@ -322,7 +322,7 @@ class _HeldLease:
 
 
 def occupant(file: LeaseFile, sight: Sight | None, instance: str) -> LeaseHolder | None:
-    """Return who holds the lease that was seen; None if nobody does, or a process of `instance`.
+    """Return the holder of the lease that was seen; None if it is free or held by `instance`.
     Blocks until a holder on another machine has renewed it, or counts as lost. Raises OSError."""
     while sight is not None:
         holder = _parse(sight)
@@ -423,7 +423,7 @@ def _parse(sight: Sight) -> LeaseHolder | None:
 
 
 def _in_use(file: LeaseFile, holder: LeaseHolder) -> FolderInUse:
-    """Return the error that says who uses a folder, and what to do."""
+    """Return the error that names the user of a folder and the remedy."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since_s))
     return FolderInUse(
         f"{file.where.rpartition('/')[0]} is in use by process {holder.stop_pid} on {holder.host} "

@@ -24,7 +24,7 @@ class ChatPrompt:
 
     messages: Messages
     ids: Sequence[int]
-    """With special tokens, as in training: nothing is to be added."""
+    """Ids with the special tokens, as in training: nothing is to be added."""
     stop_ids: frozenset[int]
     """The token that ends the assistant's turn; empty if the template has none."""
 

@@ -64,7 +64,7 @@ class _SharedStream:
         self._runs: Iterator[TokenRun] | None = None
         self._next_position = 0
         self._held: dict[int, tuple[TokenRun, set[int]]] = {}
-        """By position: a run, and the ranks that have taken it."""
+        """Run of tokens and the ranks that have taken it, by position."""
         self._num_held_tokens = 0
 
     def take(self, origin: Origin, rank: int) -> TokenRun:

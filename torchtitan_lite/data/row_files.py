@@ -1,9 +1,9 @@
 """The rows of local data files, one by one, each with its file and its line or number.
 
-Values are read as they are written: no type is inferred from a text, and columns that nobody needs
-are not read. Invariant: every row is returned, with its damage if it cannot be read; a file that
-cannot be read raises DataError. `pyarrow` and `fsspec` are imported when a file is read, because a
-start with a warm token cache does not need them.
+Values are read as they are written: no type is inferred from a text, and columns that are not
+needed are not read. Invariant: every row is returned, with its damage if it cannot be read; a file
+that cannot be read raises DataError. `pyarrow` and `fsspec` are imported when a file is read,
+because a start with a warm token cache does not need them.
 """
 
 import io
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     damage: str = ""
     """Why the row cannot be read, if so."""
     remedy: str = ""
-    """What must be, and what to do: the end of the sentence."""
+    """End of the error's sentence: what is needed, and what to change."""
     columns: Sequence[str] = ()
     """All columns, of which `values` has those that are needed."""
 
@@ -337,7 +337,7 @@ def _opened(file: Path) -> Iterator[Any]:
             yield stream
     except _DECOMPRESSION_ERRORS as error:
         if file.suffix.lower() not in (".zst", ".zip", *_COMPRESSIONS):
-            # Of pyarrow: what is inside of the file is damaged.
+            # Raised by pyarrow: the contents of the file are damaged.
             raise
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(

@@ -77,9 +77,9 @@ class Accelerator:
     memory_bytes: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To the other GPUs of a node, in one direction: NVLink, or PCIe without it."""
+    """Bandwidth to the other GPUs of a node, in one direction: NVLink, or PCIe without it."""
     network_bytes_per_s: float = 50e9
-    """To other nodes, per GPU: 400 Gb/s, which is a property of the machine, not of the GPU."""
+    """Bandwidth to other nodes, per GPU: 400 Gb/s, a property of the machine, not of the GPU."""
     per_node: int = 8
 
 
@@ -200,7 +200,7 @@ def _peak_resident_kib() -> int:
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
-        # As when no descriptor is free: a measurement must not end training.
+        # For example, no descriptor is free: a measurement must not end training.
         return peak
     # Some sandboxes do not report it.
     match = re.search(r"VmHWM:\s*(\d+) kB", status)

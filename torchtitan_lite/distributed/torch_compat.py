@@ -413,8 +413,8 @@ def redistribute_on_all_ranks(
     parts: Sequence[torch.Tensor],
     mesh_shape: tuple[int, ...],
     shape: Sequence[int],
-    given: Placements,
-    wanted: Placements,
+    src_placements: Placements,
+    dst_placements: Placements,
 ) -> list[torch.Tensor]:
     """Return the result of `DTensor.redistribute` on the shards of all ranks, computed in this
     process. The world is that of `fake_process_group`, and the mesh contains its ranks in order.
@@ -431,12 +431,12 @@ def redistribute_on_all_ranks(
         tensor = DTensor.from_local(
             local,
             DeviceMesh("cpu", ranks),
-            given,
+            src_placements,
             run_check=False,
             shape=torch.Size(shape),
             stride=stride,
         )
-        moved: Any = tensor.redistribute(placements=wanted).to_local()
+        moved: Any = tensor.redistribute(placements=dst_placements).to_local()
     return [moved._local_tensors[rank] for rank in range(len(parts))]
 
 

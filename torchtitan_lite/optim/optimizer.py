@@ -30,7 +30,7 @@ EMA = "ema"
 """The slot with the moving average of a parameter."""
 
 _LR_RATIO = "lr_ratio"
-"""Of a group, its learning rate relative to the schedule's."""
+"""Key of a group: its learning rate relative to the schedule's."""
 
 MakeOptimizer = Callable[[list[dict[str, Any]], list[nn.Parameter]], torch.optim.Optimizer]
 """Builds a torch optimizer, from groups with this rank's shard in place of each parameter, and the

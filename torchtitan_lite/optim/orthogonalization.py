@@ -90,7 +90,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Which rank orthogonalizes which matrix, and when."""
+    """Assignment of matrices to the ranks that orthogonalize them, in order."""
 
     matrices: tuple[Matrix, ...]
     ranks: tuple[int, ...]

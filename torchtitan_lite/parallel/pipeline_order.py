@@ -314,6 +314,6 @@ def _check_sequence(order: PipelineOrder) -> None:
 
 def _listed(numbers: Iterable[int]) -> str:
     """Format the first few of `numbers`."""
-    first, *others = sorted(numbers)
-    shown = [first, *others[:9]]
-    return ", ".join(map(str, shown)) + (", ..." if len(others) > 9 else "")
+    first, *remaining = sorted(numbers)
+    shown = [first, *remaining[:9]]
+    return ", ".join(map(str, shown)) + (", ..." if len(remaining) > 9 else "")

@@ -104,7 +104,7 @@ def _hold_snapshots(config: Config, instance: str) -> list[RunLease]:
         holder = error.holder
     else:
         return [lease]
-    # Not as the consequence of an error that may pass.
+    # Outside of `except`, so that no error that may pass is its cause.
     if holder is None or holder.folder == str(folder.resolve()):
         process = "?" if holder is None else holder.stop_pid
         raise CheckpointError(

@@ -46,9 +46,9 @@ class TrainState:
     """Position in the global order of samples at which the next step begins; a skipped step
     advances it, too."""
     history: History = field(default_factory=History)
-    """What the decision about the next step depends on."""
+    """Statistics on which the decision about the next step depends."""
     outer: OuterState | None = None
-    """Of semi-synchronous replicas only."""
+    """State of the outer optimizer; None unless replicas are semi-synchronous."""
     base: FrozenBase | None = None
     """The frozen weights, if only adapters are trained. They are no part of the state."""
 

@@ -110,7 +110,7 @@ class ExitStatus:
     """Exit status of a process."""
 
     code: int
-    """As in subprocess: the exit status, or the negative signal number."""
+    """Exit status, or the negative signal number, as in subprocess."""
 
     @property
     def is_clean(self) -> bool:

@@ -190,7 +190,7 @@ def authenticated_service(
             try:
                 outcome = {RESULT: await answer(content)}
             except CallError as error:
-                # In a signed response, because anybody on the way could forge a gRPC status.
+                # In a signed response: any machine on the way could forge a gRPC status.
                 outcome = {ERROR: error.code.name, MESSAGE: error.message}
             except Exception as error:
                 logger.exception("%s of %s failed", call, service)

@@ -52,9 +52,9 @@ _PARTS = re.compile(_PART, re.ASCII)
 MAX_ROWS = 1 << 20
 """Maximum number of rows of a request, over all its ranges."""
 _MAX_RESPONSE_BYTES = 64 << 20
-"""Of a request of several ranges, which are joined in memory."""
+"""Maximum bytes of a request of several ranges, which are joined in memory."""
 MAX_RANGES = 512
-"""Of a request, whose header line is limited."""
+"""Maximum ranges of a request, whose header line is limited."""
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_WAIT_S = 5.0
 """Maximum time of a request that waits for another state."""
@@ -312,7 +312,7 @@ class _Handler(BoundedHandler):
             self.connection.sendall(piece)
 
     def _reject(self, session: ServerSession, status: HTTPStatus, prepared: int = 0) -> None:
-        """Send a status with its proof, because anybody on the way could forge one."""
+        """Send a status with its proof, because any machine on the way could forge one."""
         digest = session.response_digest()
         digest.update(signed_head(status, 0, 0, prepared))
         headers = {MAC: digest.hexdigest(), SERIAL: "0", PREPARED: str(prepared)}

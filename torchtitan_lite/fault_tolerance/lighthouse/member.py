@@ -1,8 +1,8 @@
 """Statement of a replica about itself, sealed with the secret of the run.
 
-The lighthouse counts a replica, and the others train with it, only if the seal is right. So nobody
-without the secret can join a quorum, claim a step, or name an address from which others would heal,
-even through a lighthouse that checks nothing.
+The lighthouse counts a replica, and the others train with it, only if the seal is right. Therefore
+no process without the secret can join a quorum, claim a step, or name an address from which others
+would heal, even through a lighthouse that checks nothing.
 """
 
 import hmac

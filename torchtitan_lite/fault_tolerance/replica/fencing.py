@@ -313,7 +313,7 @@ class Fence:
             except BaseException as error:
                 future.set_exception(error)
 
-        # Not from a pool, whose threads delay the end of the process.
+        # Threads of a pool would delay the end of the process.
         threading.Thread(target=run, name="history access", daemon=True).start()
         return future.result(_ANSWER_WITHIN_S)
 

@@ -94,8 +94,8 @@ class AuthenticatedLighthouse:
 
 
 class TorchftLighthouse:
-    """torchft's lighthouse, which serves anybody. The members of its quorums are checked here all
-    the same, but a stranger can prevent quorums."""
+    """torchft's lighthouse, which serves any client. The members of its quorums are checked here
+    all the same, but a stranger can prevent quorums."""
 
     def __init__(self, address: str, secret: str, run_id: str) -> None:
         del run_id

@@ -57,7 +57,7 @@ _VOTE_RETRY_S = 0.1
 
 @dataclass(frozen=True)
 class ReplicaIdentity:
-    """What a replica states about itself in every quorum."""
+    """Facts that a replica states about itself in every quorum."""
 
     run_id: str
     replica_id: str
@@ -155,7 +155,7 @@ class ReplicaServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _end(self) -> None:
-        # Otherwise the server would wait for the calls of those who watch.
+        # Otherwise the server would wait for the calls of watchers.
         self._has_ended = True
         async with self._changed:
             self._changed.notify_all()
@@ -202,7 +202,7 @@ class ReplicaServer:
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, f"Rank {rank!r} is out of range.")
         future = asyncio.get_running_loop().create_future()
         if rank in round_:
-            # A repeated request: nobody waits for the earlier one any more.
+            # A repeated request: no caller waits for the earlier one any more.
             round_[rank][1].cancel()
         round_[rank] = (request, future)
         if len(round_) == self._identity.world_size:
@@ -333,8 +333,8 @@ class ReplicaServer:
                     names = ", ".join(sorted(dead_id.partition(":")[0] for dead_id in last.dead))
                     await self._break(last.quorum_id, f"{names} sends no heartbeats any more")
                 if not last.is_member and before is not None:
-                    # As after this process was suspended. What it waits for does not come. A quorum
-                    # that was formed meanwhile is not meant.
+                    # For example, this process was suspended. The call that it waits for does not
+                    # arrive. A quorum that was formed meanwhile is not meant.
                     await self._break(before.quorum_id, "the others continued without this replica")
             except RpcError:
                 # A request for a quorum reports it. Training continues meanwhile.

@@ -55,7 +55,7 @@ class LoadedModel(ModelFiles):
     """A model with its weights, made by `load_model`."""
 
     model: nn.Module
-    """In eval mode, without gradients. Parameters are DTensors if ranks share the model."""
+    """Model in eval mode, without gradients. Parameters are DTensors if ranks share the model."""
     mesh: Mesh
     """Axes of inference: `tp`, and `dp_replicate` for copies. In a process without a mesh, one of a
     single rank, whose process group is gone."""

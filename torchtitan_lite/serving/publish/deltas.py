@@ -81,7 +81,7 @@ class Delta:
     def apply_to(self, tensor: torch.Tensor, block: Sequence[slice]) -> None:
         """Set the elements that differ in `tensor`, which holds this `block` of the shard, in any
         dtype, on any device and with any strides."""
-        # As integers: torch does not set single elements of all dtypes.
+        # Integers, because torch does not set single elements of all dtypes.
         raw = RAW_DTYPES.get(tensor.dtype.itemsize, tensor.dtype)
         target = tensor.view(raw)
         stride = prod(self._shape[1:])
@@ -129,7 +129,7 @@ class DeltaLink(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """Raises PublishError."""
+        """Parse JSON values. Raises PublishError."""
         if (
             isinstance(values, list)
             and len(values) == 3
@@ -211,7 +211,7 @@ class _VersionLink(NamedTuple):
 
 class _VersionDeltas(NamedTuple):
     links: dict[str, _VersionLink]
-    """By name of the shard."""
+    """Links by name of the shard."""
     encoded: bytes
 
 

@@ -267,7 +267,7 @@ class Publisher:
             self._problem = f"The last version is not published: rank {self._mesh.rank}: {error!r}"
 
     def _wait_for_slot(self) -> tuple[int | None, SlotLock | None]:
-        """As `_free_slot`, after a wait if configured."""
+        """Return as `_free_slot`, after a wait if configured."""
         slot, lock = self._free_slot()
         if self._config.when_in_use == "wait":
             deadline = time.monotonic() + self._config.max_wait_s

@@ -68,10 +68,10 @@ Content = torch.Tensor | tuple[Delta, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What a subscriber has received of one part."""
+    """Data that a subscriber has received from one rank."""
 
     contents: Sequence[Content]
-    """Of each block that it wants."""
+    """Content of each wanted block."""
     num_bytes: int
 
 
@@ -189,7 +189,7 @@ class SharedMemorySource:
     is_remote: ClassVar[bool] = False
 
     def __init__(self, path: Path, announcement: Announcement) -> None:
-        """Raises DamagedSnapshot and OSError."""
+        """Open the region at `path`. Raises DamagedSnapshot and OSError."""
         self._path, self._inode = path, path.stat().st_ino
         self._announcement = announcement
         self._is_announced, self._announced_s = True, time.monotonic()
@@ -255,7 +255,7 @@ class _ServedPart:
     def __init__(
         self, connection: StateConnection, version: int, description: RegionDescription
     ) -> None:
-        """Raises RpcError and VersionGone."""
+        """Read the header of a version. Raises RpcError and VersionGone."""
         self._connection, self._version = connection, version
         connection.select(version)
         header = connection.fetch_header()
@@ -356,7 +356,7 @@ class ServerSource:
         self._session = description.session
 
     def versions(self) -> list[int]:
-        """Raises PublishError if the server does not answer."""
+        """Return the complete versions. Raises PublishError if the server does not answer."""
         status = read_header(self._status)
         self._session = status.get("session")
         return [int(version) for version in status.get("versions", ())]
@@ -383,7 +383,7 @@ class ServerSource:
 
 
 def _chains_from_json(chains: Any) -> dict[str, list[DeltaLink]]:
-    """Raises PublishError."""
+    """Parse the deltas of a version, by name. Raises PublishError."""
     if not isinstance(chains, dict) or not all(
         isinstance(links, list) for links in chains.values()
     ):
@@ -461,7 +461,7 @@ class Publication:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What the first rank tells of the model."""
+        """Model and configuration as published by the first rank."""
         return self.ranks[0].description.config
 
     @property

@@ -224,7 +224,7 @@ class Subscription:
         def receive(rank: int, is_cancelled: Callable[[], bool]) -> Received:
             blocks = [(read.name, read.source) for read in wanted[rank]]
             names = {name for name, _ in blocks if (rank, name) in self._digests}
-            # Of tensors of other types, such as quantized ones, single elements cannot be set.
+            # Single elements of tensors of other types, such as quantized ones, cannot be set.
             names -= {read.name for read in wanted[rank] if type(read.into) is not torch.Tensor}
             held = {name: self._digests[rank, name] for name in names}
             return parts[rank].receive(blocks, held, is_cancelled)
@@ -246,7 +246,7 @@ class _Pinned:
     digests: dict[tuple[int, str], str]
     reads: Sequence[_Read]
     contents: Sequence[Content]
-    """Of each read: received, or in the publisher's shared memory."""
+    """Content of each read: received, or in the publisher's shared memory."""
     num_bytes_unchanged: int
     num_bytes_received: int
 

@@ -88,7 +88,7 @@ class PublishedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As in the base class, which waits for an accelerator and so raises on a CPU."""
+        """Update the weights. The base class waits for an accelerator, and so raises on a CPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()

@@ -42,7 +42,7 @@ class Estimate:
     world_size: int
     degrees: ParallelDims
     num_parameters: int
-    """Of the model."""
+    """Parameters of the model."""
     checkpoint_bytes: int
     """Weights and optimizer state of all ranks."""
     num_microbatches: int
@@ -52,7 +52,7 @@ class Estimate:
     host_bytes: float
     """Memory that CPU offload keeps on the host, per rank."""
     traffic: Mapping[str, Traffic]
-    """By axes of the mesh, per step, of the rank that communicates most."""
+    """Traffic per step of the rank that communicates most, by axes of the mesh."""
     flops: float
     """FLOPs of the rank that computes most, recomputation included."""
     bubble: float

@@ -54,9 +54,9 @@ class RankStep:
     stages: tuple[int, ...]
     """Pipeline stages of the rank, from 0."""
     num_stages: int
-    """Of the pipeline; 1 without one."""
+    """Stages of the pipeline; 1 without one."""
     points: tuple[Point, ...]
-    """In the order of time; those of the first microbatches."""
+    """Points of the first microbatches, in the order of time."""
     schedule: Work
     """Forward and backward of all microbatches."""
     update: Work

@@ -19,7 +19,7 @@ Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "bu
 KINDS: tuple[Kind, ...] = (
     *("weights", "optimizer", "gradients", "buffers", "activations", "logits"),
 )
-"""In the order of the picture: what lives longest first."""
+"""Kinds in the order of the picture: the longest-lived first."""
 
 ByKind = Mapping[Kind, float]
 """Bytes."""

@@ -47,7 +47,7 @@ _PIPELINE_DISTANCE = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What the terms need of a model and its training."""
+    """Sizes of a model and its training that the terms need."""
 
     block: float
     """Parameters of a block without its experts."""
@@ -124,9 +124,9 @@ class MeshModel:
         self._sizes = sizes
         self._accelerator = accelerator
         self._terms: dict[ParallelDims, dict[str, float]] = {}
-        """Of the candidates: memory by kind, and seconds by kind; not scaled."""
+        """Memory and seconds of the candidates by kind, not scaled."""
         self._factors: dict[ParallelDims, dict[str, float]] = {}
-        """Of the traced meshes: traced over predicted, for each term that the mesh has."""
+        """Traced over predicted value of the traced meshes, for each term of the mesh."""
         self._is_valid: dict[ParallelDims, bool] = {}
 
     def fit(self, step: MeshStep) -> None:
@@ -147,7 +147,7 @@ class MeshModel:
 
     def predict(self, degrees: ParallelDims) -> MeshPrediction:
         """Predict a mesh. It may be an invalid one."""
-        # Of equally near meshes the one that was traced first.
+        # Among equally near meshes, the one that was traced first wins.
         nearest = sorted(self._factors, key=lambda traced: _distance(traced, degrees))
         factors_by_distance = [self._factors[traced] for traced in nearest]
         term = {

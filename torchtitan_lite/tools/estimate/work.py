@@ -24,7 +24,7 @@ class Traffic:
 
     count: float = 0
     num_bytes: float = 0
-    """As `debug.communication.Collective`: the larger of input and output."""
+    """The larger of input and output, as in `debug.communication.Collective`."""
     seconds: float = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -51,7 +51,7 @@ class Work:
     other_s: float = 0
     """Operations that are limited by the memory bandwidth."""
     traffic: Mapping[tuple[str, str, bool], Traffic] = field(default_factory=dict)
-    """By axes, operation, and whether FSDP overlaps it with computation."""
+    """Traffic by axes, operation, and whether FSDP overlaps it with computation."""
 
     def __add__(self, other: "Work") -> "Work":
         keys = {**self.traffic, **other.traffic}

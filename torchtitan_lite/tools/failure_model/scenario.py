@@ -68,21 +68,21 @@ class Scenario:
     """Time without a change after which a job takes machines that have arrived (traces)."""
 
     restart_s: float = _measured("restart_s")
-    """From the death of a rank until all ranks, started again, train."""
+    """Time from the death of a rank until all ranks, restarted, train."""
     spare_s: float = _measured("spare_s")
-    """From the death of a rank until a warm spare has replaced it."""
+    """Time from the death of a rank until a warm spare has replaced it."""
     replica_stall_s: float = _measured("replica_stall_s")
     """Stall of the other replicas when one of them dies, beyond the aborted step."""
     replica_restart_s: float = _measured("replica_restart_s")
-    """From the restart of a replica to its first step, without the transfer of a large state."""
+    """Time from the restart of a replica to its first step, without transfer of a large state."""
     donor_stall_s: float = _measured("donor_stall_s")
     """Stall when a replica rejoins."""
     torchft_stall_s: float = _measured("torchft_stall_s")
-    """As `replica_stall_s`, of a trainer on torchft."""
+    """`replica_stall_s` of a trainer on torchft."""
     torchft_restart_s: float = _measured("torchft_restart_s")
-    """As `replica_restart_s`, of a trainer on torchft."""
+    """`replica_restart_s` of a trainer on torchft."""
     torchft_donor_stall_s: float = _measured("torchft_donor_stall_s")
-    """As `donor_stall_s`, of a trainer on torchft."""
+    """`donor_stall_s` of a trainer on torchft."""
     heal_mib_per_s: float = _measured("heal_mib_per_s")
     """Rate at which a rank receives its state from a rank of a donor or a buddy."""
     load_mib_per_s: float = _measured("load_mib_per_s")

@@ -28,7 +28,7 @@ _HOURS_WITHOUT_FAILURES = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Where the time of a job goes under a strategy."""
+    """Time of a job by kind under a strategy."""
 
     strategy: Strategy
     num_ranks: int

@@ -19,7 +19,7 @@ from torchtitan_lite.tools.failure_model.time_shares import TimeShares
 
 
 class StateSource(IntEnum):
-    """Where a job resumes from; the later ones lose more."""
+    """Source from which a job resumes; the later ones lose more."""
 
     SNAPSHOT = 0
     BUDDY = 1

@@ -61,9 +61,9 @@ class Comparison:
     last_steps: tuple[int | None, int | None]
     """Last committed step of the first and of the other run; None: no committed step."""
     differences: Mapping[str, tuple[StepDifference, ...]]
-    """By name in COMPARED, one per common step."""
+    """Differences by name in COMPARED, one per common step."""
     budgets: tuple[EqualBudget, ...]
-    """At equal tokens and in equal time, where both runs record them."""
+    """Comparisons at equal tokens and in equal time, where both runs record them."""
     config: tuple[tuple[str, str, str], ...]
     """Keys of the config that differ, with both values; an empty text if not set."""
 

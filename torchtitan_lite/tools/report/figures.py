@@ -35,7 +35,7 @@ KIND_COLORS = {
     "lost": "#dc2626",
     "idle": "#fb923c",
 }
-"""By kind of time, in the order of the bar."""
+"""Colors by kind of time, in the order of the bar."""
 _MARKERS = {
     "fault": ("x", "#dc2626", 12),
     "error": ("x-thin-open", "#7f1d1d", 12),

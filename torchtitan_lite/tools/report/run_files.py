@@ -62,7 +62,7 @@ class Step:
     step: int
     skipped: bool
     values: Mapping[str, float | None]
-    """By name, all of NUMBERS."""
+    """Values by name, all of NUMBERS."""
     router_load: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float | None:
@@ -127,7 +127,7 @@ class Goodput:
     """Fraction of useful time, 0 to 1."""
     wall_s: float
     seconds: Mapping[str, float]
-    """By kind of time."""
+    """Seconds by kind of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,21 +255,21 @@ class _Problems:
     """Problems in the files."""
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self._texts: list[str] = []
         self._more = 0
 
     def add(self, text: str) -> None:
-        if len(self._found) < _MAX_PROBLEMS:
-            self._found.append(encodable(text))
+        if len(self._texts) < _MAX_PROBLEMS:
+            self._texts.append(encodable(text))
         else:
             self._more += 1
 
     def first(self) -> str:
-        return f" First problem: {self._found[0]}" if self._found else ""
+        return f" First problem: {self._texts[0]}" if self._texts else ""
 
     def listed(self) -> list[str]:
         more = [f"and {self._more} more problems"] if self._more else []
-        return [*self._found, *more]
+        return [*self._texts, *more]
 
 
 def _replica_folders(folder: Path) -> Iterator[tuple[int, Path]]:

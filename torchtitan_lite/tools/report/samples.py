@@ -89,7 +89,7 @@ class _Session:
 
 @dataclass
 class _History:
-    """What a replica committed last at each step."""
+    """Last commit of a replica at each step."""
 
     attempts: dict[int, _Attempt] = field(default_factory=dict[int, _Attempt])
     is_placed_after: dict[int, bool] = field(default_factory=dict[int, bool])
@@ -235,7 +235,7 @@ class _RankReader:
         if event == LEDGER_SESSION:
             self._begin_session(line, step, cursor)
         elif self._session is None:
-            # Of a session that the leader has not recorded.
+            # The leader has not recorded this session.
             return
         elif event == LEDGER_SAMPLES:
             self._begin_attempt(line, step, cursor)

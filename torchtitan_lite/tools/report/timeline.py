@@ -50,7 +50,7 @@ _KIND_OF_EVENT = {
 }
 _NOT_SHOWN = frozenset({"books", "goodput", "sample", "samples", "start"})
 _LAUNCHER_KINDS = {"failed": "fault", "given up": "fault", "makes no progress": "hang"}
-"""By prefix of the launcher's text."""
+"""Kinds by prefix of the launcher's text."""
 _EXPECTED = (LAUNCHER_STARTED, "lighthouse: listening")
 """Prefixes of the launcher's texts that occur in every run."""
 _MAX_TEXT_LENGTH = 300
@@ -95,7 +95,7 @@ class Recovery:
     failed_after: int | None
     """Last step of the replica before the failure."""
     seconds: float | None
-    """Until its next step began; None if it ran none."""
+    """Seconds until its next step began; None if it ran none."""
     resumed_at: int | None
     """The first step after the recovery."""
 

@@ -25,7 +25,7 @@ _MAD_TO_SIGMA = 1.4826
 
 
 class StepAction(Enum):
-    """What to do with a step. SKIP, STOP and ROLL_BACK have the values of the config."""
+    """Action for a step. SKIP, STOP and ROLL_BACK have the values of the config."""
 
     COMMIT = "commit"
     ABORT = "abort"

@@ -44,7 +44,7 @@ class RankWork:
     microbatches: int
     seconds: float
     data_s: float = 0.0
-    """Of these, waiting for data."""
+    """Part of these in which the rank waited for data."""
 
 
 @dataclass(frozen=True)

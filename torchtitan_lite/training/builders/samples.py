@@ -1,4 +1,4 @@
-"""What a run lets its model generate: in validations, and at its end."""
+"""Samples that a run lets its model generate: in validations, and at its end."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -30,7 +30,7 @@ class RestoredState:
     state: TrainState
     checkpoints: CheckpointManager
     averaging: "Averaging | None"
-    """Of semi-synchronous replicas."""
+    """Averaging of semi-synchronous replicas."""
     restored_from: str | None
     """Location of the loaded checkpoint or snapshot; None for new weights."""
 

@@ -148,7 +148,7 @@ class TimeTotals:
     """Totals at one point in time."""
 
     ns: Mapping[str, int]
-    """By kind, in the order of KINDS."""
+    """Nanoseconds by kind, in the order of KINDS."""
 
     @property
     def wall_s(self) -> float:
@@ -279,7 +279,7 @@ class GoodputTracker:
             "version": _VERSION,
             "first_start_ns": self._first_ns,
             "until_ns": self._since_ns,
-            # For readers of the file.
+            # Readers of the file use these values.
             **self._totals(attempt).values(),
             "entries": [*self._ledger.to_json(), [step, step, attempt]],
         }

@@ -44,7 +44,7 @@ _GAUGES: dict[str, tuple[str, Callable[[StepRecord], float | None]]] = {
     ),
     "last_step_timestamp_seconds": ("Unix time of the newest step.", lambda record: record.time),
 }
-"""By name: the HELP text, and the value of a record. With None the gauge has no sample."""
+"""HELP text and value of a record, by name. With None the gauge has no sample."""
 
 
 class Prometheus:

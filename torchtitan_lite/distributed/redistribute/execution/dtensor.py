@@ -60,7 +60,7 @@ def redistribute_state_dict(
     by_holders: dict[HolderMesh, DeviceMesh] = {}
     if not layouts.keys() <= out.keys():
         of_tensors = (t.device_mesh for t in (*tensors.values(), *out.values()))
-        # Of equal ones the last, which is the one that the caller gave.
+        # The last of equal ones is the one that the caller gave.
         by_holders = {HolderMesh.from_device_mesh(mesh): mesh for mesh in (*of_tensors, *meshes)}
     specs: dict[Plan, DTensorSpec] = {}
     for name, tensor_plan, local in zip(layouts, plans, moved, strict=True):

@@ -119,13 +119,14 @@ def held_blocks(
 @torch.no_grad()
 def distribute_reads(
     reads: Sequence[ReadPlan],
-    given: Sequence[Mapping[Holder, torch.Tensor]],
+    sources: Sequence[Mapping[Holder, torch.Tensor]],
     outs: Sequence[torch.Tensor | None],
     options: ExchangeOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Fill `outs`, this rank's shards of the destinations, in one exchange: all on the CPU, and
-    contiguous. `given` has, per read, the data of the holders that this rank reads. Every rank must
-    call it, with the same `reads`. Without a process group this process is alone, and rank 0."""
+    contiguous. `sources` has, per read, the data of the holders that this rank reads. Every rank
+    must call it, with the same `reads`. Without a process group this process is alone, and rank
+    0."""
     if not reads:
         return
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -143,7 +144,7 @@ def distribute_reads(
         if some and rank in participants:
             group = process_group_of(participants) if len(participants) > 1 else None
             FusedExchange([task for task, _ in some], participants, group, cpu, options).run(
-                [_given(task, given[index]) for task, index in some],
+                [_given(task, sources[index]) for task, index in some],
                 [outs[index] for _, index in some],
             )
 

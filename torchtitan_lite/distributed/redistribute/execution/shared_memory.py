@@ -49,7 +49,7 @@ _SPINS = 200
 longer than a small copy of a peer."""
 
 _SYS_FUTEX = 202
-"""On x86-64."""
+"""Number of the system call on x86-64."""
 
 _WAIT, _WAKE = 0, 1
 

@@ -71,7 +71,7 @@ class _SentPart(NamedTuple):
 
 
 _SentParts = dict[tuple[Plan, Holder], _SentPart]
-"""By plan, which tensors share, and sender."""
+"""Sent parts by plan, which tensors may share, and sender."""
 
 
 class _SharedBucket(NamedTuple):
@@ -110,7 +110,7 @@ class SharedMemoryTransport:
         line = LINE_BYTES // self._width
         capacity = min(bucket_bytes, memory.slot_bytes) // self._width // line * line
         self._parts: _SentParts = {}
-        """Of a shard that is not in it, a slot holds all."""
+        """Parts of shards in a slot; a slot holds a shard that is not listed entirely."""
         buckets = assign_buckets([task.max_local_raw(index) for task in tasks], capacity, line)
         if len(buckets) > 1:
             # All peers must count the same buckets, near or not.
@@ -237,7 +237,7 @@ def _sent_part(task: TensorTask, sender: Holder, index: int) -> _SentPart:
     whole = _whole_part(task, sender, index)
     if task.kind(index) == "reduce":
         return whole
-    # That of another rank is not kept: it may be long.
+    # The list of another rank is not kept: it may be long.
     of_plan = task.plan if sender == task.sender else task.plan.exchange
     sends = of_plan.transfers(sender)[index].sends
     blocks = [block for piece in sends for block in task.rectangles(piece, index)]
@@ -270,7 +270,7 @@ def _without_gaps(intervals: Iterable[tuple[int, int]]) -> tuple[tuple[int, int,
 def _joined_writes(writes: Iterable[_SlotCopy]) -> list[_SlotCopy]:
     """Write the rectangle around several of one run at once if they are most of it and it has no
     gaps in the tensor: several receivers of parts of each row would make many short copies, and
-    nobody reads the rest."""
+    no receiver reads the rest."""
     by_run: dict[tuple[int, int], list[_SlotCopy]] = {}
     for write in writes:
         by_run.setdefault((write.tensor, write.offset), []).append(write)

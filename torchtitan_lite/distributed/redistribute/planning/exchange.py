@@ -343,7 +343,7 @@ class _BroadcastTransfers(NamedTuple):
     """Transfers of a holder that broadcast the result of one rectangle."""
 
     own: tuple[int, ReductionOwner] | None
-    """What it reduces, with its index among the owners."""
+    """The part that it reduces, with its index among the owners."""
     rounds: tuple[RoundTransfers, ...]
     """Transfers in the rounds after the reduction."""
 

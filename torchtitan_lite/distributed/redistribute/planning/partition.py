@@ -223,7 +223,7 @@ def _strided(length: int, splits: Sequence[Split]) -> Partition:
         numbers = np.unique(np.concatenate([old, borders, [length]]))
         numbers = numbers[numbers <= length]
         at = np.searchsorted(old, numbers[:-1], "right") - 1
-        # Of borders that coincide, those of empty parts come first.
+        # Where borders coincide, those of empty parts come first.
         border = np.searchsorted(borders, numbers[:-1], "right") - 1
         start, size = start[at] + numbers[:-1] - old[at], np.diff(numbers)
         coordinate = border % split.size

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 Targets = tuple[int, ...]
-"""By contribution of the source: the contribution of the destination that it is added to."""
+"""Contribution of the destination to which each contribution of the source is added."""
 
 
 @lru_cache(maxsize=4096)

@@ -69,7 +69,7 @@ class Multicast(NamedTuple):
 
 
 class NodeReceivers(NamedTuple):
-    """Where the sources and the receivers of a multicast are."""
+    """Nodes of the sources and the receivers of a multicast."""
 
     node: Callable[[Holder], Hashable]
     sources: Mapping[Hashable, Sequence[Holder]]

@@ -79,7 +79,7 @@ class DepartureNotifier:
         if now_s >= self._restart_at_s:
             self._restart_at_s = math.inf
             with suppress(OSError):
-                # Else the next departure starts it.
+                # Otherwise the next departure starts it.
                 self.start(address)
         if self._process is None:
             return None

@@ -39,7 +39,7 @@ _ORDER = (
 )
 """Order of the phases between two commits."""
 _FEWEST_VOTES = 3
-"""Of two ranks, neither is known to have taken the wrong branch."""
+"""Minimum number of ranks for a majority: of two ranks, either may have taken the wrong branch."""
 
 
 @dataclass(frozen=True)

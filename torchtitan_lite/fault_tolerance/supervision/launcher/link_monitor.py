@@ -31,7 +31,7 @@ takes most of a step, or where ranks wait for a processor before they read."""
 _IDLE = 0.2
 """Fraction of the samples below which a link is no longer slow."""
 _DEAD_RETRANSMISSIONS = 3
-"""Of one segment, without an answer: more than a second."""
+"""Retransmissions of one segment without an answer: more than a second."""
 _DEAD_SAMPLES = 8
 """Consecutive samples with dead links before a diagnosis."""
 _REPEAT_S = 60.0

@@ -61,7 +61,7 @@ def run_ranks(
         for rank in [rank for rank in running if rank.descriptor in ended]:
             running.remove(rank)
             os.close(rank.descriptor)
-            # Not waited for yet: the launcher reads its exit status, too.
+            # It is not reaped yet: the launcher reads its exit status, too.
             status = exit_status_of(rank.process.pid)
             if status is not None:
                 statuses.append((rank.number, status))

@@ -371,13 +371,13 @@ class _InPlaceResize:
 
 
 class _Phase(NamedTuple):
-    """What replicas do after a permission."""
+    """Phase of a resize, which begins with a permission."""
 
     completed: ResizeState
     """Answer that completes the phase."""
     following: Permission | None
     what: str
-    """What a replica must do, for display."""
+    """Action of a replica in it, for display."""
     limit_s: float
 
 
@@ -386,7 +386,7 @@ _PHASES: Mapping[Permission | None, _Phase] = {
     Permission.LEAVE: _Phase(ResizeState.LEFT, Permission.START, "leave its training", LEAVE_S),
     Permission.START: _Phase(ResizeState.DONE, None, "take a step on the new mesh", _DONE_S),
 }
-"""By the last permission."""
+"""Phases by the last permission."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The agent of one of several machines. The rendezvous decides when an attempt starts and ends, and
-who takes part in it; this agent reports to it, and stops its ranks without being asked to when the
-rendezvous does not answer in time. It passes a request to resize the run on to the rendezvous,
-whose answers name the phase for all machines."""
+which machines take part in it; this agent reports to it, and stops its ranks without being asked to
+when the rendezvous does not answer in time. It passes a request to resize the run on to the
+rendezvous, whose answers name the phase for all machines."""
 
 import math
 import os

@@ -37,7 +37,7 @@ a callback of torch, which swallows exceptions, and is raised again then."""
 
 
 class RecoveryHooks:
-    """What the training of one attempt tells the agent, and where the agent may interrupt it."""
+    """Hooks of the training of one attempt: reports to the agent, and interruption by it."""
 
     def __init__(self, channel: AgentChannel) -> None:
         self._channel = channel
@@ -146,7 +146,7 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
             status = train(recovery, order["arguments"])
         except (Exception, TrainingAborted) as error:
             if not isinstance(error, TrainingAborted):
-                # Of the start, before the process groups exist.
+                # The start failed, before the process groups exist.
                 recovery.report(error)
             failure, outcome = traceback.format_exc(), {"standby": True}
         else:
@@ -180,8 +180,8 @@ def _receive(
 
 
 def _abort(recovery: RecoveryHooks) -> None:
-    # First of all, so that the main thread does not go on with the result of an aborted collective:
-    # on a GPU the wait for it returns without an error.
+    # Interrupt first, so that the main thread does not continue with the result of an aborted
+    # collective: on a GPU the wait for it returns without an error.
     _interrupt(recovery)
     abort_all_groups()
     pause = threading.Event()

@@ -241,7 +241,7 @@ class Coordinator:
     def _rebuild(self, now_s: float) -> None:
         """Learn the last attempt from the reports."""
         if self._first_report_s is None:
-            # Not from the start of this process: all machines may reach it late.
+            # The start of this process does not count: all machines may reach it late.
             self._first_report_s = now_s
         reports = [machine.report for machine in self._machines.values()]
         self._attempt = max(report.seen_attempt for report in reports)
@@ -434,7 +434,7 @@ class Coordinator:
         was_cut = bool(self._lost or cut)
         resize = self._resize
         is_leaving = resize is not None and resize.state is ResizeState.READY
-        # So do ranks that are aborted because others leave too late.
+        # Exceptions of ranks that are aborted because others leave too late are explained, too.
         is_explained = was_cut or (resize is not None and is_leaving and resize.is_late)
         for kind in (FailureKind.USER_ERROR, FailureKind.DEATH, FailureKind.EXCEPTION):
             if by_kind[kind] and (kind is not FailureKind.EXCEPTION or not is_explained):

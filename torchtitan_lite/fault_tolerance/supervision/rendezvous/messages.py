@@ -116,7 +116,7 @@ class Report(_Message):
     """How a rank failed in `attempt`."""
     failure_text: str = ""
     failure_signature: str = ""
-    """As in `restart_policy.Failure`."""
+    """Signature of the failure, see `restart_policy.Failure`."""
     failure_rank: int = -1
     failure_status: int = 0
     failure_age_s: float = 0.0

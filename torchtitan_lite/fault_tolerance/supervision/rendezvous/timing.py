@@ -27,7 +27,7 @@ LOST_S = LEASE_S + STOP_S + 1.0
 the last report, and that is later than it was sent; the last second is a margin."""
 ALL_LOST_S = 60.0
 """The same if all machines were silent, which is more likely an outage of the rendezvous or its
-network: then nobody is replaced before it is sure."""
+network: then no machine is replaced before it is certain."""
 OUTAGE_S = LEASE_S
 """Time without a report of any machine that counts as such an outage."""
 HOLD_S = 60.0
