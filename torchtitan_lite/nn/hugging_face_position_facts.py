@@ -29,6 +29,19 @@ class RotatedShare:
         return {self.theirs: dims.rotated_share}
 
 
+class RotatedWidth:
+    """The width of the rotated part of a head; absent: all of it."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        head_dim = dims["head_dim"] or dims["dim"] // dims["num_heads"]
+        width = config.integer("rotary_dim", head_dim)
+        dims["rotated_share"] = rotated_share(config, width / head_dim)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        width = int(dims.head_size * dims.rotated_share)
+        return {"rotary_dim": width, "partial_rotary_factor": dims.rotated_share}
+
+
 @dataclass(frozen=True)
 class Rotation:
     """The base and the scaling of RoPE, where all layers have the same."""
@@ -123,9 +136,14 @@ class LayerWindows:
         }
 
 
-def is_late(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
-    """A default of `LayerWindows`: the window is that of layers behind the first ones."""
-    return layer >= config.integer("max_window_layers", 28, least=0)
+def late(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
+    """Return the default of `LayerWindows` in which the layers behind the first ones, by default
+    `default`, have the window."""
+
+    def is_windowed(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+        return layer >= config.integer("max_window_layers", default, least=0)
+
+    return is_windowed
 
 
 def but_each(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
