@@ -19,6 +19,7 @@ from torchtitan_lite.models.auto.rows import (
 from torchtitan_lite.nn.decoder_hugging_face import (
     GATE_UP,
     QK_LAYERNORM,
+    QKV,
     HuggingFaceNames,
 )
 from torchtitan_lite.nn.hugging_face_facts import (
@@ -35,6 +36,7 @@ from torchtitan_lite.nn.hugging_face_position_facts import (
     LayerRotations,
     LayersWithoutRope,
     LayerWindows,
+    OriginalLength,
     RopeInWindows,
     RotatedShare,
     Rotation,
@@ -290,6 +292,23 @@ DENSE = (
         Given("qk_norm", "all_heads"),
         LayerWindows(4096, but_each(4), switch=None),
         LayerRotations(500000.0, windowed_key=None),
+    ),
+    row(
+        "Phi3ForCausalLM",
+        "phi3",
+        *own(norm_eps=1e-5, pad_token_id=32000),
+        HeadWidth(),
+        WIDTH,
+        ACTIVATION,
+        Window(None),
+        RotatedShare(1.0),
+        ROTATION,
+        OriginalLength(),
+        Fixed("attention_bias", False, is_written=False),
+        Fixed("lm_head_bias", False, is_written=False),
+        Fixed("full_attn_mod", 1, is_written=False),
+        Fixed("interpolate_factor", 1, is_written=False),
+        names=HuggingFaceNames(fused={**QKV, **GATE_UP}),
     ),
     row(
         "Qwen2ForCausalLM",

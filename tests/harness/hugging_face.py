@@ -184,6 +184,19 @@ def _dense(model_type: str, **more: Any) -> "PreTrainedModel":
     return _new_model(model_type, **_COMMON | sizes | {"rope_parameters": _DEFAULT_ROPE} | more)
 
 
+_LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 20000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 2.0, 3.5, 5.0],
+}
+
+
+def _halves(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the factors of half a head."""
+    return {name: rope[name][:2] for name in ("short_factor", "long_factor")}
+
+
 _SIGMOIDS: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -297,6 +310,17 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     ),
     "qwen2_moe_windows": lambda: _sparse(
         "qwen2_moe", use_sliding_window=True, sliding_window=9, norm_topk_prob=True
+    ),
+    "phi3": lambda: _dense("phi3", head_dim=8, sliding_window=9),
+    "phi3_short": lambda: _dense(
+        "phi3", head_dim=8, rope_parameters=_LONG_ROPE, original_max_position_embeddings=64
+    ),
+    "phi3_long": lambda: _dense(
+        "phi3",
+        head_dim=8,
+        tie_word_embeddings=True,
+        rope_parameters={**_LONG_ROPE, "partial_rotary_factor": 0.5, **_halves(_LONG_ROPE)},
+        original_max_position_embeddings=32,
     ),
     "stablelm": lambda: _dense("stablelm", head_dim=None),
     "stablelm_parallel": lambda: _dense(

@@ -42,6 +42,17 @@ class RotatedWidth:
         return {"rotary_dim": width, "partial_rotary_factor": dims.rotated_share}
 
 
+class OriginalLength:
+    """The positions of pretraining beside those of the model, of which `Rotation` reads them."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        config.ignore("original_max_position_embeddings")
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        original = getattr(dims.rope_scaling, "original_max_position", dims.max_seq_len)
+        return {"original_max_position_embeddings": original}
+
+
 @dataclass(frozen=True)
 class Rotation:
     """The base and the scaling of RoPE, where all layers have the same."""
