@@ -135,7 +135,7 @@ class LayerWindows:
             and (self.is_windowed(config, dims, n) if kinds is None else kinds[n] == _KINDS[0])
         ]
         config.ignore("max_window_layers", "sliding_window_pattern")
-        dims["windowed_layers"] = tuple(windowed)
+        dims["windowed_layers"] = tuple(windowed) or None
         dims["window"] = config.integer("sliding_window", self.default) if windowed else None
 
     def write(self, dims: Any) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class RopeInWindows:
         dims["layers_without_rope"] = tuple(
             n
             for n in range(dims["num_layers"])
-            if n not in dims["windowed_layers"] and not is_everywhere
+            if n not in (dims["windowed_layers"] or ()) and not is_everywhere
         )
 
     def write(self, dims: Any) -> dict[str, Any]:

@@ -129,7 +129,7 @@ RELEASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             use_mrope=False,
             use_sliding_window=False,
         ),
-        {"bias": True, "windowed_layers": []},
+        {"bias": True, "max_seq_len": 131072},
     ),
     "Qwen3 0.6B": (
         _release(
