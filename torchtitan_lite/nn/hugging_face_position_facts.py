@@ -128,6 +128,11 @@ class LayerWindows:
         has_window = width is not None
         if self.switch is not None:
             has_window = config.flag(self.switch, default=False)
+        if not has_window and _KINDS[0] in (kinds or ()):
+            config.problems.append(
+                f"layer_types has {_KINDS[0]}, and its window is off: sliding_window is {width!r}"
+                + ("" if self.switch is None else f" and {self.switch} is false")
+            )
         windowed = [
             n
             for n in layers
