@@ -17,7 +17,7 @@ from torchtitan_lite.nn.hugging_face_facts import (
     decoder_facts,
     width_per_head,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import LayerWindows, Rotation, is_late
+from torchtitan_lite.nn.hugging_face_position_facts import LayerWindows, Rotation, late
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.spec import ModelSpec
 
@@ -131,7 +131,7 @@ _FAMILY = GroupedDecoderFamily(
             facts=(
                 *_FACTS,
                 Value("head_dim", "head_dim", default=128),
-                LayerWindows(4096, is_late),
+                LayerWindows(4096, late(28)),
                 Value("hidden_dim", "intermediate_size"),
             ),
         ),

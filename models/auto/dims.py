@@ -6,13 +6,14 @@ from typing import Literal
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.registry import unknown_name
 from torchtitan_lite.models.auto.dense import DENSE
+from torchtitan_lite.models.auto.experts import WITH_EXPERTS
 from torchtitan_lite.nn.decoder import DecoderLayer, Multipliers
 from torchtitan_lite.nn.feed_forward import Activation, Dense
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.rope import Rope, RopeBase
 
-ARCHITECTURES = DENSE
+ARCHITECTURES = (*DENSE, *WITH_EXPERTS)
 _MODEL_TYPES = tuple(architecture.model_type for architecture in ARCHITECTURES)
 
 
@@ -22,12 +23,14 @@ class AutoDims(GroupedDecoderDims):
 
     model_type: str
     """The architecture in transformers, a row of `ARCHITECTURES`."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers without experts, of width `hidden_dim`, if others have experts."""
     norms: Literal["before", "after", "both"] = "before"
     """Where norms are: at the input of attention and feed-forward, at their output, or both."""
     parallel: Literal["shared_norm", "two_norms"] | None = None
     """Set: attention and feed-forward read the same hidden states, with one norm or one each."""
-    qk_norm: bool = False
-    """Whether each head of queries and keys is normalized."""
+    qk_norm: Literal["each_head", "all_heads"] | None = None
+    """Set: queries and keys are normalized, each head or all heads together."""
     norms_rotated: bool = False
     """Whether heads are normalized after their rotation, and not before."""
     layers_without_rope: tuple[int, ...] = ()
@@ -73,14 +76,31 @@ class AutoDims(GroupedDecoderDims):
 
     def layer(self, layer: int) -> DecoderLayer:
         """Return the parts of a layer."""
-        return replace(super().layer(layer), norms=self.norms, parallel=self.parallel)
+        feed_forward = self.moe
+        if feed_forward is None or layer in self.dense_layers:
+            assert self.hidden_dim is not None
+            feed_forward = self.dense(self.hidden_dim)
+        return DecoderLayer(
+            attention=self.attention(layer),
+            feed_forward=feed_forward,
+            norms=self.norms,
+            parallel=self.parallel,
+        )
+
+    def check_blocks(self) -> None:
+        """Raise ConfigError if there is no width for a kind of layer."""
+        if self.hidden_dim is None and (self.moe is None or self.dense_layers):
+            raise ConfigError(
+                f"Give hidden_dim, the width of dense layers: {self.dense_layers or 'all'} are."
+            )
 
     def attention(self, layer: int) -> GroupedQuery:
         """Return the attention of a layer."""
         return replace(
             super().attention(layer),
-            qk_norm_eps=self.norm_eps if self.qk_norm else None,
+            qk_norm_eps=None if self.qk_norm is None else self.norm_eps,
             qk_norm=self.norm,
+            norms_all_heads=self.qk_norm == "all_heads",
             norms_rotated=self.norms_rotated,
             scale=self.attention_multiplier,
             rotation=self._rotation(layer),

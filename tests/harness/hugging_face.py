@@ -184,6 +184,37 @@ def _dense(model_type: str, **more: Any) -> "PreTrainedModel":
     return _new_model(model_type, **_COMMON | sizes | {"rope_parameters": _DEFAULT_ROPE} | more)
 
 
+_LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 20000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 2.0, 3.5, 5.0],
+}
+
+
+def _halves(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the factors of half a head."""
+    return {name: rope[name][:2] for name in ("short_factor", "long_factor")}
+
+
+_SIGMOIDS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+}
+
+
+def _sparse(model_type: str, **more: Any) -> "PreTrainedModel":
+    sizes: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    if "n_routed_experts" not in more:
+        sizes["num_experts"] = 4
+    return _dense(model_type, **sizes, **more)
+
+
 _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "gpt_oss": gpt_oss,
     "llama4": lambda: _llama4(use_qk_norm=True),
@@ -239,6 +270,58 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "nemotron": lambda: _dense("nemotron"),
     "nemotron_biased": lambda: _dense("nemotron", attention_bias=True, mlp_bias=True),
     "olmo": lambda: _dense("olmo"),
+    "olmo2": lambda: _dense("olmo2"),
+    "olmo3": lambda: _dense(
+        "olmo3",
+        sliding_window=9,
+        num_hidden_layers=4,
+        rope_parameters={
+            "sliding_attention": _DEFAULT_ROPE,
+            "full_attention": {**_YARN_ROPE, "rope_theta": 20000.0, "attention_factor": 1.2},
+        },
+    ),
+    "dots1": lambda: _sparse("dots1", **_SIGMOIDS, sliding_window=9, max_window_layers=1),
+    "glm4_moe": lambda: _sparse("glm4_moe", **_SIGMOIDS, use_qk_norm=True, attention_bias=True),
+    "granitemoe": lambda: _dense(
+        "granitemoe",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=40,
+        embedding_multiplier=2.5,
+        residual_multiplier=0.6,
+        attention_multiplier=0.4,
+        logits_scaling=0.7,
+    ),
+    "hunyuan_v1_moe": lambda: _dense(
+        "hunyuan_v1_moe", num_experts=4, moe_topk=2, intermediate_size=40
+    ),
+    "minimax_m2": lambda: _dense(
+        "minimax_m2",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=40,
+        rope_parameters={**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+    ),
+    "olmoe": lambda: _dense(
+        "olmoe", num_experts=4, num_experts_per_tok=2, intermediate_size=40, head_dim=8
+    ),
+    "qwen2_moe": lambda: _sparse(
+        "qwen2_moe", shared_expert_intermediate_size=56, mlp_only_layers=[0]
+    ),
+    "qwen2_moe_windows": lambda: _sparse(
+        "qwen2_moe", use_sliding_window=True, sliding_window=9, norm_topk_prob=True
+    ),
+    "phi3": lambda: _dense("phi3", head_dim=8, sliding_window=9),
+    "phi3_short": lambda: _dense(
+        "phi3", head_dim=8, rope_parameters=_LONG_ROPE, original_max_position_embeddings=64
+    ),
+    "phi3_long": lambda: _dense(
+        "phi3",
+        head_dim=8,
+        tie_word_embeddings=True,
+        rope_parameters={**_LONG_ROPE, "partial_rotary_factor": 0.5, **_halves(_LONG_ROPE)},
+        original_max_position_embeddings=32,
+    ),
     "stablelm": lambda: _dense("stablelm", head_dim=None),
     "stablelm_parallel": lambda: _dense(
         "stablelm", head_dim=None, use_parallel_residual=True, use_qkv_bias=True

@@ -143,7 +143,7 @@ ODD_AUTO = auto.AutoDims(
     vocab_size=517,
     norms="both",
     norm=NormKind(zero_centered=True),
-    qk_norm=True,
+    qk_norm="each_head",
     bias=True,
     window=5,
     windowed_layers=(1, 2),
@@ -181,6 +181,24 @@ ODD_PARALLEL = auto.AutoDims(
     document_mask=True,
 )
 """Attention beside a plain feed-forward block, biases everywhere, and a rotated part of heads."""
+
+ODD_SPARSE = auto.AutoDims(
+    model_type="glm4_moe",
+    dim=36,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=10,
+    hidden_dim=52,
+    moe=replace(MANY_EXPERTS_DIMS, shared_hidden_dim=20, shared_gate=True),
+    dense_layers=(0, 2),
+    vocab_size=517,
+    norms="after",
+    qk_norm="all_heads",
+    layers_without_rope=(1,),
+    document_mask=True,
+)
+"""Norms behind the blocks, norms of all heads together, and experts in some layers."""
 
 ODD_LLAMA4 = llama4.Llama4Dims(
     dim=36,
@@ -264,6 +282,7 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
     llama4.FLAVORS["odd"] = ODD_LLAMA4
     auto.FLAVORS["odd"] = ODD_AUTO
     auto.FLAVORS["odd_parallel"] = ODD_PARALLEL
+    auto.FLAVORS["odd_sparse"] = ODD_SPARSE
     qwen3_next.FLAVORS["odd"] = ODD_QWEN3_NEXT
     # As V2-Lite: no latent of queries, softmax.
     deepseek_v3.FLAVORS["odd_lite"] = replace(

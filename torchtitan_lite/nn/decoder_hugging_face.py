@@ -51,6 +51,11 @@ USUAL_NAMES = HuggingFaceNames()
 QKV = {"self_attn.qkv_proj": ("attention.wq", "attention.wk", "attention.wv")}
 GATE_UP = {"mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3")}
 """Usual fused layers."""
+QK_LAYERNORM = {
+    "attention.q_norm": "self_attn.query_layernorm",
+    "attention.k_norm": "self_attn.key_layernorm",
+}
+"""Other names of the norms of queries and keys."""
 
 
 def decoder_hugging_face_keys(
@@ -127,15 +132,16 @@ def expert_keys(
     shared: str | None = None,
     shared_gate: str | None = None,
     bias: str | None = None,
+    router: str = "gate",
 ) -> tuple[HuggingFaceKey, ...]:
     """Return the names of a family's experts: separate tensors, or stacked as transformers 5 has
     them in memory. `block` is the name of the MoE in a layer, `projections` those of w1, w2 and w3,
     `shared` that of the shared experts, `shared_gate` of their gate, and `bias` that of the
-    balancing bias, if there are any."""
+    balancing bias, if there are any; `router` is that of the router's projection."""
     here, layer = "layers.*.feed_forward", "model.layers.*"
     blocks = dict.fromkeys((block, "mlp"))
     keys = [
-        _key(f"{here}.router.gate.weight", *(f"{layer}.{name}.gate.weight" for name in blocks)),
+        _key(f"{here}.router.gate.weight", *(f"{layer}.{name}.{router}.weight" for name in blocks)),
         _key(
             f"{here}.router.expert_bias_X", *([] if bias is None else [f"{layer}.{block}.{bias}"])
         ),

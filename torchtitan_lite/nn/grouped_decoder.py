@@ -60,17 +60,21 @@ class GroupedDecoderDims:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if (self.hidden_dim is None) == (self.moe is None):
-            raise ConfigError(
-                f"Give either hidden_dim ({self.hidden_dim}), for dense blocks, or moe "
-                f"({self.moe}), for experts."
-            )
+        self.check_blocks()
         if self.head_dim is None and self.dim % self.num_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must divide dim ({self.dim}), or set head_dim."
             )
         # Raises ConfigError for sizes that do not fit.
         _ = self.layers
+
+    def check_blocks(self) -> None:
+        """Raise ConfigError if there is not one kind of feed-forward block."""
+        if (self.hidden_dim is None) == (self.moe is None):
+            raise ConfigError(
+                f"Give either hidden_dim ({self.hidden_dim}), for dense blocks, or moe "
+                f"({self.moe}), for experts."
+            )
 
     @property
     def head_size(self) -> int:

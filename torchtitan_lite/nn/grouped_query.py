@@ -24,7 +24,7 @@ from torchtitan_lite.nn.attention import (
     causal_flops,
 )
 from torchtitan_lite.nn.attention_sinks import SinkKernel
-from torchtitan_lite.nn.norm import RMS_NORM, NormKind
+from torchtitan_lite.nn.norm import RMS_NORM, AllHeadsNorm, NormKind
 from torchtitan_lite.nn.rope import Rope, rotate
 from torchtitan_lite.nn.spec import (
     AttentionSharding,
@@ -72,6 +72,9 @@ class GroupedQuery(AttentionDims):
     """Set: each head of queries and keys is normalized before its rotation (arXiv:2302.05442)."""
     qk_norm: NormKind = RMS_NORM
     """Of these norms."""
+    norms_all_heads: bool = False
+    """Whether all heads of queries, and all of keys, are normalized together by their root mean
+    square."""
     norms_rotated: bool = False
     """Whether these norms follow the rotation."""
     gated: bool = False
@@ -151,10 +154,9 @@ class GroupedQuery(AttentionDims):
 
     @property
     def shard_rules(self) -> tuple[ShardRule, ...]:
+        style = "all_heads" if self.norms_all_heads else "heads"
         norms = (
-            ShardRule(pattern=f"[qk]_norm.{kind}", style="heads")
-            for kind in self.qk_norm.parameters
-            if self.qk_norm_eps is not None
+            ShardRule(pattern=f"[qk]_norm.{kind}", style=style) for kind in self._norm_parameters
         )
         sinks = (ShardRule(pattern="sinks.weight", style="head_weights"),)
         inward, outward = linear_parameters(self.bias), linear_parameters(self.out_bias)
@@ -179,12 +181,8 @@ class GroupedQuery(AttentionDims):
         }
         if self.has_sinks:
             names["sinks.weight"] = "self_attn.sinks"
-        if self.qk_norm_eps is not None:
-            names |= {
-                f"{x}_norm.{kind}": f"self_attn.{x}_norm.{kind}"
-                for x in "qk"
-                for kind in self.qk_norm.parameters
-            }
+        for kind in self._norm_parameters:
+            names |= {f"{x}_norm.{kind}": f"self_attn.{x}_norm.{kind}" for x in "qk"}
         return names
 
     @property
@@ -217,13 +215,20 @@ class GroupedQuery(AttentionDims):
         return dim * (sum(self.projections.values()) + self.num_heads * self.head_dim)
 
     def num_other_params(self) -> int:
-        is_normed = self.qk_norm_eps is not None
-        norms = 2 * self.head_dim * len(self.qk_norm.parameters) * is_normed
+        heads = self.num_heads + self.num_kv_heads if self.norms_all_heads else 2
+        norms = heads * self.head_dim * len(self._norm_parameters)
         sinks = self.num_heads if self.has_sinks else 0
         return norms + sinks
 
     def num_biases(self, dim: int) -> int:
         return self.bias * sum(self.projections.values()) + self.out_bias * dim
+
+    @property
+    def _norm_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters of a norm of queries or keys."""
+        if self.qk_norm_eps is None:
+            return ()
+        return ("weight",) if self.norms_all_heads else self.qk_norm.parameters
 
     @property
     def _biased(self) -> str:
@@ -257,7 +262,8 @@ class GroupedQueryAttention(Attention):
         )
         self.wo = nn.Linear(dims.num_heads * dims.head_dim, dim, bias=dims.out_bias)
         self.sinks = HeadWeights(dims.num_heads) if dims.has_sinks else None
-        self.q_norm, self.k_norm = _head_norm(dims), _head_norm(dims)
+        self.q_norm = _head_norm(dims, dims.num_heads)
+        self.k_norm = _head_norm(dims, dims.num_kv_heads)
 
     def project(self, x_BSD: torch.Tensor, context: BlockContext) -> tuple[_Queries, States]:
         gate_BSF = None
@@ -306,7 +312,9 @@ class GroupedQueryAttention(Attention):
         return ((heads, self.head_dim), (heads, self.head_dim))
 
 
-def _head_norm(dims: GroupedQuery) -> nn.Module:
+def _head_norm(dims: GroupedQuery, num_heads: int) -> nn.Module:
     if dims.qk_norm_eps is None:
         return nn.Identity()
+    if dims.norms_all_heads:
+        return AllHeadsNorm(num_heads, dims.head_dim, dims.qk_norm_eps)
     return dims.qk_norm.build(dims.head_dim, dims.qk_norm_eps)

@@ -154,6 +154,21 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class NormedHeads:
+    """Whether each head of queries and keys is normalized."""
+
+    theirs: str
+    default: bool
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        is_normed = config.flag(self.theirs, default=self.default)
+        dims["qk_norm"] = "each_head" if is_normed else None
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {self.theirs: dims.qk_norm is not None}
+
+
+@dataclass(frozen=True)
 class ScoreScale:
     """A number by whose root the scores are divided."""
 

@@ -29,6 +29,30 @@ class RotatedShare:
         return {self.theirs: dims.rotated_share}
 
 
+class RotatedWidth:
+    """The width of the rotated part of a head; absent: all of it."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        head_dim = dims["head_dim"] or dims["dim"] // dims["num_heads"]
+        width = config.integer("rotary_dim", head_dim)
+        dims["rotated_share"] = rotated_share(config, width / head_dim)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        width = int(dims.head_size * dims.rotated_share)
+        return {"rotary_dim": width, "partial_rotary_factor": dims.rotated_share}
+
+
+class OriginalLength:
+    """The positions of pretraining beside those of the model, of which `Rotation` reads them."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        config.ignore("original_max_position_embeddings")
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        original = getattr(dims.rope_scaling, "original_max_position", dims.max_seq_len)
+        return {"original_max_position_embeddings": original}
+
+
 @dataclass(frozen=True)
 class Rotation:
     """The base and the scaling of RoPE, where all layers have the same."""
@@ -104,6 +128,11 @@ class LayerWindows:
         has_window = width is not None
         if self.switch is not None:
             has_window = config.flag(self.switch, default=False)
+        if not has_window and _KINDS[0] in (kinds or ()):
+            config.problems.append(
+                f"layer_types has {_KINDS[0]}, and its window is off: sliding_window is {width!r}"
+                + ("" if self.switch is None else f" and {self.switch} is false")
+            )
         windowed = [
             n
             for n in layers
@@ -111,7 +140,7 @@ class LayerWindows:
             and (self.is_windowed(config, dims, n) if kinds is None else kinds[n] == _KINDS[0])
         ]
         config.ignore("max_window_layers", "sliding_window_pattern")
-        dims["windowed_layers"] = tuple(windowed)
+        dims["windowed_layers"] = tuple(windowed) or None
         dims["window"] = config.integer("sliding_window", self.default) if windowed else None
 
     def write(self, dims: Any) -> dict[str, Any]:
@@ -123,9 +152,14 @@ class LayerWindows:
         }
 
 
-def is_late(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
-    """A default of `LayerWindows`: the window is that of layers behind the first ones."""
-    return layer >= config.integer("max_window_layers", 28, least=0)
+def late(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
+    """Return the default of `LayerWindows` in which the layers behind the first ones, by default
+    `default`, have the window."""
+
+    def is_windowed(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+        return layer >= config.integer("max_window_layers", default, least=0)
+
+    return is_windowed
 
 
 def but_each(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
@@ -209,7 +243,7 @@ class RopeInWindows:
         dims["layers_without_rope"] = tuple(
             n
             for n in range(dims["num_layers"])
-            if n not in dims["windowed_layers"] and not is_everywhere
+            if n not in (dims["windowed_layers"] or ()) and not is_everywhere
         )
 
     def write(self, dims: Any) -> dict[str, Any]:

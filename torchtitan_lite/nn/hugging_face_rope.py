@@ -11,11 +11,13 @@ from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.rope import (
     DynamicScaling,
     LinearScaling,
+    LongRopeScaling,
     RopeScaling,
     Scaling,
     YarnScaling,
 )
 
+_MAX = "max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 _NAMES: dict[str, tuple[type[Any], Mapping[str, str]]] = {
@@ -43,8 +45,21 @@ _NAMES: dict[str, tuple[type[Any], Mapping[str, str]]] = {
             "attention_factor": "attention_factor",
         },
     ),
+    "longrope": (
+        LongRopeScaling,
+        {
+            "short_factor": "short_factor",
+            "long_factor": "long_factor",
+            "original_max_position": _ORIGINAL,
+            "max_position": _MAX,
+            "factor": "factor",
+            "attention_factor": "attention_factor",
+        },
+    ),
 }
 """The kinds of scaling: the class, and the names of its fields in transformers."""
+_FORMER_KINDS = {"su": "longrope"}
+_LISTS = ("short_factor", "long_factor")
 _OPTIONAL = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"}
 ALL_SCALINGS = tuple(_NAMES)
 
@@ -92,6 +107,7 @@ def read_table(
         config.problems.append("partial_rotary_factor is not 1, and heads are rotated as a whole")
     base = config.checked_number("rope_theta", given.get("rope_theta", theta))
     kind = given.get("rope_type", given.get("type", "default"))
+    kind = _FORMER_KINDS.get(kind, kind)
     if kind not in ("default", *scaled):
         supported = " or ".join(f'"{one}"' for one in ("default", *scaled))
         config.problems.append(f"rope_type is {kind!r}, and only {supported} is supported")
@@ -108,7 +124,8 @@ def read_table(
         for ours, key in names.items()
         if (value := _given(config, given, key)) is not None
     }
-    missing = [key for ours, key in names.items() if ours not in values and ours not in _OPTIONAL]
+    optional = {*_OPTIONAL, *(("factor",) if kind == "longrope" else ())}
+    missing = [key for ours, key in names.items() if ours not in values and ours not in optional]
     if missing:
         config.problems.append(f"{', '.join(missing)} of RoPE ({kind}) is missing")
         return base, None
@@ -130,7 +147,12 @@ def rope_table(scaling: Scaling | None) -> dict[str, Any] | None:
         (kind, names) for kind, (made, names) in _NAMES.items() if isinstance(scaling, made)
     )
     found = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
-    return {"rope_type": kind, **{key: value for key, value in found.items() if value is not None}}
+    values = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in found.items()
+        if value is not None and key != _MAX
+    }
+    return {"rope_type": kind, **values}
 
 
 def _settings(config: HuggingFaceConfig) -> Any:
@@ -148,12 +170,16 @@ def _given(config: HuggingFaceConfig, given: Mapping[str, Any], key: str) -> Any
     value = given.get(key)
     if key == _ORIGINAL:
         # As in transformers: that of the model wins, and its maximum is the default.
-        value = config.given(_ORIGINAL) or value or config.given("max_position_embeddings")
+        value = config.given(_ORIGINAL) or value or config.given(_MAX)
+    elif key == _MAX:
+        value = config.given(_MAX)
     return None if value == 0 and key in _OPTIONAL and value is not False else value
 
 
 def _value(config: HuggingFaceConfig, key: str, value: Any) -> Any:
     if key == "truncate":
         return bool(value)
+    if key in _LISTS and isinstance(value, list):
+        return tuple(config.checked_number(key, one) for one in value)
     number = config.checked_number(key, value)
-    return int(number) if key == _ORIGINAL else number
+    return int(number) if key in (_ORIGINAL, _MAX) else number

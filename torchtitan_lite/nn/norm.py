@@ -1,6 +1,7 @@
 """Norms of hidden states and heads: the root mean square (arXiv:1910.07467) or LayerNorm
 (arXiv:1607.06450), with weights around 1 or around 0, or without."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,3 +65,29 @@ class ZeroCenteredNorm(nn.Module):
             return F.rms_norm(x.to(wide), scale.shape, scale, self.eps).to(x.dtype)
         bias = None if self.bias is None else self.bias.to(wide)
         return F.layer_norm(x.to(wide), scale.shape, scale, bias, self.eps).to(x.dtype)
+
+
+class AllHeadsNorm(nn.Module):
+    """The RMS norm of all heads of a position together (OLMo 2)."""
+
+    sum_over_heads: Callable[[torch.Tensor], torch.Tensor]
+    """Sums a tensor over the ranks that share the heads. Tensor parallelism replaces it."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.sum_over_heads = lambda squares: squares
+        self.weight = nn.Parameter(torch.ones(num_heads * head_dim))
+        self._width = num_heads * head_dim
+
+    def forward(self, x_BSHE: torch.Tensor) -> torch.Tensor:
+        """[B, S, H, E] -> [B, S, H, E], of this rank's heads."""
+        return self.normalized(x_BSHE, self.weight)
+
+    def normalized(self, x_BSHE: torch.Tensor, weight_F: torch.Tensor) -> torch.Tensor:
+        """`forward` with the weights of this rank's heads."""
+        wide = x_BSHE.to(torch.promote_types(x_BSHE.dtype, torch.float32))
+        squares_BS11 = self.sum_over_heads(wide.square().sum((-2, -1), keepdim=True))
+        scale_BS11 = torch.rsqrt(squares_BS11 / self._width + self.eps)
+        weight_HE = weight_F.view(x_BSHE.shape[-2:])
+        return (wide * scale_BS11 * weight_HE).to(x_BSHE.dtype)

@@ -2,6 +2,7 @@
 pair are half a head apart, or adjacent where a release has them so."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,7 +132,51 @@ class DynamicScaling:
         return frequencies
 
 
-Scaling = RopeScaling | YarnScaling | LinearScaling | DynamicScaling
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv:2402.13753): a divisor per frequency, and other divisors in sequences that
+    are longer than those of pretraining."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position: int
+    max_position: int
+    """Positions of the scaled model."""
+    factor: float | None = None
+    """Unset: max_position / original_max_position."""
+    attention_factor: float | None = None
+    """Set: `magnitude`."""
+    kind: Literal["longrope"] = "longrope"
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of the rotated values."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        factor = self.factor or self.max_position / self.original_max_position
+        if factor <= 1.0:
+            return 1.0
+        return math.sqrt(1.0 + math.log(factor) / math.log(self.original_max_position))
+
+    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """Return the frequencies in short sequences."""
+        return self._divided(frequencies, "short_factor")
+
+    def stretch_long(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Return the frequencies in sequences of more than `original_max_position` positions."""
+        return self._divided(frequencies, "long_factor")
+
+    def _divided(self, frequencies: torch.Tensor, name: str) -> torch.Tensor:
+        divisors = getattr(self, name)
+        if len(divisors) != len(frequencies):
+            raise ConfigError(
+                f"LongRoPE's {name} has {len(divisors)} numbers, and {len(frequencies)} are "
+                "needed, half of the rotated width of a head."
+            )
+        return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device="cpu") / frequencies)
+
+
+Scaling = RopeScaling | YarnScaling | LinearScaling | DynamicScaling | LongRopeScaling
 """The first is that of a table without a `kind` that fits several."""
 
 
@@ -169,6 +214,11 @@ class RotaryEmbedding(nn.Module):
     """Map positions to the cosine and sine of each rotation, times the scaling's magnitude."""
 
     frequencies_E: torch.Tensor
+    long_frequencies_E: torch.Tensor
+    """Those in long sequences, of LongRoPE."""
+    length_of: Callable[[torch.Tensor], torch.Tensor | int]
+    """Maps the positions of a forward to the length of their sequences. Context parallelism, of
+    which a rank has some of the positions, replaces it."""
 
     def __init__(self, head_dim: int, theta: float, scaling: Scaling | None) -> None:
         super().__init__()
@@ -176,13 +226,24 @@ class RotaryEmbedding(nn.Module):
         # On the CPU even while the model is built on the meta device: it has no other source.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies_E = theta**-exponents
+        self.length_of = lambda positions_BS: positions_BS.max() + 1
+        self._short_length: int | None = None
+        if isinstance(scaling, LongRopeScaling):
+            self._short_length = scaling.original_max_position
+            long_E = scaling.stretch_long(frequencies_E)
+            self.register_buffer("long_frequencies_E", long_E, persistent=False)
         if scaling is not None:
             frequencies_E = scaling.stretch(frequencies_E, theta)
         self.register_buffer("frequencies_E", frequencies_E, persistent=False)
 
     def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two float32 tensors [B, S, 1, E/2]."""
-        angles = positions_BS[:, :, None, None].float() * self.frequencies_E
+        frequencies_E = self.frequencies_E
+        if self._short_length is not None:
+            is_long = torch.as_tensor(self.length_of(positions_BS) > self._short_length)
+            is_long = is_long.to(frequencies_E.device)
+            frequencies_E = torch.where(is_long, self.long_frequencies_E, frequencies_E)
+        angles = positions_BS[:, :, None, None].float() * frequencies_E
         if self._magnitude == 1.0:
             return angles.cos(), angles.sin()
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude

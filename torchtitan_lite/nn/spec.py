@@ -179,13 +179,15 @@ class ShardRule:
         "output",
         "sequence",
         "heads",
+        "all_heads",
         "head_weights",
     ]
     """columns: a linear's output features; the input of the module that holds it is gathered along
     the sequence, once for all of them. local_columns: the same, but an `nn.attention.AcrossHeads`
     before the linear gathers. rows: its input features. embedding, output: the vocabulary.
     sequence: the weight is replicated and its module works on a shard of the sequence. heads: the
-    weight is replicated and its module works on this rank's heads (dim 2). head_weights: a weight
+    weight is replicated and its module works on this rank's heads (dim 2). all_heads: a weight per
+    feature of all heads, sharded as these, of an `nn.norm.AllHeadsNorm`. head_weights: a weight
     per head, sharded as the heads; its module returns those of this rank."""
 
 

@@ -14,6 +14,11 @@ def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _AllToAll.apply(x, group)
 
 
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over the ranks. The gradient is the sum of the ranks' gradients."""
+    return _AllReduce.apply(x, group)
+
+
 def exchange_rows(
     x_ND: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
@@ -47,6 +52,23 @@ class _AllGather(torch.autograd.Function):
         mine = torch.empty_like(grad[0])
         dist.reduce_scatter_tensor(mine, grad.contiguous().flatten(0, 1), group=ctx.group)
         return mine, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[override]
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 class _AllToAll(torch.autograd.Function):

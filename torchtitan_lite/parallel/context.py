@@ -16,7 +16,7 @@ depend on the length.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -36,6 +36,7 @@ from torchtitan_lite.nn.attention import (
     attention_mask,
 )
 from torchtitan_lite.nn.recurrent import NO_DOCUMENT, AffineMap, Carry, Recurrence
+from torchtitan_lite.nn.rope import RotaryEmbedding
 from torchtitan_lite.nn.spec import Microbatch
 from torchtitan_lite.parallel.autograd_collectives import all_gather, all_to_all
 
@@ -280,6 +281,8 @@ def apply(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig) -> None:
             if isinstance(child, AttentionMask):
                 mask = _ShardedMask(child, sharding, whole=method == "ulysses")
                 setattr(module, name, _NoMask() if method == "alltoall" else mask)
+        if isinstance(module, RotaryEmbedding):
+            module.length_of = partial(_whole_length, sharding)
         if isinstance(module, Recurrence):
             module.carry = _CarryOverRanks(sharding, group)
         if isinstance(module, Attention):
@@ -289,6 +292,10 @@ def apply(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig) -> None:
                 module.kernel = RingKernel(sharding, group, module.scale)
             else:
                 module.kernel = _UlyssesKernel(module.kernel, sharding, group)
+
+
+def _whole_length(sharding: SequenceSharding, positions_BS: torch.Tensor) -> int:
+    return positions_BS.shape[1] * sharding.num_ranks
 
 
 class _NoMask(nn.Module):

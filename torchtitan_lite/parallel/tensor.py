@@ -40,7 +40,9 @@ from torchtitan_lite.nn.attention import AcrossHeads
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.lora import LORA_A, LORA_B, AdaptedLinear
 from torchtitan_lite.nn.moe import Experts
+from torchtitan_lite.nn.norm import AllHeadsNorm
 from torchtitan_lite.nn.spec import ModelSpec, ShardRule, TokenLoss
+from torchtitan_lite.parallel.autograd_collectives import all_reduce
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: ParallelismConfig) -> None:
@@ -148,6 +150,8 @@ def _parallel_style(
             return _Whole()
         case "heads":
             return SequenceParallel(sequence_dim=2, use_local_output=True)
+        case "all_heads":
+            return _AllHeads()
         case "output":
             return _Output(stream, loss_parallel=loss_parallel)
         case _:
@@ -375,6 +379,23 @@ class _HeadWeights(ParallelStyle):
             module.register_parameter(name, _distributed(parameter, device_mesh, Shard(0)))
         module.register_forward_hook(lambda part, inputs, output: output.to_local())
         return module
+
+
+class _AllHeads(ParallelStyle):
+    """A norm of all heads, of which each rank has some."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, AllHeadsNorm)
+        group = device_mesh.get_group()
+        module.register_parameter("weight", _distributed(module.weight, device_mesh, Shard(0)))
+        module.sum_over_heads = partial(all_reduce, group=group)
+        module.forward = partial(self._forward, module)
+        return module
+
+    def _forward(self, module: AllHeadsNorm, x_BSHE: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        return module.normalized(x_BSHE, weight.to_local())
 
 
 class _Embedding(ParallelStyle):

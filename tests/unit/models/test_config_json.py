@@ -129,7 +129,7 @@ RELEASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             use_mrope=False,
             use_sliding_window=False,
         ),
-        {"bias": True, "windowed_layers": []},
+        {"bias": True, "max_seq_len": 131072},
     ),
     "Qwen3 0.6B": (
         _release(
@@ -388,7 +388,8 @@ def test_fields_of_the_base_class_are_irrelevant_at_their_defaults() -> None:
     [
         ("Llama 3.1 8B", {"quantization_config": {"quant_method": "fp8"}}, "are quantized .fp8"),
         ("Llama 3.1 8B", {"is_encoder_decoder": True}, "is_encoder_decoder .True"),
-        ("Qwen3 0.6B", {"layer_types": ["sliding_attention"] * 28}, "layer_types is"),
+        ("Mixtral 8x7B", {"decoder_sparse_step": 2}, "decoder_sparse_step .2. of model_type"),
+        ("Qwen3 0.6B", {"layer_types": ["sliding_attention"] * 28}, "window is off"),
         ("SmolLM2 135M", {"rope_interleaved": True}, "rope_interleaved is True"),
         ("Gemma 2B", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
     ],

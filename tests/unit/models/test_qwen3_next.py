@@ -186,7 +186,7 @@ def test_a_gate_without_shared_experts_is_rejected() -> None:
 
 
 def test_a_bfloat16_norm_keeps_small_weights() -> None:
-    norm = NormKind(zero_centered=True).build(8, 1e-6).bfloat16()
+    norm: Any = NormKind(zero_centered=True).build(8, 1e-6).bfloat16()
     # 1 + 2**-9 is 1 in bfloat16.
     torch.nn.init.constant_(norm.weight, 2.0**-9)
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()

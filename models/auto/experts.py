@@ -1,0 +1,207 @@
+"""Architectures of transformers with experts: one row of facts each."""
+
+from typing import Any
+
+from torchtitan_lite.models.auto.rows import (
+    ACTIVATION,
+    BIASES,
+    ROTATION,
+    WIDTH,
+    own,
+    row,
+)
+from torchtitan_lite.nn.decoder_hugging_face import QK_LAYERNORM, HuggingFaceNames, expert_keys
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face_expert_facts import (
+    FirstDense,
+    SharedExperts,
+    SparseLayers,
+)
+from torchtitan_lite.nn.hugging_face_facts import (
+    Fixed,
+    Given,
+    HeadWidth,
+    Ignored,
+    NormedHeads,
+    Value,
+)
+from torchtitan_lite.nn.hugging_face_position_facts import (
+    LayerWindows,
+    RotatedShare,
+    RotatedWidth,
+    Rotation,
+    late,
+)
+from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey
+
+_GATED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_MULTIPLIERS = (
+    Value("embedding_multiplier", "embedding_multiplier", "number", 1.0),
+    Value("residual_multiplier", "residual_multiplier", "number", 1.0),
+    Value("attention_multiplier", "attention_multiplier", "number", 1.0),
+    Value("logits_divisor", "logits_scaling", "number", 1.0),
+)
+_SIGMOIDS = (
+    # As DeepSeek-V3, with the bias that balances the experts.
+    Given("moe.score", "sigmoid"),
+    Value("moe.hidden_dim", "moe_intermediate_size"),
+    Value("moe.num_groups", "n_group", default=1),
+    Value("moe.top_groups", "topk_group", default=1),
+    Value("moe.route_scale", "routed_scaling_factor", "number", 1.0),
+)
+_BALANCED = expert_keys("mlp", _GATED, shared="shared_experts", bias="gate.e_score_correction_bias")
+
+
+def _is_early_and_even(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    return layer % 2 == 0 and layer < config.integer("max_window_layers", 28, least=0)
+
+
+def _granite_experts() -> tuple[HuggingFaceKey, ...]:
+    here, there = "layers.*.feed_forward", "model.layers.*.block_sparse_moe"
+
+    def stack(name: str, theirs: str, part: tuple[int, int]) -> HuggingFaceKey:
+        form = HuggingFaceForm(key=f"{there}.{theirs}.weight", part=part)
+        return HuggingFaceKey(name=f"{here}.experts.{name}", forms=(form,))
+
+    router = HuggingFaceForm(key=f"{there}.router.layer.weight")
+    return (
+        HuggingFaceKey(name=f"{here}.router.gate.weight", forms=(router,)),
+        HuggingFaceKey(name=f"{here}.router.expert_bias_X", forms=()),
+        stack("w1", "input_linear", (0, 2)),
+        stack("w2", "output_linear", (0, 1)),
+        stack("w3", "input_linear", (1, 2)),
+    )
+
+
+WITH_EXPERTS = (
+    row(
+        "Dots1ForCausalLM",
+        "dots1",
+        *own(num_kv_heads=32),
+        BIASES,
+        HeadWidth(),
+        WIDTH,
+        ACTIVATION,
+        Given("qk_norm", "each_head"),
+        LayerWindows(4096, late(62), switch=None),
+        *_SIGMOIDS,
+        Value("moe.num_experts", "n_routed_experts"),
+        Value("moe.top_k", "num_experts_per_tok"),
+        Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
+        SharedExperts("n_shared_experts", None),
+        FirstDense("first_k_dense_replace", 0),
+        Fixed("scoring_func", "sigmoid", "noaux_tc", is_written=False),
+        Fixed("topk_method", "noaux_tc", is_written=False),
+        Fixed("moe_layer_freq", 1, is_written=False),
+        ROTATION,
+        experts=_BALANCED,
+    ),
+    row(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        *own(norm_eps=1e-5, num_kv_heads=8),
+        Value("bias", "attention_bias", "flag", default=False),
+        HeadWidth(),
+        WIDTH,
+        ACTIVATION,
+        NormedHeads("use_qk_norm", default=False),
+        *_SIGMOIDS,
+        Value("moe.num_experts", "n_routed_experts", default=128),
+        Value("moe.top_k", "num_experts_per_tok", default=8),
+        Value("moe.normalize_weights", "norm_topk_prob", "flag", default=True),
+        SharedExperts("n_shared_experts", 1),
+        FirstDense("first_k_dense_replace", 1),
+        RotatedShare(0.5),
+        ROTATION,
+        # Its layers are not loaded, as in transformers.
+        Ignored("num_nextn_predict_layers", "num_mtp_layers"),
+        experts=_BALANCED,
+    ),
+    row(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        *own(),
+        BIASES,
+        HeadWidth(),
+        ACTIVATION,
+        ROTATION,
+        *_MULTIPLIERS,
+        Value("moe.hidden_dim", "intermediate_size"),
+        Value("moe.num_experts", "num_local_experts", default=8),
+        Value("moe.top_k", "num_experts_per_tok", default=2),
+        experts=_granite_experts(),
+    ),
+    row(
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        *own(norm_eps=1e-5, pad_token_id=0),
+        BIASES,
+        HeadWidth(),
+        ACTIVATION,
+        Given("qk_norm", "each_head"),
+        Given("norms_rotated", True),
+        ROTATION,
+        Value("moe.hidden_dim", "intermediate_size"),
+        Given("moe.shared_hidden_dim", lambda dims: dims["moe.hidden_dim"]),
+        Value("moe.num_experts", "num_experts", former="num_local_experts"),
+        Value("moe.top_k", "moe_topk", former="num_experts_per_tok"),
+        names=HuggingFaceNames(renamed=QK_LAYERNORM),
+        experts=expert_keys("mlp", _GATED, shared="shared_mlp", router="gate.wg"),
+    ),
+    row(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        *own(num_kv_heads=8),
+        HeadWidth(128),
+        ACTIVATION,
+        Given("qk_norm", "all_heads"),
+        RotatedWidth(),
+        Rotation(5000000.0),
+        Given("moe.score", "sigmoid"),
+        Value("moe.hidden_dim", "intermediate_size"),
+        Value("moe.num_experts", "num_local_experts", default=256),
+        Value("moe.top_k", "num_experts_per_tok", default=8),
+        experts=expert_keys(
+            "block_sparse_moe",
+            {"w1": "w1", "w2": "w2", "w3": "w3"},
+            bias="e_score_correction_bias",
+        ),
+    ),
+    row(
+        "OlmoeForCausalLM",
+        "olmoe",
+        *own(norm_eps=1e-5, pad_token_id=1),
+        BIASES,
+        HeadWidth(),
+        ACTIVATION,
+        Given("qk_norm", "all_heads"),
+        Fixed("clip_qkv", None),
+        ROTATION,
+        Value("moe.hidden_dim", "intermediate_size"),
+        Value("moe.num_experts", "num_experts", default=64, former="num_local_experts"),
+        Value("moe.top_k", "num_experts_per_tok", default=8),
+        Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
+        experts=expert_keys("mlp", _GATED),
+    ),
+    row(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        *own(num_kv_heads=16),
+        Value("bias", "qkv_bias", "flag", default=True),
+        HeadWidth(),
+        WIDTH,
+        ACTIVATION,
+        LayerWindows(4096, _is_early_and_even),
+        ROTATION,
+        Value("moe.hidden_dim", "moe_intermediate_size", default=1408),
+        Value("moe.shared_hidden_dim", "shared_expert_intermediate_size", default=5632),
+        Given("moe.shared_gate", True),
+        Value("moe.num_experts", "num_experts", default=60, former="num_local_experts"),
+        Value("moe.top_k", "num_experts_per_tok", default=4),
+        Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
+        SparseLayers(),
+        experts=expert_keys(
+            "mlp", _GATED, shared="shared_expert", shared_gate="shared_expert_gate"
+        ),
+    ),
+)

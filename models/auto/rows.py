@@ -1,0 +1,68 @@
+"""Facts that rows share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan_lite.nn.decoder_hugging_face import (
+    USUAL_NAMES,
+    HuggingFaceNames,
+)
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face_facts import (
+    ActivationOf,
+    Architecture,
+    Biases,
+    Fact,
+    Given,
+    Value,
+    decoder_facts,
+)
+from torchtitan_lite.nn.hugging_face_position_facts import (
+    Rotation,
+)
+from torchtitan_lite.nn.norm import NormKind
+from torchtitan_lite.nn.spec import HuggingFaceKey
+
+
+def is_without_rope(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    """A default of `LayerWindows`: the window is that of layers without rotary embedding."""
+    return layer in dims["layers_without_rope"]
+
+
+def has_window(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    """A default of `LayerWindows`: all layers have the window."""
+    return True
+
+
+def row(
+    name: str,
+    model_type: str,
+    *facts: Fact,
+    names: HuggingFaceNames = USUAL_NAMES,
+    experts: tuple[HuggingFaceKey, ...] = (),
+) -> Architecture:
+    """Return a row of the table."""
+    return Architecture(
+        name=name,
+        model_type=model_type,
+        facts=(Given("model_type", model_type), *facts),
+        names=names,
+        experts=experts,
+    )
+
+
+def own(**defaults: Any) -> Sequence[Fact]:
+    """Return the facts of all decoders, for an architecture with facts of its own about activation
+    and biases."""
+    return decoder_facts(activation=None, attention_bias=None, mlp_bias=None, **defaults)
+
+
+ACTIVATION = ActivationOf()
+BIASES = Biases()
+ALL_BIASES = ("bias", "out_bias", "feed_forward_bias")
+MLP_BIAS = Biases("mlp_bias", ours=("feed_forward_bias",))
+LAYER_NORM = Given("norm", NormKind(subtracts_mean=True, bias=True))
+PLAIN = Given("gated", False)
+ROTATION = Rotation()
+TURNED_PAIRS = Given("rotates_adjacent", True)
+WIDTH = Value("hidden_dim", "intermediate_size")
