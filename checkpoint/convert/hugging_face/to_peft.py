@@ -105,7 +105,8 @@ def module_name(keys: Sequence[HuggingFaceKey], layer: str) -> str:
     if form is None or not form.is_whole or not form.key.endswith(".weight"):
         raise CheckpointError(
             f"{layer} is not a linear layer of its own in transformers, so its adapter cannot be "
-            "exported. Merge it: torchtitan-lite convert to-hf --merge."
+            "exported. Export merged weights: torchtitan-lite convert to-hf --merge; or leave the "
+            "layer out of lora.targets."
         )
     (key,) = expand_key(form, numbers, ())
     return key.removesuffix(".weight")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.checkpoint.convert.hugging_face import HuggingFaceFolder, is_hugging_face
+from torchtitan_lite.checkpoint.convert.hugging_face.to_peft import module_name
 from torchtitan_lite.checkpoint.storage import open_parent_storage
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
@@ -26,6 +27,7 @@ from torchtitan_lite.core.urls import is_url, local_path
 from torchtitan_lite.distributed.mesh import ParallelDims, resolve_degrees
 from torchtitan_lite.distributed.rpc.authentication import TOKEN, secret_problem
 from torchtitan_lite.models import check_family
+from torchtitan_lite.nn.lora import adapted_layers
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.optim.optimizer import name_problem
 from torchtitan_lite.parallel.float8 import unsupported_reason
@@ -424,6 +426,12 @@ def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
             f"checkpoint.last_save_in_hf = true, but {spec.name} {spec.flavor} is not a model of "
             "transformers. Set it to false."
         )
+    if config.checkpoint.last_save_in_hf and spec.hugging_face is not None:
+        try:
+            for layer in adapted_layers(spec):
+                module_name(spec.hugging_face.keys, layer)
+        except CheckpointError as error:
+            yield f"checkpoint.last_save_in_hf = true, but {error}"
     moe = getattr(spec.dims, "moe", None)
     keys = () if spec.hugging_face is None else spec.hugging_face.keys
     has_place = all(key.forms for key in keys if key.name.endswith("router.expert_bias_X"))
