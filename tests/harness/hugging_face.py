@@ -392,6 +392,14 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "deepseek_v2_lite": lambda: _deepseek(2, q_lora_rank=None, n_group=1, topk_group=1),
 }
 FAMILIES = tuple(_FAMILIES)
+_WITH_EXPERTS = ("moe", "gpt_oss", "deepseek", "next", "mixtral", "llama4", "dots1", "minimax")
+
+
+def has_experts(family: str) -> bool:
+    """Whether a model has mixtures of experts."""
+    return any(name in family for name in _WITH_EXPERTS)
+
+
 _CENTERED = ("gemma", "nemotron")
 """Families whose norms multiply by 1 + weight."""
 

@@ -14,7 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.harness import tolerances
-from tests.harness.hugging_face import FAMILIES, add_tokenizer, make_folder, tensors_of, tokens
+from tests.harness.hugging_face import (
+    FAMILIES,
+    add_tokenizer,
+    has_experts,
+    make_folder,
+    tensors_of,
+    tokens,
+)
 from tests.harness.jobs import Outcome, odd_config, run_job
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES, assert_identical, assert_same, long
@@ -321,8 +328,7 @@ def test_evaluation_and_generation_merge_adapters_into_their_weights(
 PEFT_REASON = "needs peft, of requirements-dev.txt"
 
 
-WITH_EXPERTS = ("moe", "gpt_oss", "deepseek", "next", "mixtral", "llama4")
-SHARED_EXPERTS = ("deepseek", "qwen3_next", "qwen2_moe")
+SHARED_EXPERTS = ("deepseek", "dots1", "glm4_moe", "hunyuan_v1_moe", "qwen2_moe", "qwen3_next")
 FUSED = ("glm", "phi3")
 
 
@@ -330,7 +336,7 @@ def exportable_targets(family: str) -> list[str]:
     """Return the layers whose adapters PEFT can load: transformers has them as linear layers of
     their own, and PEFT 0.21 does not take them for stacked experts."""
     if family.startswith(SHARED_EXPERTS):
-        return ["attention.*"]
+        return ["attention.w*"]
     return ["attention.wo", "feed_forward.w2"] if family.startswith(FUSED) else ["*"]
 
 
@@ -366,7 +372,7 @@ def test_peft_loads_exported_adapters(
         "training.dtype": "float32",
         "training.steps": 2,
     }
-    if any(name in family for name in WITH_EXPERTS):
+    if has_experts(family):
         settings |= FROZEN
     pools(size).run(run_and_export, run, settings)
     exported, step = run / "hf" / "step-2", run / "checkpoint" / "step-2"
