@@ -7,7 +7,7 @@ from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.registry import unknown_name
 from torchtitan_lite.models.auto.dense import DENSE
 from torchtitan_lite.models.auto.experts import WITH_EXPERTS
-from torchtitan_lite.nn.decoder import DecoderLayer, Multipliers
+from torchtitan_lite.nn.decoder import DecoderLayer, Multipliers, OutputDims
 from torchtitan_lite.nn.feed_forward import Activation, Dense
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims
 from torchtitan_lite.nn.grouped_query import GroupedQuery
@@ -49,6 +49,14 @@ class AutoDims(GroupedDecoderDims):
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     """Factor of the scores. Unset: 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    """Bound of the scores, to which tanh maps them. Unset: none."""
+    fused_heads: bool = False
+    """Whether the projections of queries, keys and values are one."""
+    output_bias: bool = False
+    """Whether the output projection has a bias."""
+    logits_soft_cap: float | None = None
+    """Bound of the logits. Unset: none."""
     logits_multiplier: float = 1.0
     logits_divisor: float = 1.0
 
@@ -56,6 +64,17 @@ class AutoDims(GroupedDecoderDims):
         super().__post_init__()
         if self.model_type not in _MODEL_TYPES:
             raise ConfigError(unknown_name("model_type", self.model_type, _MODEL_TYPES))
+
+        if self.output_bias and self.tied_embeddings:
+            raise ConfigError(
+                "An output with the weight of the embedding (tied_embeddings) has no bias of its "
+                "own (output_bias). Set one of them to false."
+            )
+
+    @property
+    def output(self) -> OutputDims:
+        """What the output projection has beside a weight."""
+        return OutputDims(bias=self.output_bias, soft_cap=self.logits_soft_cap)
 
     @property
     def multipliers(self) -> Multipliers:
@@ -103,6 +122,8 @@ class AutoDims(GroupedDecoderDims):
             norms_all_heads=self.qk_norm == "all_heads",
             norms_rotated=self.norms_rotated,
             scale=self.attention_multiplier,
+            soft_cap=self.attention_soft_cap,
+            fused=self.fused_heads,
             rotation=self._rotation(layer),
             rotates_adjacent=self.rotates_adjacent,
         )

@@ -197,6 +197,11 @@ def _halves(rope: dict[str, Any]) -> dict[str, Any]:
     return {name: rope[name][:2] for name in ("short_factor", "long_factor")}
 
 
+_NEOX: dict[str, Any] = {
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+}
 _SIGMOIDS: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -322,6 +327,17 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         rope_parameters={**_LONG_ROPE, "partial_rotary_factor": 0.5, **_halves(_LONG_ROPE)},
         original_max_position_embeddings=32,
     ),
+    "gemma2": lambda: _dense(
+        "gemma2", sliding_window=9, query_pre_attn_scalar=9, attn_logit_softcapping=3.0
+    ),
+    "gemma2_uncapped": lambda: _dense(
+        "gemma2", attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "gpt_neox": lambda: _dense("gpt_neox", **_NEOX),
+    "gpt_neox_serial": lambda: _dense(
+        "gpt_neox", **_NEOX, use_parallel_residual=False, attention_bias=False
+    ),
+    "phi": lambda: _dense("phi", head_dim=8),
     "stablelm": lambda: _dense("stablelm", head_dim=None),
     "stablelm_parallel": lambda: _dense(
         "stablelm", head_dim=None, use_parallel_residual=True, use_qkv_bias=True

@@ -23,7 +23,7 @@ from torchtitan_lite.models.qwen3 import Qwen3Dims
 from torchtitan_lite.nn.grouped_query import Temperature
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.norm import NormKind
-from torchtitan_lite.nn.rope import LinearScaling, RopeBase, YarnScaling
+from torchtitan_lite.nn.rope import LinearScaling, LongRopeScaling, RopeBase, YarnScaling
 from torchtitan_lite.training.builders import build
 from torchtitan_lite.training.checks.constraints import check_against
 from torchtitan_lite.training.run_config import config_from
@@ -149,38 +149,48 @@ ODD_AUTO = auto.AutoDims(
     windowed_layers=(1, 2),
     windowed_rope=RopeBase(theta=300.0, scaling=LinearScaling(factor=2.0)),
     activation="gelu_tanh",
+    attention_soft_cap=2.0,
+    logits_soft_cap=6.0,
     embedding_multiplier=1.5,
     residual_multiplier=0.7,
     attention_multiplier=0.4,
     logits_divisor=1.3,
     document_mask=True,
 )
-"""Multipliers, norms before and after, biases of queries, keys and values alone, and windows with
-rotations of their own in some layers. All layers have rotary embeddings: without them, the gradient
-of a key's bias is 0 up to rounding."""
+"""Multipliers, soft caps, norms before and after, biases of queries, keys and values alone, and
+windows with rotations of their own in some layers. All layers have rotary embeddings: without them,
+the gradient of a key's bias is 0 up to rounding."""
 
 ODD_PARALLEL = auto.AutoDims(
     model_type="stablelm",
     dim=36,
     num_layers=4,
     num_heads=8,
-    num_kv_heads=4,
+    num_kv_heads=8,
+    fused_heads=True,
+    output_bias=True,
+    rope_scaling=LongRopeScaling(
+        short_factor=(1.0, 1.5),
+        long_factor=(1.2, 4.0),
+        original_max_position=8,
+        max_position=64,
+    ),
     head_dim=10,
     hidden_dim=52,
     vocab_size=517,
     parallel="two_norms",
     norm=NormKind(subtracts_mean=True, bias=True),
-    bias=True,
     out_bias=True,
     rotated_share=0.4,
     rotates_adjacent=True,
     activation="gelu",
     gated=False,
     feed_forward_bias=True,
-    tied_embeddings=True,
     document_mask=True,
 )
-"""Attention beside a plain feed-forward block, biases everywhere, and a rotated part of heads."""
+"""Attention beside a plain feed-forward block, biases of all but queries, keys and values, a
+rotated part of heads by LongRoPE, and one projection of queries, keys and values. Where a head is
+not rotated, the gradient of a key's bias is 0 up to rounding."""
 
 ODD_SPARSE = auto.AutoDims(
     model_type="glm4_moe",

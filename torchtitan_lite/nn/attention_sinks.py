@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtitan_lite.distributed.torch_compat import attention_backward, attention_with_lse
 from torchtitan_lite.nn.attention import Backend, compiled_flex
+from torchtitan_lite.nn.attention_scores import plain_attention
 
 
 class SinkKernel(nn.Module):
@@ -44,7 +45,7 @@ class SinkKernel(nn.Module):
             if mask is not None:
                 bias = q_BHSE.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
             return _SinkAttention.apply(q_BHSE, k_BHSE, v_BHSE, bias, sinks_H)
-        return _plain(q_BHSE, k_BHSE, v_BHSE, mask, sinks_H)
+        return plain_attention(q_BHSE, k_BHSE, v_BHSE, mask, sinks_H=sinks_H)
 
 
 class _SinkAttention(torch.autograd.Function):
@@ -79,21 +80,3 @@ class _SinkAttention(torch.autograd.Function):
         share_BHS = (sinks_H[:, None].to(total_BHS.dtype) - total_BHS).exp()
         grad_H = -(share_BHS * moved_BHS).sum((0, 2))
         return *inputs, None, grad_H.to(sinks_H.dtype)
-
-
-def _plain(
-    q_BHSE: torch.Tensor,
-    k_BHSE: torch.Tensor,
-    v_BHSE: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks_H: torch.Tensor,
-) -> torch.Tensor:
-    """The same by operations that materialize all scores."""
-    scores_BHSS = q_BHSE @ k_BHSE.transpose(-2, -1) * q_BHSE.shape[-1] ** -0.5
-    if mask is None:
-        mask = torch.ones_like(scores_BHSS[0, 0], dtype=torch.bool).tril()
-    scores_BHSS = scores_BHSS.masked_fill(~mask, -torch.inf)
-    sinks_BHS1 = sinks_H[:, None, None].expand(*scores_BHSS.shape[:-1], 1)
-    dtype = torch.promote_types(q_BHSE.dtype, torch.float32)
-    shares = torch.cat([scores_BHSS, sinks_BHS1], dim=-1).softmax(-1, dtype=dtype)[..., :-1]
-    return shares.to(v_BHSE.dtype) @ v_BHSE

@@ -22,6 +22,7 @@ from torchtitan_lite.nn.attention import (
     Backend,
     BlockContext,
 )
+from torchtitan_lite.nn.attention_scores import soft_capped
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.feed_forward import FeedForwardDims
 from torchtitan_lite.nn.norm import RMS_NORM, NormKind
@@ -168,12 +169,30 @@ class _Joined(torch.autograd.Function):
         return grads
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutputDims:
+    """What the output projection has beside a weight."""
+
+    bias: bool = False
+    soft_cap: float | None = None
+    """Set: the bound of the logits, to which tanh maps them."""
+
+    def __post_init__(self) -> None:
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ConfigError(f"The soft cap of logits ({self.soft_cap}) must be above 0.")
+
+
+PLAIN_OUTPUT = OutputDims()
+
+
 class OutputProjection(nn.Module):
     """Hidden states -> logits, or -> the loss when one is given."""
 
-    def __init__(self, dim: int, vocab_size: int) -> None:
+    def __init__(self, dim: int, vocab_size: int, dims: OutputDims) -> None:
         super().__init__()
+        self.soft_cap = dims.soft_cap
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.bias = nn.Parameter(torch.empty(vocab_size)) if dims.bias else None
 
     def forward(
         self,
@@ -183,8 +202,32 @@ class OutputProjection(nn.Module):
     ) -> torch.Tensor:
         """Return logits [B, S, V], or the 0-d sum of the loss over the targets."""
         if loss is None or targets_BS is None:
-            return F.linear(hidden_BSD, self.weight)
-        return loss(hidden_BSD.flatten(0, 1), self.weight, targets_BS.flatten())
+            return self.capped(F.linear(hidden_BSD, self.weight, self.bias))
+        return self.loss_of(loss, hidden_BSD, self.weight, self.bias, targets_BS)
+
+    def capped(self, logits_BSV: torch.Tensor) -> torch.Tensor:
+        """Return logits with the soft cap, if there is one."""
+        return logits_BSV if self.soft_cap is None else soft_capped(logits_BSV, self.soft_cap)
+
+    def loss_of(
+        self,
+        loss: TokenLoss,
+        hidden_BSD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_BS: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return the loss with weights of the vocabulary, or of a shard of it, which `options`
+        describe."""
+        if bias_V is not None:
+            # The weight of a number that is always 1: losses know no bias.
+            ones = hidden_BSD.new_ones(*hidden_BSD.shape[:-1], 1)
+            hidden_BSD = torch.cat([hidden_BSD, ones], dim=-1)
+            weight_VD = torch.cat([weight_VD, bias_V[:, None]], dim=-1)
+        if self.soft_cap is not None:
+            options["soft_cap"] = self.soft_cap
+        return loss(hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), **options)
 
 
 class Decoder(nn.Module):
@@ -205,6 +248,7 @@ class Decoder(nn.Module):
         prediction_loss_weight: float = 0.0,
         norm: NormKind = RMS_NORM,
         multipliers: Multipliers | None = None,
+        output: OutputDims = PLAIN_OUTPUT,
     ) -> None:
         """The embedding of `pad_token_id` gets no gradient as an input. `prediction_layers` predict
         further tokens in training, one each. Their losses add `prediction_loss_weight` times their
@@ -245,7 +289,7 @@ class Decoder(nn.Module):
             }
         )
         self.norm = norm.build(dim, norm_eps)
-        self.output = OutputProjection(dim, vocab_size)
+        self.output = OutputProjection(dim, vocab_size, output)
         self.tied_embeddings = tied_embeddings
         self._tie()
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from torchtitan_lite.nn.attention import Backend
-from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
+from torchtitan_lite.nn.decoder import PLAIN_OUTPUT, Decoder, DecoderLayer, OutputDims
 from torchtitan_lite.nn.decoder_spec import (
     decoder_cost,
     decoder_init,
@@ -63,7 +63,13 @@ def build_decoder(
         prediction_loss_weight=prediction_loss_weight,
         norm=norm,
         multipliers=getattr(dims, "multipliers", None),
+        output=output_of(dims),
     )
+
+
+def output_of(dims: DecoderDims) -> OutputDims:
+    """Return what the output projection of a family has."""
+    return getattr(dims, "output", PLAIN_OUTPUT)
 
 
 def decoder_model_spec(
@@ -102,8 +108,15 @@ def decoder_model_spec(
             layers=layers,
             tied_embeddings=dims.tied_embeddings,
             norm=norm,
+            output_bias=output_of(dims).bias,
         ),
-        shard_plan=decoder_shard_plan(layers, has_predictions=bool(prediction_layers), norm=norm),
+        shard_plan=decoder_shard_plan(
+            layers,
+            has_predictions=bool(prediction_layers),
+            norm=norm,
+            output_bias=output_of(dims).bias,
+        ),
+        logits_soft_cap=output_of(dims).soft_cap,
         attentions=tuple(dict.fromkeys(layer.attention.sharding for layer in kinds)),
         num_experts=0 if moe is None else moe.num_experts,
         expert_width=0 if moe is None else moe.hidden_dim,
@@ -135,5 +148,6 @@ def decoder_model_spec(
             tied_embeddings=dims.tied_embeddings,
             seq_len=seq_len,
             norm=norm,
+            output_bias=output_of(dims).bias,
         ),
     )

@@ -66,6 +66,7 @@ def decoder_hugging_face_keys(
     dense: str = "mlp",
     has_predictions: bool = False,
     norm: NormKind = RMS_NORM,
+    output_bias: bool = False,
     names: HuggingFaceNames = USUAL_NAMES,
 ) -> tuple[HuggingFaceKey, ...]:
     """Return the names of a decoder's parameters in transformers. `experts` are those of its
@@ -91,7 +92,11 @@ def decoder_hugging_face_keys(
         *(_in_layer(ours, theirs, names, fused) for ours, theirs in usual.items()),
         *experts,
         *(_key(f"norm.{kind}", f"{names.norm}.{kind}") for kind in norm.parameters),
-        *(() if tied_embeddings else (_key("output.weight", f"{names.output}.weight"),)),
+        *(
+            _key(f"output.{kind}", f"{names.output}.{kind}")
+            for kind in linear_parameters(output_bias)
+            if kind == "bias" or not tied_embeddings
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torchtitan_lite.nn.decoder import DecoderLayer
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.norm import RMS_NORM, NormKind
-from torchtitan_lite.nn.spec import InitRule, ModelCost, ShardRule, TorchtitanKey
+from torchtitan_lite.nn.spec import InitRule, ModelCost, ShardRule, TorchtitanKey, linear_parameters
 
 _Rule = TypeVar("_Rule", InitRule, ShardRule)
 
@@ -19,6 +19,7 @@ def decoder_init(
     layers: Sequence[DecoderLayer],
     tied_embeddings: bool,
     norm: NormKind = RMS_NORM,
+    output_bias: bool = False,
 ) -> tuple[InitRule, ...]:
     """Return rules for truncated normals. Matrices that write into the residual stream shrink with
     depth."""
@@ -53,12 +54,17 @@ def decoder_init(
             std=output_std if tied_embeddings else 1.0,
         ),
         InitRule(pattern="output.weight", kind="normal", std=output_std),
+        *((InitRule(pattern="output.bias", kind="zeros"),) if output_bias else ()),
         InitRule(pattern="layers.*", kind="normal", std=0.02),
     )
 
 
 def decoder_shard_plan(
-    layers: Sequence[DecoderLayer], *, has_predictions: bool = False, norm: NormKind = RMS_NORM
+    layers: Sequence[DecoderLayer],
+    *,
+    has_predictions: bool = False,
+    norm: NormKind = RMS_NORM,
+    output_bias: bool = False,
 ) -> tuple[ShardRule, ...]:
     """Return the shard plan of a decoder; expert parallelism shards experts. `has_predictions`:
     the last of the layers are of multi-token prediction."""
@@ -72,7 +78,10 @@ def decoder_shard_plan(
         ),
         *(prediction if has_predictions else ()),
         *(ShardRule(pattern=f"*norm.{name}", style="sequence") for name in norm.parameters),
-        ShardRule(pattern="output.weight", style="output"),
+        *(
+            ShardRule(pattern=f"output.{kind}", style="output")
+            for kind in linear_parameters(output_bias)
+        ),
     )
 
 
@@ -185,6 +194,7 @@ def decoder_cost(
     tied_embeddings: bool,
     seq_len: int,
     norm: NormKind = RMS_NORM,
+    output_bias: bool = False,
 ) -> ModelCost:
     """Return the cost: 6 FLOPs per matrix element and token (forward 2, backward 4), and those of
     attention's scores and values. The last `num_predictions` layers are of multi-token prediction.
@@ -195,6 +205,7 @@ def decoder_cost(
     small = num_norms * dim * len(norm.parameters) + sum(
         layer.attention.num_other_params() + layer.attention.num_biases(dim) for layer in layers
     )
+    small += vocab_size * output_bias
     embeddings = output * (1 if tied_embeddings else 2)
     attention = sum(layer.attention.num_matrix_elements(dim) for layer in layers)
     attention += num_predictions * 2 * dim * dim

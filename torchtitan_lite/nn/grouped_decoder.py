@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder import DecoderLayer
-from torchtitan_lite.nn.decoder_family import decoder_model_spec
+from torchtitan_lite.nn.decoder_family import decoder_model_spec, output_of
 from torchtitan_lite.nn.decoder_hugging_face import decoder_hugging_face_keys, ignored_keys
 from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
 from torchtitan_lite.nn.feed_forward import Dense
@@ -189,6 +189,7 @@ class GroupedDecoderFamily(Generic[_Dims]):
                         tied_embeddings=dims.tied_embeddings,
                         experts=architecture.experts,
                         norm=dims.norm,
+                        output_bias=output_of(dims).bias,
                         names=architecture.names,
                     ),
                     ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),

@@ -3,6 +3,7 @@ them, with or without sinks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from torchtitan_lite.nn.attention import (
     States,
     causal_flops,
 )
+from torchtitan_lite.nn.attention_scores import SoftCapKernel
 from torchtitan_lite.nn.attention_sinks import SinkKernel
 from torchtitan_lite.nn.norm import RMS_NORM, AllHeadsNorm, NormKind
 from torchtitan_lite.nn.rope import Rope, rotate
@@ -94,6 +96,11 @@ class GroupedQuery(AttentionDims):
     """Set: queries grow with their position."""
     scale: float | None = None
     """Factor of the scores. Unset: 1 / sqrt(head_dim)."""
+    soft_cap: float | None = None
+    """Set: the bound of the scores, to which tanh maps them."""
+    fused: bool = False
+    """Whether the projections of queries, keys and values are one, which has those of a head
+    together."""
     has_sinks: bool = False
     """Whether each head has a sink (`nn.attention_sinks`)."""
 
@@ -108,6 +115,16 @@ class GroupedQuery(AttentionDims):
         for name, size in (("window", self.window), ("chunk", self.chunk)):
             if size is not None and size < 1:
                 raise ConfigError(f"The attention {name} ({size}) must be at least 1.")
+        if self.soft_cap is not None and (self.soft_cap <= 0 or self.has_sinks):
+            raise ConfigError(
+                f"The soft cap of scores ({self.soft_cap}) must be above 0, in attention without "
+                "sinks."
+            )
+        if self.fused and (self.num_heads != self.num_kv_heads or self.gated):
+            raise ConfigError(
+                f"A fused projection needs as many heads of keys and values ({self.num_kv_heads}) "
+                f"as of queries ({self.num_heads}), and no gates."
+            )
         if self.window is not None and self.chunk is not None:
             raise ConfigError(
                 f"An attention has a window ({self.window}) or a chunk ({self.chunk}), not both."
@@ -139,7 +156,9 @@ class GroupedQuery(AttentionDims):
                 state_width=width,
                 rotations=("allgather",),
             )
-        if self.window is not None or self.chunk is not None:
+        if self.soft_cap is not None:
+            name = f"{name} with a soft cap of scores"
+        if (self.window, self.chunk, self.soft_cap) != (None, None, None):
             return AttentionSharding(
                 name=name,
                 num_heads=self.num_heads,
@@ -161,7 +180,7 @@ class GroupedQuery(AttentionDims):
         sinks = (ShardRule(pattern="sinks.weight", style="head_weights"),)
         inward, outward = linear_parameters(self.bias), linear_parameters(self.out_bias)
         return (
-            *(ShardRule(pattern=f"w[qkv].{kind}", style="columns") for kind in inward),
+            *(ShardRule(pattern=f"{self._inward}.{kind}", style="columns") for kind in inward),
             *(ShardRule(pattern=f"wo.{kind}", style="rows") for kind in outward),
             *(sinks if self.has_sinks else ()),
             *norms,
@@ -170,14 +189,14 @@ class GroupedQuery(AttentionDims):
     @property
     def init_rules(self) -> tuple[InitRule, ...]:
         has_bias = self.bias or self.out_bias
-        return (InitRule(pattern="w?.bias", kind="zeros"),) if has_bias else ()
+        return (InitRule(pattern="w*.bias", kind="zeros"),) if has_bias else ()
 
     @property
     def hugging_face(self) -> Mapping[str, str]:
         names = {
-            f"w{x}.{kind}": f"self_attn.{x}_proj.{kind}"
-            for x in "qkvo"
-            for kind in linear_parameters(self.out_bias if x == "o" else self.bias)
+            f"{name}.{kind}": f"self_attn.{name.removeprefix('w')}_proj.{kind}"
+            for name in (*self.projections, "wo")
+            for kind in linear_parameters(self.out_bias if name == "wo" else self.bias)
         }
         if self.has_sinks:
             names["sinks.weight"] = "self_attn.sinks"
@@ -190,6 +209,8 @@ class GroupedQuery(AttentionDims):
         """The linear layers that read the input, and the number of their output features."""
         queries = self.num_heads * (2 if self.gated else 1)
         heads = {"wq": queries, "wk": self.num_kv_heads, "wv": self.num_kv_heads}
+        if self.fused:
+            heads = {"wqkv": 3 * self.num_heads}
         return {name: count * self.head_dim for name, count in heads.items()}
 
     def torchtitan_keys(self, *, pairs: bool) -> tuple[TorchtitanKey, ...]:
@@ -224,6 +245,11 @@ class GroupedQuery(AttentionDims):
         return self.bias * sum(self.projections.values()) + self.out_bias * dim
 
     @property
+    def _inward(self) -> str:
+        """Pattern of the projections of queries, keys and values."""
+        return "wqkv" if self.fused else "w[qkv]"
+
+    @property
     def _norm_parameters(self) -> tuple[str, ...]:
         """Names of the parameters of a norm of queries or keys."""
         if self.qk_norm_eps is None:
@@ -247,35 +273,31 @@ class GroupedQuery(AttentionDims):
 class GroupedQueryAttention(Attention):
     """Attention whose states are keys and values [B, K, S, E]."""
 
+    wq: nn.Linear
+    wk: nn.Linear
+    wv: nn.Linear
+    wqkv: nn.Linear
+    """In place of the others, if they are fused."""
+
     def __init__(self, dim: int, dims: GroupedQuery, backend: Backend) -> None:
         # Before `make_kernel`.
-        self._has_sinks = dims.has_sinks
+        self._has_sinks, self._soft_cap = dims.has_sinks, dims.soft_cap
         self._adjacent, self._temperature = dims.rotates_adjacent, dims.temperature
         self._norms_rotated = dims.norms_rotated
         self._rotated_norm_eps = dims.rotated_norm_eps
-        self._gated = dims.gated
+        self._gated, self._fused = dims.gated, dims.fused
         # Kernels divide by the root.
         self._query_factor = 1.0 if dims.scale is None else dims.scale * dims.head_dim**0.5
         super().__init__(backend, dims.head_dim)
-        self.wq, self.wk, self.wv = (
-            nn.Linear(dim, width, bias=dims.bias) for width in dims.projections.values()
-        )
+        for name, width in dims.projections.items():
+            self.add_module(name, nn.Linear(dim, width, bias=dims.bias))
         self.wo = nn.Linear(dims.num_heads * dims.head_dim, dim, bias=dims.out_bias)
         self.sinks = HeadWeights(dims.num_heads) if dims.has_sinks else None
         self.q_norm = _head_norm(dims, dims.num_heads)
         self.k_norm = _head_norm(dims, dims.num_kv_heads)
 
     def project(self, x_BSD: torch.Tensor, context: BlockContext) -> tuple[_Queries, States]:
-        gate_BSF = None
-        if self._gated:
-            q_BSHE, gate_BSHE = (
-                self.wq(x_BSD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-            )
-            gate_BSF = gate_BSHE.flatten(-2)
-        else:
-            q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
-        k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
-        v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q_BSHE, k_BSKE, v_BSKE, gate_BSF = self._projected(x_BSD)
         q_BSHE = self._positioned(q_BSHE, self.q_norm, context)
         k_BSKE = self._positioned(k_BSKE, self.k_norm, context)
         if self._temperature is not None:
@@ -285,6 +307,19 @@ class GroupedQueryAttention(Attention):
             q_BSHE = q_BSHE * self._query_factor
         queries = q_BSHE.transpose(1, 2), gate_BSF
         return queries, (k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2))
+
+    def _projected(self, x_BSD: torch.Tensor) -> tuple[Any, ...]:
+        """Return queries, keys and values, [B, S, heads, E], and gates if there are any."""
+        if self._fused:
+            return *self.wqkv(x_BSD).unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1), None
+        q_BSHE, k_BSKE, v_BSKE = (
+            linear(x_BSD).unflatten(-1, (-1, self.head_dim * copies))
+            for linear, copies in ((self.wq, 1 + self._gated), (self.wk, 1), (self.wv, 1))
+        )
+        if not self._gated:
+            return q_BSHE, k_BSKE, v_BSKE, None
+        q_BSHE, gate_BSHE = q_BSHE.chunk(2, dim=-1)
+        return q_BSHE, k_BSKE, v_BSKE, gate_BSHE.flatten(-2)
 
     def _positioned(
         self, x_BSHE: torch.Tensor, norm: nn.Module, context: BlockContext
@@ -304,11 +339,16 @@ class GroupedQueryAttention(Attention):
         return self.wo(out_BSF if gate_BSF is None else out_BSF * gate_BSF.sigmoid())
 
     def make_kernel(self, backend: Backend) -> nn.Module:
-        return SinkKernel(backend) if self._has_sinks else super().make_kernel(backend)
+        if self._has_sinks:
+            return SinkKernel(backend)
+        if self._soft_cap is not None:
+            return SoftCapKernel(backend, self._soft_cap)
+        return super().make_kernel(backend)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         # This rank's heads under tensor parallelism.
-        heads = local_tensor(self.wk.weight).shape[0] // self.head_dim
+        linear, copies = (self.wqkv, 3) if self._fused else (self.wk, 1)
+        heads = local_tensor(linear.weight).shape[0] // (copies * self.head_dim)
         return ((heads, self.head_dim), (heads, self.head_dim))
 
 

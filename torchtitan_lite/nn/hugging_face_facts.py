@@ -169,6 +169,22 @@ class NormedHeads:
 
 
 @dataclass(frozen=True)
+class SoftCap:
+    """A bound of scores or logits; null: none."""
+
+    ours: str
+    theirs: str
+    default: float | None
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        value = config.given(self.theirs, self.default)
+        dims[self.ours] = None if value is None else config.checked_number(self.theirs, value)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {self.theirs: getattr(dims, self.ours)}
+
+
+@dataclass(frozen=True)
 class ScoreScale:
     """A number by whose root the scores are divided."""
 
@@ -278,13 +294,17 @@ def decoder_facts(
     norm_key: str | None = "rms_norm_eps",
     norm_eps: float = 1e-6,
     num_kv_heads: int | None = None,
+    num_kv_heads_key: str | None = "num_key_value_heads",
     tied_embeddings: bool = False,
     pad_token_id: int | None = None,
+    has_padding: bool = True,
 ) -> Sequence[Fact]:
     """Return the facts that all decoders have. `activation` (transformers' name),
     `attention_bias` and `mlp_bias` are the only supported ones, None if the architecture has facts
     of its own about these. The others are those of a config without them; by default, there are as
-    many `num_kv_heads` as query heads. `norm_key` is None if all have this `norm_eps`."""
+    many `num_kv_heads` as query heads. `norm_key` is None if all have this `norm_eps`, as is
+    `num_kv_heads_key`. `has_padding`: the embedding of the padding token is not
+    trained as an input."""
 
     def default_kv_heads(dims: Mapping[str, Any]) -> int:
         return num_kv_heads or dims["num_heads"]
@@ -294,13 +314,15 @@ def decoder_facts(
         Value("num_layers", "num_hidden_layers"),
         Value("num_heads", "num_attention_heads"),
         Value("vocab_size", "vocab_size"),
-        Value("num_kv_heads", "num_key_value_heads", default=default_kv_heads),
+        Given("num_kv_heads", default_kv_heads)
+        if num_kv_heads_key is None
+        else Value("num_kv_heads", num_kv_heads_key, default=default_kv_heads),
         Given("norm_eps", norm_eps)
         if norm_key is None
         else Value("norm_eps", norm_key, "number", norm_eps),
         Value("max_seq_len", "max_position_embeddings"),
         Value("tied_embeddings", "tie_word_embeddings", "flag", default=tied_embeddings),
-        PadToken(pad_token_id),
+        *((PadToken(pad_token_id),) if has_padding else ()),
         *(() if activation is None else (Fixed("hidden_act", activation),)),
         *(() if attention_bias is None else (Fixed("attention_bias", attention_bias),)),
         *(() if mlp_bias is None else (Fixed("mlp_bias", mlp_bias, is_written=False),)),

@@ -17,10 +17,7 @@ from torchtitan_lite.nn.spec import IGNORE_INDEX, TokenLoss, VocabularyShard
 
 _MIN_CHUNK_TOKENS = 512
 
-_Chunk = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, VocabularyShard | None],
-    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-]
+_Chunk = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def cross_entropy(
@@ -45,6 +42,7 @@ def cross_entropy(
         targets_T: torch.Tensor,
         *,
         shard: VocabularyShard | None = None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         # Asked here: inside an autograd function gradients are always off.
         wanted = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
@@ -53,7 +51,8 @@ def cross_entropy(
             weight_VD,
             targets_T,
             shard,
-            chunk if wanted else _chunk_loss,
+            _with_cap(chunk if wanted else _chunk_loss, soft_cap),
+            wanted,
             _chunk_size(len(hidden_TD), max(_MIN_CHUNK_TOKENS, logits_per_chunk // len(weight_VD))),
         )
 
@@ -72,7 +71,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Compute -log softmax(hidden @ weight.T)[target], summed over targets but `IGNORE_INDEX`."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, targets_T, shard, chunk: _Chunk, size: int):  # type: ignore[override]
+    def forward(ctx, hidden_TD, weight_VD, targets_T, shard, chunk: _Chunk, wanted, size: int):  # type: ignore[override]
         # In float64, so that the sum does not depend on how the tokens are split into chunks.
         total = hidden_TD.new_zeros((), dtype=torch.float64)
         hidden_grads: list[torch.Tensor] = []
@@ -82,7 +81,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + size)
             summed, hidden_grad, grad_CV = chunk(hidden_TD[part], weight_VD, targets_T[part], shard)
             total = total + summed
-            if chunk is _chunk_loss:
+            if not wanted:
                 continue
             hidden_grads.append(hidden_grad)
             if len(starts) == 1:
@@ -105,6 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -114,10 +114,11 @@ def _chunk_loss_and_gradients(
     targets_C: torch.Tensor,
     shard: VocabularyShard | None,
     z_loss_weight: float = 0.0,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the summed loss of a chunk of C tokens, and the gradients of it and of its z-loss for
     hidden states [C, D] and logits [C, V]."""
-    logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
+    logits_CV, slopes_CV = _logits(hidden_CD, weight_VD, soft_cap)
     rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
     counted_C1 = (targets_C != IGNORE_INDEX)[:, None]
     # Few passes over the logits and few copies of them: this is most of what the loss costs.
@@ -134,7 +135,10 @@ def _chunk_loss_and_gradients(
         # The derivative of log(Z)^2 by the logits is 2 log(Z) softmax(logits).
         grad_CV *= 1 + 2 * z_loss_weight * log_z_C1
     grad_CV.scatter_add_(1, rows_C1, -is_mine_C1.to(grad_CV.dtype))
-    grad_CV = grad_CV.mul_(counted_C1).to(hidden_CD.dtype)
+    grad_CV = grad_CV.mul_(counted_C1)
+    if slopes_CV is not None:
+        grad_CV = grad_CV.mul_(slopes_CV)
+    grad_CV = grad_CV.to(hidden_CD.dtype)
     return losses_C1.sum(), grad_CV @ weight_VD, grad_CV
 
 
@@ -143,13 +147,29 @@ def _chunk_loss(
     weight_VD: torch.Tensor,
     targets_C: torch.Tensor,
     shard: VocabularyShard | None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the summed loss alone, for validation; the gradients are empty."""
-    logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
+    logits_CV, _ = _logits(hidden_CD, weight_VD, soft_cap)
     rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
     losses_C1 = _log_sum_exp(logits_CV, shard) - _picked(logits_CV, rows_C1, is_mine_C1, shard)
     none = hidden_CD.new_empty(0)
     return (losses_C1 * (targets_C != IGNORE_INDEX)[:, None]).sum(), none, none
+
+
+def _with_cap(chunk: _Chunk, soft_cap: float | None) -> _Chunk:
+    return chunk if soft_cap is None else partial(chunk, soft_cap=soft_cap)
+
+
+def _logits(
+    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, soft_cap: float | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logits, and their derivatives by those before the soft cap if there is one."""
+    logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
+    if soft_cap is None:
+        return logits_CV, None
+    shares_CV = torch.tanh(logits_CV / soft_cap)
+    return shares_CV * soft_cap, 1 - shares_CV.square()
 
 
 def _add_product(

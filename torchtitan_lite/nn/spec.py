@@ -113,10 +113,11 @@ class TokenLoss(Protocol):
         targets_T: torch.Tensor,
         *,
         shard: VocabularyShard | None = None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """Return the 0-d loss, at least float32. With `shard`, `weight_VD` holds only this rank's
         rows; the loss is over the entire vocabulary, and the gradient of `hidden_TD` is this rank's
-        partial sum."""
+        partial sum. `soft_cap` is the bound to which tanh maps the logits."""
         ...
 
 
@@ -310,6 +311,8 @@ class ModelSpec:
     """(description, size): sizes that the degree of tensor parallelism must divide."""
     attentions: tuple[AttentionSharding, ...] = ()
     """The kinds of attention in the model."""
+    logits_soft_cap: float | None = None
+    """Bound of the logits, to which tanh maps them; the loss must compute it."""
     num_experts: int = 0
     """Experts per MoE block. 0: none."""
     expert_width: int = 0

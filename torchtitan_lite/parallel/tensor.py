@@ -37,6 +37,7 @@ from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.torch_compat import overlap_collectives
 from torchtitan_lite.nn.attention import AcrossHeads
+from torchtitan_lite.nn.decoder import OutputProjection
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.lora import LORA_A, LORA_B, AdaptedLinear
 from torchtitan_lite.nn.moe import Experts
@@ -445,12 +446,13 @@ class _Output(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, _distributed(parameter, device_mesh, self._placement))
+        assert isinstance(module, OutputProjection)
         module.forward = partial(self._forward, module, device_mesh)
         return module
 
     def _forward(
         self,
-        module: nn.Module,
+        module: OutputProjection,
         tp: DeviceMesh,
         hidden_BSD: torch.Tensor,
         targets_BS: torch.Tensor | None = None,
@@ -462,19 +464,16 @@ class _Output(ParallelStyle):
         hidden = hidden.redistribute(placements=[Replicate()])
         is_sharded = self._placement.is_shard()
         if loss is None or targets_BS is None:
-            logits = nn.functional.linear(hidden, weight)
+            logits = nn.functional.linear(hidden, weight, module.bias)
             assert isinstance(logits, DTensor)
-            return logits.redistribute(placements=[Replicate()]).to_local()
+            return module.capped(logits.redistribute(placements=[Replicate()]).to_local())
         # With sharded weights the gradient of the hidden states is a partial sum, which one
         # reduce-scatter sums and shards along the sequence.
         gradient: Placement = Partial() if is_sharded else Replicate()
         local = hidden.to_local(grad_placements=[gradient])
-        return loss(
-            local.flatten(0, 1),
-            weight.to_local(),
-            targets_BS.flatten(),
-            shard=_RowsOfRank(tp, weight.shape[0]) if is_sharded else None,
-        )
+        bias = module.bias.to_local() if isinstance(module.bias, DTensor) else None
+        shard = _RowsOfRank(tp, weight.shape[0]) if is_sharded else None
+        return module.loss_of(loss, local, weight.to_local(), bias, targets_BS, shard=shard)
 
 
 class _RowsOfRank:

@@ -17,7 +17,7 @@ from torchtitan_lite.config.tables.section import Section
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.distributed.mesh import ParallelDims
-from torchtitan_lite.models import check_family, model_spec, qwen3
+from torchtitan_lite.models import auto, check_family, model_spec, qwen3
 from torchtitan_lite.training.checks.constraints import check_against, check_pipeline
 from torchtitan_lite.training.checks.mesh_constraints import pipeline_microbatches
 from torchtitan_lite.training.run_config import load_config
@@ -68,6 +68,10 @@ def test_limits_of_a_registered_loss(config, monkeypatch: pytest.MonkeyPatch) ->
     predicts = ("--model.name", "deepseek_v3", "--model.flavor", "tiny", "--model.mtp_depth", "1")
     text = config_error(config("--training.loss", "mine", *predicts))
     assert "does not support multi-token prediction" in text
+    monkeypatch.setitem(auto.FLAVORS, "capped", replace(auto.FLAVORS["tiny"], logits_soft_cap=3.0))
+    capped = ("--model.name", "auto", "--model.flavor", "capped")
+    text = config_error(config("--training.loss", "mine", *capped))
+    assert "does not support the soft cap of logits (3.0) of auto capped" in text
 
 
 def test_a_mismatched_batch_prints_the_equation_and_valid_values(config) -> None:

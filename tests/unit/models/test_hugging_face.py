@@ -274,7 +274,8 @@ def test_the_embedding_of_padding_gets_the_gradient_of_transformers(
     tolerance = PRETRAINED_DELTA if is_recurrent else PRETRAINED_GRADIENTS
     torch.testing.assert_close(actual / scale, expected / scale, atol=tolerance, rtol=0)
     row = actual[pad_token_id % VOCAB_SIZE]
-    assert row.any() == (pad_token_id == 10**6 or theirs.config.tie_word_embeddings)
+    is_input = theirs.get_input_embeddings().padding_idx is None
+    assert row.any() == (is_input or theirs.config.tie_word_embeddings)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss", "mixtral"])
@@ -380,6 +381,11 @@ def test_model_types_of_auto_are_named() -> None:
         ConfigError, match="model_type = .mpt. is not one of arcee, cohere, cohere2"
     ):
         model_spec(ModelConfig(name="auto", flavor="mine", dims=dims))
+
+
+def test_a_tied_output_has_no_bias() -> None:
+    with pytest.raises(ConfigError, match="no bias of its own .output_bias."):
+        replace(AUTO["tiny"], tied_embeddings=True, output_bias=True)
 
 
 def test_what_a_folder_lacks_is_zero_in_float32(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from tests.harness.tolerances import ATTENTION_FLOAT64
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.nn.attention import AttentionMask, BlockContext, ChunkWindow, SDPAKernel
-from torchtitan_lite.nn.attention_sinks import _plain
+from torchtitan_lite.nn.attention_scores import SoftCapKernel, plain_attention
 from torchtitan_lite.nn.grouped_query import GroupedQuery, Temperature
 from torchtitan_lite.nn.rope import Rope, rotate
 from torchtitan_lite.serving.inference.kv_cache import _CachedCarry
@@ -120,7 +121,33 @@ def test_scores_with_sinks_are_normalized_in_float32() -> None:
     scores.masked_fill_(~torch.ones(32, 32, dtype=torch.bool).tril(), -torch.inf)
     sinks = sinks_H.float()[:, None, None].expand(1, 2, 32, 1)
     shares = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
-    assert torch.equal(_plain(q, k, v, None, sinks_H), shares.bfloat16() @ v)
+    assert torch.equal(plain_attention(q, k, v, None, sinks_H=sinks_H), shares.bfloat16() @ v)
+
+
+def test_a_soft_cap_bounds_the_scores_before_the_mask() -> None:
+    draws = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 9, 8, generator=draws, dtype=torch.float64) * 5
+    k, v = (torch.randn(1, 2, 9, 8, generator=draws, dtype=torch.float64) for _ in range(2))
+    past = torch.ones(9, 9, dtype=torch.bool).tril()
+    whole = [x.repeat_interleave(2, dim=1) for x in (k, v)]
+    scores = torch.tanh(q @ whole[0].mT * 8**-0.5 / 1.5) * 1.5
+    expected = scores.masked_fill(~past, -torch.inf).softmax(-1) @ whole[1]
+    kernel = SoftCapKernel("sdpa", 1.5)
+    for mask in (None, past[None, None]):
+        torch.testing.assert_close(kernel(q, k, v, mask), expected, atol=ATTENTION_FLOAT64, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"soft_cap": 0.0}, "soft cap of scores .0.0. must be above 0"),
+        ({"soft_cap": 1.0, "has_sinks": True}, "without sinks"),
+        ({"fused": True}, "as many heads of keys and values .1. as of queries .2."),
+    ],
+)
+def test_combinations_that_no_kernel_has_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=4, rotation=None, **change)
 
 
 def test_the_cached_state_of_a_recurrence_is_float32() -> None:

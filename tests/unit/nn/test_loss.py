@@ -97,6 +97,26 @@ def test_a_z_loss_adds_its_gradient_and_keeps_the_value(
     assert (ours[1].grad - without[1].grad).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("z_loss_weight", [0.0, _Z_WEIGHT])
+def test_a_soft_cap_of_logits(chunk_tokens: int, z_loss_weight: float) -> None:
+    ours, theirs = _inputs(torch.float64), _inputs(torch.float64)
+    ours_of = cross_entropy(logits_per_chunk=chunk_tokens * _VOCAB, z_loss_weight=z_loss_weight)
+    loss = ours_of(*ours, soft_cap=2.0)
+    loss.backward()
+    logits = torch.tanh(theirs[0] @ theirs[1].T / 2.0) * 2.0
+    targets = theirs[2]
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    counted = logits.logsumexp(-1)[targets != IGNORE_INDEX]
+    (expected + z_loss_weight * (counted**2).sum()).backward()
+    torch.testing.assert_close(loss, expected, rtol=CHUNKED_LOSS_FLOAT64, atol=0)
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        tolerance = CHUNKED_LOSS_FLOAT64
+        torch.testing.assert_close(mine.grad, other.grad, rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        alone = cross_entropy()(*_inputs(torch.float64), soft_cap=2.0)
+    torch.testing.assert_close(alone, expected, rtol=CHUNKED_LOSS_FLOAT64, atol=0)
+
+
 def test_a_compiled_z_loss() -> None:
     ours, theirs = _inputs(torch.float64), _inputs(torch.float64)
     cross_entropy(compile_backend="aot_eager", z_loss_weight=_Z_WEIGHT)(*ours).backward()

@@ -1,12 +1,20 @@
 """Properties of rotary embeddings that need no second implementation."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.harness.tolerances import ROPE_FLOAT32
-from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding, YarnScaling, rotate
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.nn.rope import (
+    LongRopeScaling,
+    RopeScaling,
+    RotaryEmbedding,
+    YarnScaling,
+    rotate,
+)
 
 
 def test_scores_depend_only_on_the_distance_of_positions() -> None:
@@ -87,3 +95,20 @@ def test_the_magnitude_of_yarn_is_relative_to_that_of_the_scores() -> None:
     scaling = YarnScaling(factor=4.0, original_max_position=64, mscale=1.0, mscale_all_dim=0.5)
     growth = 0.1 * math.log(4)
     assert scaling.magnitude == pytest.approx((1 + growth) / (1 + 0.5 * growth))
+
+
+def test_long_rope_has_other_frequencies_in_long_sequences() -> None:
+    scaling = LongRopeScaling(
+        short_factor=(1.0, 2.0), long_factor=(4.0, 8.0), original_max_position=6, max_position=24
+    )
+    rotary = RotaryEmbedding(4, 100.0, scaling)
+    plain = RotaryEmbedding(4, 100.0, None)
+    magnitude = math.sqrt(1 + math.log(4) / math.log(6))
+    for length, factors in ((6, (1.0, 2.0)), (7, (4.0, 8.0))):
+        positions = torch.arange(length)[None]
+        angles = positions[0, :, None] * plain.frequencies_E / torch.tensor(factors)
+        cos, _ = rotary(positions)
+        expected = angles.cos()[None, :, None] * magnitude
+        torch.testing.assert_close(cos, expected, atol=ROPE_FLOAT32, rtol=0)
+    with pytest.raises(ConfigError, match="long_factor has 2 numbers, and 3 are needed"):
+        RotaryEmbedding(6, 100.0, replace(scaling, short_factor=(1.0, 1.0, 1.0)))

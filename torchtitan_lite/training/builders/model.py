@@ -11,6 +11,7 @@ from torchtitan_lite.core.log import logger, warn_once
 from torchtitan_lite.distributed.device import Device
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.attention import Attention, AttentionMask, Causal
+from torchtitan_lite.nn.attention_scores import SoftCapKernel
 from torchtitan_lite.nn.attention_sinks import SinkKernel
 from torchtitan_lite.nn.initialize import allocate_memory, initialize, on_meta
 from torchtitan_lite.nn.spec import ModelCost, ModelSpec
@@ -76,7 +77,7 @@ def with_counted_parameters(spec: ModelSpec, config: Config) -> ModelSpec:
 def _needs_scores(module: nn.Module) -> bool:
     """Whether torch's attention would materialize scores for this part of a model on a GPU."""
     is_masked = isinstance(module, AttentionMask) and module.kind != Causal()
-    return is_masked or isinstance(module, SinkKernel)
+    return is_masked or isinstance(module, SinkKernel | SoftCapKernel)
 
 
 def build_model(

@@ -166,6 +166,11 @@ def _loss(config: Config, spec: ModelSpec | None, degrees: ParallelDims | None) 
         yield f"{asked} does not support pipeline_parallel_degree = {degrees.pp}. Set it to 1."
     if spec is not None and spec.prediction_units:
         yield f"{asked} does not support multi-token prediction. Set mtp_depth to 0."
+    if spec is not None and spec.logits_soft_cap is not None:
+        yield (
+            f"{asked} does not support the soft cap of logits ({spec.logits_soft_cap}) of "
+            f"{spec.name} {spec.flavor}. Choose another model, or cross_entropy."
+        )
     if training.z_loss_weight:
         yield (
             f"{asked} has no z-loss: training.z_loss_weight = {training.z_loss_weight} has no "
