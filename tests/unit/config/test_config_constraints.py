@@ -341,7 +341,9 @@ def test_samples_need_validation_and_existing_weights(config, monkeypatch) -> No
     options = ["--validation.enable", "--training.held_out_fraction", "0.01"]
     options += ["--validation.samples", "1", "--training.enable_cpu_offload"]
     check_against(config(*options), 1)
-    monkeypatch.setattr("torchtitan_lite.training.checks.constraints.on_gpu", lambda config: True)
+    monkeypatch.setattr(
+        "torchtitan_lite.training.checks.data_constraints.on_gpu", lambda config: True
+    )
     text = config_error(config(*options))
     assert "validation.samples = 1 needs the weights on the GPU" in text
     assert "training.enable_cpu_offload = true" in text
