@@ -5,6 +5,7 @@ from typing import Any
 from torchtitan_lite.models.auto.rows import (
     ACTIVATION,
     BIASES,
+    GRANITE_MULTIPLIERS,
     ROTATION,
     WIDTH,
     own,
@@ -35,12 +36,6 @@ from torchtitan_lite.nn.hugging_face_position_facts import (
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey
 
 _GATED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_MULTIPLIERS = (
-    Value("embedding_multiplier", "embedding_multiplier", "number", 1.0),
-    Value("residual_multiplier", "residual_multiplier", "number", 1.0),
-    Value("attention_multiplier", "attention_multiplier", "number", 1.0),
-    Value("logits_divisor", "logits_scaling", "number", 1.0),
-)
 _SIGMOIDS = (
     # As DeepSeek-V3, with the bias that balances the experts.
     Given("moe.score", "sigmoid"),
@@ -73,6 +68,30 @@ def _granite_experts() -> tuple[HuggingFaceKey, ...]:
     )
 
 
+def _shared_granite_experts() -> tuple[HuggingFaceKey, ...]:
+    there = "model.layers.*.shared_mlp"
+    forms = {
+        "w1": HuggingFaceForm(key=f"{there}.input_linear.weight", part=(0, 2)),
+        "w2": HuggingFaceForm(key=f"{there}.output_linear.weight"),
+        "w3": HuggingFaceForm(key=f"{there}.input_linear.weight", part=(1, 2)),
+    }
+    return tuple(
+        HuggingFaceKey(name=f"layers.*.feed_forward.shared.{name}.weight", forms=(form,))
+        for name, form in forms.items()
+    )
+
+
+_GRANITE = (
+    *own(),
+    BIASES,
+    HeadWidth(),
+    ACTIVATION,
+    ROTATION,
+    *GRANITE_MULTIPLIERS,
+    Value("moe.hidden_dim", "intermediate_size"),
+    Value("moe.num_experts", "num_local_experts", default=8),
+    Value("moe.top_k", "num_experts_per_tok", default=2),
+)
 WITH_EXPERTS = (
     row(
         "Dots1ForCausalLM",
@@ -95,6 +114,22 @@ WITH_EXPERTS = (
         Fixed("moe_layer_freq", 1, is_written=False),
         ROTATION,
         experts=_BALANCED,
+    ),
+    row(
+        "FlexOlmoForCausalLM",
+        "flex_olmo",
+        *own(pad_token_id=100277),
+        BIASES,
+        HeadWidth(),
+        ACTIVATION,
+        Given("norms", "after"),
+        Given("qk_norm", "all_heads"),
+        Rotation(500000.0),
+        Value("moe.hidden_dim", "intermediate_size"),
+        Value("moe.num_experts", "num_experts", default=7, former="num_local_experts"),
+        Value("moe.top_k", "num_experts_per_tok", default=5),
+        Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
+        experts=expert_keys("mlp", _GATED),
     ),
     row(
         "Glm4MoeForCausalLM",
@@ -120,16 +155,16 @@ WITH_EXPERTS = (
     row(
         "GraniteMoeForCausalLM",
         "granitemoe",
-        *own(),
-        BIASES,
-        HeadWidth(),
-        ACTIVATION,
-        ROTATION,
-        *_MULTIPLIERS,
-        Value("moe.hidden_dim", "intermediate_size"),
-        Value("moe.num_experts", "num_local_experts", default=8),
-        Value("moe.top_k", "num_experts_per_tok", default=2),
+        *_GRANITE,
         experts=_granite_experts(),
+    ),
+    row(
+        "GraniteMoeSharedForCausalLM",
+        "granitemoeshared",
+        *_GRANITE,
+        # Without it, the model has no shared experts.
+        Value("moe.shared_hidden_dim", "shared_intermediate_size"),
+        experts=(*_granite_experts(), *_shared_granite_experts()),
     ),
     row(
         "HunYuanMoEV1ForCausalLM",
@@ -182,6 +217,23 @@ WITH_EXPERTS = (
         Value("moe.top_k", "num_experts_per_tok", default=8),
         Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
         experts=expert_keys("mlp", _GATED),
+    ),
+    row(
+        "SolarOpenForCausalLM",
+        "solar_open",
+        *own(norm_eps=1e-5, num_kv_heads=8),
+        Value("bias", "attention_bias", "flag", default=False),
+        HeadWidth(128),
+        ACTIVATION,
+        *_SIGMOIDS,
+        Value("moe.num_experts", "n_routed_experts", default=128),
+        Value("moe.top_k", "num_experts_per_tok", default=8),
+        Value("moe.normalize_weights", "norm_topk_prob", "flag", default=True),
+        SharedExperts("n_shared_experts", 1),
+        # No layer is dense.
+        Ignored("intermediate_size", "first_k_dense_replace"),
+        Rotation(1000000.0),
+        experts=_BALANCED,
     ),
     row(
         "Qwen2MoeForCausalLM",

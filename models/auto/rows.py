@@ -66,3 +66,12 @@ PLAIN = Given("gated", False)
 ROTATION = Rotation()
 TURNED_PAIRS = Given("rotates_adjacent", True)
 WIDTH = Value("hidden_dim", "intermediate_size")
+MULTIPLIERS = (
+    Value("embedding_multiplier", "embedding_multiplier", "number", 1.0),
+    Value("residual_multiplier", "residual_multiplier", "number", 1.0),
+)
+GRANITE_MULTIPLIERS = (
+    *MULTIPLIERS,
+    Value("attention_multiplier", "attention_multiplier", "number", 1.0),
+    Value("logits_divisor", "logits_scaling", "number", 1.0),
+)

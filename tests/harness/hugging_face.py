@@ -14,6 +14,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
@@ -338,6 +339,29 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         "gpt_neox", **_NEOX, use_parallel_residual=False, attention_bias=False
     ),
     "phi": lambda: _dense("phi", head_dim=8),
+    "flex_olmo": lambda: _dense(
+        "flex_olmo", num_experts=4, num_experts_per_tok=2, intermediate_size=40
+    ),
+    "granitemoeshared": lambda: _dense(
+        "granitemoeshared",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=40,
+        shared_intermediate_size=56,
+        logits_scaling=0.7,
+    ),
+    "hyperclovax": lambda: _dense("hyperclovax", residual_multiplier=0.6, logits_scaling=1.7),
+    "hyperclovax_before": lambda: _dense(
+        "hyperclovax", use_post_norm=False, attention_multiplier=0.3
+    ),
+    "jais2": lambda: _dense("jais2"),
+    "persimmon": lambda: _dense("persimmon", **_NEOX),
+    "phi_normed": lambda: _dense("phi", head_dim=8, qk_layernorm=True),
+    "solar_open": lambda: _sparse(
+        "solar_open",
+        **{key: value for key, value in _SIGMOIDS.items() if key != "first_k_dense_replace"},
+    ),
+    "vaultgemma": lambda: _dense("vaultgemma", sliding_window=9, query_pre_attn_scalar=9),
     "stablelm": lambda: _dense("stablelm", head_dim=None),
     "stablelm_parallel": lambda: _dense(
         "stablelm", head_dim=None, use_parallel_residual=True, use_qkv_bias=True
@@ -408,7 +432,10 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "deepseek_v2_lite": lambda: _deepseek(2, q_lora_rank=None, n_group=1, topk_group=1),
 }
 FAMILIES = tuple(_FAMILIES)
-_WITH_EXPERTS = ("moe", "gpt_oss", "deepseek", "next", "mixtral", "llama4", "dots1", "minimax")
+_WITH_EXPERTS = (
+    *("moe", "gpt_oss", "deepseek", "next", "mixtral", "llama4", "dots1", "minimax", "flex_olmo"),
+    "solar_open",
+)
 
 
 def has_experts(family: str) -> bool:
@@ -416,7 +443,24 @@ def has_experts(family: str) -> bool:
     return any(name in family for name in _WITH_EXPERTS)
 
 
-_CENTERED = ("gemma", "nemotron")
+_COVER = {
+    *("deepseek_v2", "deepseek_v3", "gemma3_text", "glm4_moe", "gpt_neox", "gpt_oss"),
+    *("granitemoeshared", "llama4_some_experts", "llama_tied_stretched", "minimax_m2", "mixtral"),
+    *("olmo3", "persimmon", "phi", "phi3_long", "qwen2_windows", "qwen3", "qwen3_moe"),
+    *("qwen3_next", "smollm3", "starcoder2"),
+}
+"""Families with every form of names and weights, and every kind of fact."""
+
+
+def family_rows() -> list[Any]:
+    """Return all families, of which `make test` runs those that cover the forms of a folder."""
+    return [
+        pytest.param(family, marks=() if family in _COVER else pytest.mark.matrix)
+        for family in FAMILIES
+    ]
+
+
+_CENTERED = ("gemma", "nemotron", "vaultgemma")
 """Families whose norms multiply by 1 + weight."""
 
 

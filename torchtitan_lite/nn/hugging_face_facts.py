@@ -168,6 +168,34 @@ class NormedHeads:
         return {self.theirs: dims.qk_norm is not None}
 
 
+class AttentionMultiplier:
+    """The factor of the scores; null or absent: 1 / sqrt(head_dim)."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        value = config.given("attention_multiplier")
+        usual = (dims["head_dim"] or width_per_head(dims)) ** -0.5
+        factor = usual if value is None else config.checked_number("attention_multiplier", value)
+        dims["attention_multiplier"] = None if factor == usual else factor
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {"attention_multiplier": dims.attention_multiplier}
+
+
+@dataclass(frozen=True)
+class NormsBehindToo:
+    """Whether there are norms behind attention and feed-forward beside those before."""
+
+    theirs: str
+    default: bool
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        is_both = config.flag(self.theirs, default=self.default)
+        dims["norms"] = "both" if is_both else "before"
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {self.theirs: dims.norms == "both"}
+
+
 @dataclass(frozen=True)
 class SoftCap:
     """A bound of scores or logits; null: none."""

@@ -60,7 +60,7 @@ class AdapterExport(FolderExport):
             )
         self._source = source
         modules = {
-            name: module_name(spec.hugging_face.keys, name) for name in adapted_layers(source)
+            name: peft_module_name(spec.hugging_face.keys, name) for name in adapted_layers(source)
         }
         if spec.num_experts and any(".feed_forward." in name for name in modules):
             logger.warning(
@@ -97,7 +97,7 @@ class AdapterExport(FolderExport):
         self._files.write_file(self.folder.path / CONFIG, json_bytes(self._config))
 
 
-def module_name(keys: Sequence[HuggingFaceKey], layer: str) -> str:
+def peft_module_name(keys: Sequence[HuggingFaceKey], layer: str) -> str:
     """Return the name in transformers of a linear layer of this project. Raises CheckpointError if
     it is a part of another one there."""
     rule, numbers = match_key(keys, f"{layer}.weight")

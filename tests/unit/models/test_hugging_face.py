@@ -20,6 +20,7 @@ from tests.harness.hugging_face import (
     FAMILIES,
     VOCAB_SIZE,
     add_tokenizer,
+    family_rows,
     make_folder,
     make_model,
     our_model,
@@ -67,8 +68,13 @@ RELEASED = [
 """Read when tests are collected: other tests add flavors."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *(pytest.param(*row.values, torch.float32, marks=row.marks) for row in family_rows()),
+        *((family, torch.float64) for family in FAMILIES),
+    ],
+)
 def test_logits_loss_and_gradients_equal_those_of_transformers(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

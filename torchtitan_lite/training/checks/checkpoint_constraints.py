@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.convert.hugging_face import is_hugging_face
-from torchtitan_lite.checkpoint.convert.hugging_face.to_peft import module_name
+from torchtitan_lite.checkpoint.convert.hugging_face import is_hugging_face, peft_module_name
 from torchtitan_lite.checkpoint.storage import open_parent_storage
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.core.errors import CheckpointError, ConfigError
@@ -75,7 +74,7 @@ def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
     if config.checkpoint.last_save_in_hf and spec.hugging_face is not None:
         try:
             for layer in adapted_layers(spec):
-                module_name(spec.hugging_face.keys, layer)
+                peft_module_name(spec.hugging_face.keys, layer)
         except CheckpointError as error:
             yield f"checkpoint.last_save_in_hf = true, but {error}"
     moe = getattr(spec.dims, "moe", None)
