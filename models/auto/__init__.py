@@ -1,5 +1,5 @@
 """Decoders of transformers that differ in facts only. `config.json` decides: each `model_type` is a
-row of `dense.py`."""
+row of `gated.py`, `plain.py` or `experts.py`."""
 
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims

@@ -5,16 +5,17 @@ from typing import Literal
 
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.registry import unknown_name
-from torchtitan_lite.models.auto.dense import DENSE
 from torchtitan_lite.models.auto.experts import WITH_EXPERTS
+from torchtitan_lite.models.auto.gated import GATED
+from torchtitan_lite.models.auto.plain import PLAIN_ROWS
 from torchtitan_lite.nn.decoder import DecoderLayer, Multipliers, OutputDims
 from torchtitan_lite.nn.feed_forward import Activation, Dense
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.rope import Rope, RopeBase
 
-ARCHITECTURES = (*DENSE, *WITH_EXPERTS)
-_MODEL_TYPES = tuple(architecture.model_type for architecture in ARCHITECTURES)
+ARCHITECTURES = (*GATED, *PLAIN_ROWS, *WITH_EXPERTS)
+_MODEL_TYPES = sorted(architecture.model_type for architecture in ARCHITECTURES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ class AutoDims(GroupedDecoderDims):
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     """Factor of the scores. Unset: 1 / sqrt(head_dim)."""
+    projection_clip: float | None = None
+    """Bound of the projected queries, keys and values. Unset: none."""
     attention_soft_cap: float | None = None
     """Bound of the scores, to which tanh maps them. Unset: none."""
     fused_heads: bool = False
@@ -122,6 +125,7 @@ class AutoDims(GroupedDecoderDims):
             norms_all_heads=self.qk_norm == "all_heads",
             norms_rotated=self.norms_rotated,
             scale=self.attention_multiplier,
+            projection_clip=self.projection_clip,
             soft_cap=self.attention_soft_cap,
             fused=self.fused_heads,
             rotation=self._rotation(layer),

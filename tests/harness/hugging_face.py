@@ -276,6 +276,7 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "nemotron": lambda: _dense("nemotron"),
     "nemotron_biased": lambda: _dense("nemotron", attention_bias=True, mlp_bias=True),
     "olmo": lambda: _dense("olmo"),
+    "olmo_clipped": lambda: _dense("olmo", clip_qkv=1.1, attention_bias=True),
     "olmo2": lambda: _dense("olmo2"),
     "olmo3": lambda: _dense(
         "olmo3",

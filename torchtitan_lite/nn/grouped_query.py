@@ -96,6 +96,8 @@ class GroupedQuery(AttentionDims):
     """Set: queries grow with their position."""
     scale: float | None = None
     """Factor of the scores. Unset: 1 / sqrt(head_dim)."""
+    projection_clip: float | None = None
+    """Set: the bound of the projected queries, keys and values, beyond which they are clamped."""
     soft_cap: float | None = None
     """Set: the bound of the scores, to which tanh maps them."""
     fused: bool = False
@@ -120,10 +122,16 @@ class GroupedQuery(AttentionDims):
                 f"The soft cap of scores ({self.soft_cap}) must be above 0, in attention without "
                 "sinks."
             )
-        if self.fused and (self.num_heads != self.num_kv_heads or self.gated):
+        is_clipped = self.projection_clip is not None
+        if self.fused and (self.num_heads != self.num_kv_heads or self.gated or is_clipped):
             raise ConfigError(
                 f"A fused projection needs as many heads of keys and values ({self.num_kv_heads}) "
-                f"as of queries ({self.num_heads}), and no gates."
+                f"as of queries ({self.num_heads}), and neither gates nor projection_clip."
+            )
+        if is_clipped and (self.gated or self.qk_norm_eps is not None):
+            raise ConfigError(
+                f"projection_clip ({self.projection_clip}) needs attention without gates and "
+                "without norms of queries and keys."
             )
         if self.window is not None and self.chunk is not None:
             raise ConfigError(
@@ -285,7 +293,7 @@ class GroupedQueryAttention(Attention):
         self._adjacent, self._temperature = dims.rotates_adjacent, dims.temperature
         self._norms_rotated = dims.norms_rotated
         self._rotated_norm_eps = dims.rotated_norm_eps
-        self._gated, self._fused = dims.gated, dims.fused
+        self._gated, self._fused, self._clip = dims.gated, dims.fused, dims.projection_clip
         # Kernels divide by the root.
         self._query_factor = 1.0 if dims.scale is None else dims.scale * dims.head_dim**0.5
         super().__init__(backend, dims.head_dim)
@@ -316,6 +324,8 @@ class GroupedQueryAttention(Attention):
             linear(x_BSD).unflatten(-1, (-1, self.head_dim * copies))
             for linear, copies in ((self.wq, 1 + self._gated), (self.wk, 1), (self.wv, 1))
         )
+        if (clip := self._clip) is not None:
+            q_BSHE, k_BSKE, v_BSKE = (x.clamp(-clip, clip) for x in (q_BSHE, k_BSKE, v_BSKE))
         if not self._gated:
             return q_BSHE, k_BSKE, v_BSKE, None
         q_BSHE, gate_BSHE = q_BSHE.chunk(2, dim=-1)

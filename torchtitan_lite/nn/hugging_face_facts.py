@@ -197,8 +197,8 @@ class NormsBehindToo:
 
 
 @dataclass(frozen=True)
-class SoftCap:
-    """A bound of scores or logits; null: none."""
+class Bound:
+    """A bound of scores, logits or projections; null: none."""
 
     ours: str
     theirs: str
