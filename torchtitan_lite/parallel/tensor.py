@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
-from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.core.errors import ConfigError, MeshError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.torch_compat import overlap_collectives
@@ -444,9 +444,13 @@ class _Output(ParallelStyle):
         self._placement: Placement = Shard(0) if loss_parallel else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, OutputProjection):
+            raise ConfigError(
+                f'A {type(module).__name__} is sharded as "output", which is for an '
+                "OutputProjection: use that, or another style."
+            )
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, _distributed(parameter, device_mesh, self._placement))
-        assert isinstance(module, OutputProjection)
         module.forward = partial(self._forward, module, device_mesh)
         return module
 
