@@ -48,7 +48,10 @@ def family(name: str) -> Any:
 def check_family(config: ModelConfig) -> None:
     """Raise ConfigError with the known names if the family does not exist."""
     if config.name not in families():
-        raise ConfigError(unknown_name("model.name", config.name, families()))
+        raise ConfigError(
+            f"{unknown_name('model.name', config.name, families())} Another one is registered by "
+            "the module that experimental.custom_import or --custom-import names."
+        )
 
 
 def is_flavor(name: str, flavor: str) -> bool:
@@ -67,7 +70,10 @@ def model_spec(config: ModelConfig) -> ModelSpec:
             "Leave out one of them."
         )
     if config.flavor not in module.FLAVORS and not config.dims:
-        raise ConfigError(unknown_name("model.flavor", config.flavor, list(module.FLAVORS)))
+        of_folder = [] if config.hf_assets_path is None else ["hf"]
+        raise ConfigError(
+            unknown_name("model.flavor", config.flavor, [*module.FLAVORS, *of_folder])
+        )
     return module.model_spec(config)
 
 

@@ -79,8 +79,10 @@ class ObjectStore:
             found, self._path = url_to_fs(root)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{root} cannot be used for checkpoints: {error} Install the missing "
-                "package (s3fs for s3://, gcsfs for gs://), or set a local checkpoint.folder."
+                f"{root} cannot be used for checkpoints: {str(error).rstrip('.')}. Install the "
+                "missing package (s3fs for s3://, gcsfs for gs://), name the module that registers "
+                "it (experimental.custom_import, --custom-import), or set a local "
+                "checkpoint.folder."
             ) from None
         self._fs: _Filesystem = filesystem or found
 

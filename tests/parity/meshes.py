@@ -208,7 +208,8 @@ def assert_same(
     With `unequal_targets`, the number of target tokens must vary between steps.
     """
     assert outcome.targets == expected.targets
-    assert (len(set(expected.targets)) > 1) == unequal_targets
+    is_unequal = len(set(expected.targets)) > 1
+    assert is_unequal == unequal_targets, f"targets per step: {expected.targets}; see odd_config"
     assert outcome.losses == pytest.approx(expected.losses, rel=tolerance)
     assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
     if outcome.rank > 0:

@@ -9,7 +9,7 @@ import torch
 from tests.harness import tolerances
 from tests.harness.jobs import run_job
 from tests.harness.ranks import WorkerPool
-from tests.parity.meshes import EXPERT_MESHES, MESHES, long
+from tests.parity.meshes import EXPERT_MESHES, MESHES, REFERENCE, assert_same, chosen, long
 from tests.parity.test_new_family import run_with_the_file
 
 Pools = Callable[[int], WorkerPool]
@@ -46,6 +46,16 @@ def test_implementations_agree_on_all_kinds_of_shards(
                 atol=tolerances.PARITY_FLOAT64,
                 msg=f"{name} by {implementation}",
             )
+
+
+@pytest.mark.parametrize("optimizer", ["Adagrad"])
+def test_a_step_is_that_of_one_process(optimizer: str, pools: Pools, tmp_path: Path) -> None:
+    """AdamW, SGD and Muon are in the other parity tests."""
+    world_size, mesh = MESHES["fsdp-2-tp-2"]
+    shared = {"model.flavor": "odd", **chosen(mesh), "optimizer.name": optimizer}
+    (expected,) = pools(1).run(run_job, tmp_path / "1", {**REFERENCE, **shared})
+    for outcome in pools(world_size).run(run_job, tmp_path / "n", {**mesh, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
 @pytest.mark.parametrize(

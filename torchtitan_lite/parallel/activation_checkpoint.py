@@ -47,7 +47,7 @@ def apply_to_operations(
 
 def apply_to_blocks(model: nn.Module, spec: ModelSpec, config: ActivationCheckpointConfig) -> None:
     """Wrap the forward of the blocks that `config` selects; parameter names do not change."""
-    if config.mode == "none" or _chooses_operations(config):
+    if config.mode not in ("full", "selective") or _chooses_operations(config):
         return
     every = 1 if config.mode == "full" else int(config.selective_ac_option)
     for position, block in enumerate(blocks_of(model, spec)):

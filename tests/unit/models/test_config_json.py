@@ -1,14 +1,18 @@
 """Each key of a config.json is used, irrelevant, or refused by name; the config.json of popular
 releases, with the keys that they have, are read."""
 
+import json
+import re
 from dataclasses import fields
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import hugging_face_dims
+from torchtitan_lite.models.auto.dims import ARCHITECTURES as AUTO
+from torchtitan_lite.nn.hugging_face_facts import Architecture
 from torchtitan_lite.nn.hugging_face_keys import is_irrelevant
 
 _ROPE_3_1 = {
@@ -412,3 +416,25 @@ def test_settings_of_rope_have_the_priorities_of_transformers() -> None:
     short = {k: v for k, v in _ROPE_3_1.items() if not k.startswith("original")}
     _, dims = hugging_face_dims(values | {"rope_scaling": short})
     assert dims["rope_scaling"]["original_max_position"] == values["max_position_embeddings"]
+
+
+_SIZES = re.compile(
+    "model_type|architectures|vocab_size|max_position_embeddings|.*num_.*|moe_topk"
+    "|.*(hidden|intermediate)_size"
+)
+"""Keys without which there is no model of a size."""
+
+
+@pytest.mark.parametrize("row", AUTO, ids=lambda row: row.model_type)
+def test_absent_keys_mean_what_transformers_means(row: Architecture) -> None:
+    """transformers writes every key; folders of the hub, of other programs and releases do not."""
+    if row.model_type in ("dots1", "glm4_moe", "granitemoeshared"):
+        pytest.skip("the defaults of transformers are of no model that exists, and refused")
+    whole = json.loads(AutoConfig.for_model(row.model_type).to_json_string(use_diff=False))
+    whole["architectures"] = [row.name]
+    few = {
+        key: value
+        for key, value in whole.items()
+        if _SIZES.fullmatch(key) and key != "num_key_value_heads"
+    }
+    assert hugging_face_dims(few) == hugging_face_dims(whole)

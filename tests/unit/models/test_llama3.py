@@ -148,13 +148,13 @@ def test_the_config_overrides_the_attention_of_a_flavor() -> None:
 
 
 def test_an_unknown_family_or_flavor_lists_known_names_and_the_nearest() -> None:
-    known = ["auto", "deepseek_v3", "gpt_oss", "llama3", "llama4", "mixtral", "qwen3", "qwen3_next"]
-    assert families() == known
+    known = families()
+    assert {"auto", "llama3"} < set(known)
     with pytest.raises(ConfigError) as error:
         model_spec(ModelConfig(name="lama3"))
     listed = ", ".join(known)
     assert str(error.value).startswith(f'model.name = "lama3" is not one of {listed}.')
-    assert str(error.value).endswith('Did you mean "llama3"?')
+    assert 'Did you mean "llama3"? Another one is registered by' in str(error.value)
     with pytest.raises(ConfigError, match=r'"debugmodl" is not one of tiny, .*"debugmodel"\?'):
         model_spec(ModelConfig(flavor="debugmodl"))
 
