@@ -71,6 +71,7 @@ check: setup ## Lint, format, types, layers, generated docs.
 	$(BIN)/python -m scripts.architecture_page --check
 	$(BIN)/python -m scripts.benchmark_page --check
 	$(BIN)/python -m scripts.failure_page --check
+	$(BIN)/python -m tests.models_page --check
 
 fmt: setup ## Format the code and mend what lint can mend.
 	$(BIN)/ruff check --fix .
@@ -96,6 +97,7 @@ docs: setup ## Write the generated pages of docs/ and the figures of all pages a
 	$(BIN)/python -m scripts.architecture_page
 	$(BIN)/python -m scripts.benchmark_page
 	$(BIN)/python -m scripts.failure_page
+	$(BIN)/python -m tests.models_page
 
 clean: ## Remove what runs and tests have written; .venv stays.
 	rm -rf outputs test-logs build dist *.egg-info

@@ -1,7 +1,8 @@
 """Train a language model: `torchrun --nproc-per-node N train.py --config FILE`.
 
 `python train.py --config FILE` runs one process; `--help` lists every key. What a rank does is in
-`torchtitan_lite/cli/train.py`: check the configuration, start the mesh, build, train.
+`torchtitan_lite/cli/`: `train.py` checks the configuration, `train_rank.py` starts the mesh, builds
+and trains.
 """
 
 import sys

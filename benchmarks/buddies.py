@@ -42,7 +42,7 @@ _COPIES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     steps: int
     rounds: int
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass
 class _Measured:
-    """What one variant did."""
+    """Measurements of one variant."""
 
     step_s: list[float] = field(default_factory=list)
     """Mean seconds per step of each round."""
@@ -63,11 +63,11 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all of `plan`, with files in `folder`."""
     if os.geteuid() != 0:
         raise ChildFailed("Mount namespaces, which emulate the machines, need root.")
-    found = {name: _Measured() for name in _COPIES}
-    for number in range(plan.rounds):
+    measured_by_name = {name: _Measured() for name in _COPIES}
+    for index in range(plan.rounds):
         for name, arguments in _COPIES.items():
-            _run(folder / f"{name}_{number}", plan.steps, arguments, found[name])
-    ours, floor = found["with"], found["without"]
+            _run(folder / f"{name}_{index}", plan.steps, arguments, measured_by_name[name])
+    ours, floor = measured_by_name["with"], measured_by_name["without"]
     comparison = Comparison(f"2 ranks on 2 machines, copies every {_INTERVAL} steps")
     comparison.note(f"with copies {formatted(ours.step_s)} s per step")
     comparison.note(f"without {formatted(floor.step_s)} s per step")
@@ -84,7 +84,7 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     )
 
 
-def _run(folder: Path, steps: int, arguments: tuple[str, ...], found: _Measured) -> None:
+def _run(folder: Path, steps: int, arguments: tuple[str, ...], results: _Measured) -> None:
     folder.mkdir()
     log, port = folder / "rank_0.txt", free_port()
     command = [
@@ -120,14 +120,16 @@ def _run(folder: Path, steps: int, arguments: tuple[str, ...], found: _Measured)
     if len(records) != steps:
         raise ChildFailed(f"{len(records)} of {steps} steps are recorded:\n{tail(log)}")
     measured = records[_WARM_UP_STEPS:]
-    found.step_s.append((records[-1]["time"] - records[_WARM_UP_STEPS - 1]["time"]) / len(measured))
-    found.stall_s.append(statistics.fmean(one["checkpoint_stall_s"] for one in measured))
-    found.losses = [one["loss"] for one in records]
+    results.step_s.append(
+        (records[-1]["time"] - records[_WARM_UP_STEPS - 1]["time"]) / len(measured)
+    )
+    results.stall_s.append(statistics.fmean(record["checkpoint_stall_s"] for record in measured))
+    results.losses = [record["loss"] for record in records]
 
 
 def _steps(metrics: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return [one for one in lines if "event" not in one]
+    return [line for line in lines if "event" not in line]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from benchmarks.processes import run_ranks
 
 _DCP = ("DCP synchronous", "DCP thread", "DCP process")
 _LIKE_TORCHTITAN = "DCP thread"
-"""What torchtitan's manager calls; its substitute where torchtitan is not installed."""
+"""Variant that torchtitan's manager calls; its substitute where torchtitan is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +140,11 @@ class _Measured:
         ours = self._slowest("ours, synchronous", "blocked_s")
         yield "synchronous save, safetensors and fsync", "s", ours, 1.0, floor
 
-        for heat, other, what, goal in (
+        for heat, plain_name, what, goal in (
             ("warm", "safetensors", "safetensors and copy", 1.0),
             ("cold", "readinto", "readinto", 1.3),
         ):
-            ours, plain = (max(self._load(f"{name}, {heat}", "s")) for name in ("ours", other))
+            ours, plain = (max(self._load(f"{name}, {heat}", "s")) for name in ("ours", plain_name))
             yield f"load, {heat}, {what}", "s", ours, goal, {"floor": plain}
         ours = sum(self._load("ours, cold", "read"))
         yield "bytes read, unique bytes", "B", ours, 1.05, {"floor": size}
@@ -181,7 +181,7 @@ class _Measured:
         in the same round."""
         turns = self._turns(name)[0]
         pairs = zip(turns[name], turns["none"], strict=True)
-        return median(one["wall_s"] - none["wall_s"] for one, none in pairs)
+        return median(cycle["wall_s"] - none["wall_s"] for cycle, none in pairs)
 
     def _extra(self, name: str) -> float:
         # A negative value is noise.
@@ -191,8 +191,8 @@ class _Measured:
         """CPU seconds of all ranks and their child processes beyond a cycle without a save."""
         return sum(
             median(
-                one["cpu_s"] - none["cpu_s"]
-                for one, none in zip(turns[name], turns["none"], strict=True)
+                cycle["cpu_s"] - none["cpu_s"]
+                for cycle, none in zip(turns[name], turns["none"], strict=True)
             )
             for turns in self._turns(name)
         )

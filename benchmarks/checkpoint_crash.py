@@ -43,11 +43,11 @@ class Crash:
     """The cost of one crash."""
 
     durable_s: float
-    """From the kill until a checkpoint of the newest snapshot exists."""
+    """Time from the kill until a checkpoint of the newest snapshot exists."""
     restart_s: float
-    """Of the slowest rank, after its import of torch and DTensor, without building its model."""
+    """Time of the slowest rank, after importing torch and DTensor, without building its model."""
     read_bytes: int
-    """From disks, by all ranks."""
+    """Bytes that all ranks read from disks."""
     lost_steps: int
     """Between the newest snapshot and the restored step."""
 
@@ -110,15 +110,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--restart", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     mesh = sharding_mesh(port=29512)
     ready_s = time.perf_counter()
-    state = sharded_state(mesh, given.layers)
-    run = Ours(state, mesh, given.folder, mode="async", every_step=True, interval=_NEVER)
-    if given.restart:
-        _restart(run, ready_s - _IMPORTED_S, given.folder)
+    state = sharded_state(mesh, options.layers)
+    run = Ours(state, mesh, options.folder, mode="async", every_step=True, interval=_NEVER)
+    if options.restart:
+        _restart(run, ready_s - _IMPORTED_S, options.folder)
     else:
-        _train(run, given.folder)
+        _train(run, options.folder)
 
 
 def _train(run: Ours, folder: Path) -> None:

@@ -34,7 +34,7 @@ class Loads:
     """Measurements of loads on one rank."""
 
     turns: Mapping[str, Sequence[Mapping[str, float]]]
-    """By variant, warm and cold: seconds, and bytes read from storage."""
+    """Seconds and bytes read from storage, by variant, warm and cold."""
     wrong_loads: Sequence[str]
     """Variants that do not load what was saved."""
     peak_bytes: int
@@ -183,14 +183,14 @@ def measure_loads(
     with AnonymousPeak() as peak:
         _ours(ours.folder, state, mesh)
     calls["readinto"] = (plain.folder, lambda: _readinto(file, buffer))
-    found: dict[str, list[dict[str, float]]] = {}
+    loads: dict[str, list[dict[str, float]]] = {}
     for heat in ("warm", "cold"):
         turns = {
             f"{name}, {heat}": partial(_load, call, folder, heat == "cold", mesh)
             for name, (folder, call) in calls.items()
         }
-        found |= alternate(turns, rounds, shuffled=True)
-    return Loads(found, wrong_loads, peak.bytes)
+        loads |= alternate(turns, rounds, shuffled=True)
+    return Loads(loads, wrong_loads, peak.bytes)
 
 
 def _load(call: Callable[[], Any], folder: Path, cold: bool, mesh: Mesh) -> dict[str, float]:

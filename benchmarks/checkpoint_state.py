@@ -20,7 +20,7 @@ from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 
 STEPS = 6
-"""Of a cycle, whose first step is a multiple of it and saves."""
+"""Steps of a cycle, whose first step is a multiple of it and saves."""
 _KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 
 
@@ -70,8 +70,8 @@ def sharded_state(mesh: Mesh, layers: int) -> BenchState:
     """A model and both moments of AdamW, sharded over all ranks."""
     tensors = {}
     for kind in _KINDS:
-        for number, (name, shape) in enumerate(llama(512, 1408, 8000, layers).items()):
-            generator = torch.Generator().manual_seed(number)
+        for index, (name, shape) in enumerate(llama(512, 1408, 8000, layers).items()):
+            generator = torch.Generator().manual_seed(index)
             make = partial(torch.randn, generator=generator)
             tensors[f"{kind}.{name}"] = sharded(shape, mesh, make)
     return BenchState(tensors)

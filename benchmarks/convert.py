@@ -41,19 +41,19 @@ _MAX_READ = 1.05
 _MAX_MEMORY = 2
 """Per worker, in largest tensors."""
 _MAX_SHARED_TIME = 0.8
-"""Of an export by several ranks. They share two cores and a disk."""
+"""Maximum time of an export by several ranks, which share two cores and a disk."""
 _FIRST_PORT = 29780
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     num_mb: int
     num_shards: int
     rounds: int
     world_sizes: tuple[int, ...]
-    """Of loads; those of several ranks are of exports, too."""
+    """World sizes of loads; those of several ranks also export."""
 
 
 FULL = Plan(num_mb=1000, num_shards=4, rounds=5, world_sizes=(1, 2, 4))
@@ -66,12 +66,12 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     arguments = {"folder": str(source), "num_mb": plan.num_mb, "num_shards": plan.num_shards}
     run_ranks(write_model, arguments, 1, folder / "write_model")
     yield from _conversions(plan, source, folder)
-    for number, world_size in enumerate(plan.world_sizes):
+    for index, world_size in enumerate(plan.world_sizes):
         own = folder / f"load_{world_size}"
-        yield from _loads(plan, source, world_size, own, _FIRST_PORT + number)
+        yield from _loads(plan, source, world_size, own, _FIRST_PORT + index)
         if world_size > 1:
             own = folder / f"export_{world_size}"
-            yield _shared_export(plan, folder / "ours_in", world_size, own, _FIRST_PORT + number)
+            yield _shared_export(plan, folder / "ours_in", world_size, own, _FIRST_PORT + index)
 
 
 def _conversions(plan: Plan, source: Path, folder: Path) -> Iterator[Result]:
@@ -83,26 +83,28 @@ def _conversions(plan: Plan, source: Path, folder: Path) -> Iterator[Result]:
         "ours out": folder / "ours_in",
         "DCP out": folder / "DCP_in",
     }
-    found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in sources}
-    for number in range(plan.rounds):
+    measured: dict[str, list[dict[str, Any]]] = {variant: [] for variant in sources}
+    for index in range(plan.rounds):
         for variant, folder_of in sources.items():
             name = variant.replace(" ", "_")
             # The imports of the first round are the sources of the exports.
-            target = folder / name if number == 0 else folder / f"{name}_{number}"
+            target = folder / name if index == 0 else folder / f"{name}_{index}"
             arguments = {"variant": variant, "source": str(folder_of), "target": str(target)}
-            found[variant] += run_ranks(measure_conversion, arguments, 1, folder / "conversion")
-            if number:
+            measured[variant] += run_ranks(measure_conversion, arguments, 1, folder / "conversion")
+            if index:
                 _remove_files(target)
     sizes = [prod(shape) for shape in expected_shapes(spec_of_size(plan.num_mb))[0].values()]
     total, largest = (2 * size for size in (sum(sizes), max(sizes)))
     for way in ("in", "out"):
-        ours, peer, floor = (found[variant] for variant in (f"ours {way}", f"DCP {way}", "floor"))
+        ours, peer, floor = (
+            measured[variant] for variant in (f"ours {way}", f"DCP {way}", "floor")
+        )
         comparison = Comparison(f"{total / 1e6:.0f} MB {way}")
         for key in ("checksum", "threads"):
             comparison.same(key, ours[0][key], floor[0][key])
             comparison.same(key, peer[0][key], floor[0][key])
         ours_s, peer_s = _median(ours, "s"), _median(peer, "s")
-        durable_s = _median(found["durable floor"], "s")
+        durable_s = _median(measured["durable floor"], "s")
         yield comparison.ratio("time", "s", ours_s, floor=_median(floor, "s"), goal=_MAX_TIME)
         metric = "time, against a floor that waits for the disk too"
         yield comparison.ratio(metric, "s", ours_s, floor=durable_s, goal=_MAX_TIME)
@@ -157,7 +159,7 @@ def _shared_export(plan: Plan, source: Path, world_size: int, folder: Path, port
     comparison.same("threads", ranks[0]["threads"], torch.get_num_threads())
     ours, alone = ranks[0]["all"], ranks[0]["one"]
     pairs = zip(ours, alone, strict=True)
-    comparison.note(f"ratio of each round: {formatted(some / one for some, one in pairs)}")
+    comparison.note(f"ratio of each round: {formatted(some / alone_s for some, alone_s in pairs)}")
     metric = "time, against rank 0 alone"
     return comparison.ratio(metric, "s", median(ours), floor=median(alone), goal=_MAX_SHARED_TIME)
 

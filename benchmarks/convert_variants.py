@@ -146,9 +146,10 @@ def durable_floor(source: Path, target: Path) -> None:
 
 def dcp_in(source: Path, target: Path) -> None:
     """Import by torch DCP's Hugging Face reader, as torchtitan's conversion does."""
-    found = HuggingFaceFolder(*open_parent_storage(str(source))).tensors
+    tensors = HuggingFaceFolder(*open_parent_storage(str(source))).tensors
     state: dict[str, Any] = {
-        key: torch.empty(one.tensor.shape, dtype=one.tensor.dtype) for key, one in found.items()
+        key: torch.empty(located.tensor.shape, dtype=located.tensor.dtype)
+        for key, located in tensors.items()
     }
     load(state, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=True)
     save(state, checkpoint_id=target, no_dist=True)
@@ -163,9 +164,9 @@ def dcp_out(source: Path, target: Path) -> None:
 def _loaded(source: Path) -> dict[str, Any]:
     """The tensors of a DCP checkpoint."""
     state: dict[str, Any] = {
-        key: torch.empty(one.size, dtype=one.properties.dtype)
-        for key, one in FileSystemReader(source).read_metadata().state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata)
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in FileSystemReader(source).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
     load(state, checkpoint_id=source, no_dist=True)
     return state

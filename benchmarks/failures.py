@@ -64,7 +64,7 @@ _SAVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     strategies: Sequence[str]
     kills: int
@@ -87,10 +87,10 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recording:
-    """What a run recorded. Times are since the epoch."""
+    """Record of a run. Times are since the epoch."""
 
     steps: Sequence[_Step]
-    """In the order in which they were recorded, repeated ones included."""
+    """Steps in the order in which they were recorded, repeated ones included."""
     kills_s: Sequence[float]
     resumes_s: Sequence[float]
     durable_s: Sequence[float]
@@ -99,10 +99,10 @@ class _Recording:
     def resumed(self, kill_s: float) -> _Step:
         """Return the first step after the recovery from a kill."""
         resumed_s = self._resume_s(kill_s)
-        return next(one for one in self.steps if one.at_s > resumed_s)
+        return next(step for step in self.steps if step.at_s > resumed_s)
 
     def _resume_s(self, kill_s: float) -> float:
-        return next(one for one in self.resumes_s if one > kill_s)
+        return next(at_s for at_s in self.resumes_s if at_s > kill_s)
 
     def step_s(self, window: "_Window") -> float:
         """Return the mean duration of the steps of a window, without the one after the kill."""
@@ -116,7 +116,7 @@ class _Recording:
     def kept_s(self, window: "_Window") -> float:
         """Return the seconds of the steps of a window that were kept."""
         mean_s = self.step_s(window)
-        # Of a step that was repeated, the last time counts.
+        # The last time of a repeated step counts.
         kept_s = {number: seconds or mean_s for number, seconds in self._steps_s(window)}
         assert set(kept_s) >= set(range(window.begin.number + 1, window.end.number + 1))
         return sum(kept_s.values())
@@ -125,7 +125,7 @@ class _Recording:
         """Return the seconds from the end of the step to which the kill returned the run."""
         kept = self.resumed(window.kill_s).number - 1
         resume_s = self._resume_s(window.kill_s)
-        ends_s = (one.at_s for one in self.steps if one.at_s < resume_s and one.number == kept)
+        ends_s = (step.at_s for step in self.steps if step.at_s < resume_s and step.number == kept)
         # The survivors may record the step in which a rank was killed.
         return max(0.0, window.kill_s - max(ends_s))
 
@@ -146,8 +146,8 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     for strategy in STRATEGIES:
         if strategy.name in plan.strategies:
             recordings = [
-                _run(strategy.name, plan, folder / f"{strategy.name}_{number}", number)
-                for number in range(plan.runs)
+                _run(strategy.name, plan, folder / f"{strategy.name}_{index}", index)
+                for index in range(plan.runs)
             ]
             comparison = Comparison(f"{_RANKS} ranks, {strategy.title}", other="prediction")
             measured, predicted = _compare(strategy, recordings, comparison)
@@ -193,7 +193,7 @@ def _compare(
     strategy: Strategy, recordings: Sequence[_Recording], comparison: Comparison
 ) -> "tuple[_LostTime, _LostTime]":
     """Return the measured and the predicted lost time of half of the kills."""
-    windows = [(one, _windows(strategy, one)) for one in recordings]
+    windows = [(recording, _windows(strategy, recording)) for recording in recordings]
     # Kills 0, 3, 4, 7 ... calibrate and 1, 2, 5, 6 ... are predicted, in every second run the other
     # way round: recoveries from later kills take longer, because restarts are delayed.
     calibrating, predicted = (
@@ -205,21 +205,21 @@ def _compare(
         ]
         for is_predicted in (False, True)
     )
-    recovered_s = [recording.recovery_s(one) for recording, one in calibrating]
-    own_s = [recording.recovery_s(one) for recording, one in predicted]
-    durable_s = [one for recording in recordings for one in recording.durable_s]
+    recovered_s = [recording.recovery_s(window) for recording, window in calibrating]
+    own_s = [recording.recovery_s(window) for recording, window in predicted]
+    durable_s = [write_s for recording in recordings for write_s in recording.durable_s]
     measured, prediction = _LostTime(), _LostTime()
-    for recording, one in predicted:
-        step_s = recording.step_s(one)
+    for recording, window in predicted:
+        step_s = recording.step_s(window)
         times = _times(strategy, step_s, statistics.mean(recovered_s), durable_s)
-        kill = ClusterEvents(at_s=one.kill_s - one.begin.at_s, rank_lost=frozenset({0}))
-        shares = predict_given(times, strategy, [kill], one.seconds)
+        kill = ClusterEvents(at_s=window.kill_s - window.begin.at_s, rank_lost=frozenset({0}))
+        shares = predict_given(times, strategy, [kill], window.seconds)
         prediction.lost_s += shares.capacity - shares.useful
         prediction.repeated_s += shares.lost
-        measured.lost_s += one.seconds - recording.kept_s(one)
-        measured.repeated_s += recording.repeated_s(one)
+        measured.lost_s += window.seconds - recording.kept_s(window)
+        measured.repeated_s += recording.repeated_s(window)
     error_s = (2 * len(predicted)) ** 0.5 * statistics.stdev([*recovered_s, *own_s])
-    steps_s = (recording.step_s(one) for recording, one in [*calibrating, *predicted])
+    steps_s = (recording.step_s(window) for recording, window in [*calibrating, *predicted])
     comparison.note(f"steps of {formatted(steps_s)} s")
     comparison.note(f"recoveries that calibrate {formatted(recovered_s)} s")
     comparison.note(f"recoveries that are predicted {formatted(own_s)} s")
@@ -234,8 +234,8 @@ def _windows(strategy: Strategy, recording: _Recording) -> list[_Window]:
     interval = _STORAGE_INTERVAL if strategy.name == "restart" else 1
     begins, free_s = [], recording.steps[_WARMUP_STEPS].at_s
     for kill_s in recording.kills_s:
-        found = [one for one in recording.steps if free_s <= one.at_s < kill_s]
-        saved = [one for one in found if one.number % interval == 0]
+        between = [step for step in recording.steps if free_s <= step.at_s < kill_s]
+        saved = [step for step in between if step.number % interval == 0]
         if not saved:
             raise ChildFailed(f"No step was saved between two kills of {strategy.name}.")
         begins.append(saved[0])
@@ -264,7 +264,7 @@ def _times(
     return replace(times, write_s=statistics.median(durable_s) if durable_s else 0.0)
 
 
-def _run(strategy: str, plan: Plan, folder: Path, number: int) -> _Recording:
+def _run(strategy: str, plan: Plan, folder: Path, index: int) -> _Recording:
     folder.mkdir()
     arguments = [
         *("--config", "configs/llama3_debug.toml", "--job.device", "cpu"),
@@ -276,7 +276,7 @@ def _run(strategy: str, plan: Plan, folder: Path, number: int) -> _Recording:
         *("--job.dump_folder", str(folder), *_SAVES[strategy]),
     ]
     metrics, log = folder / "metrics.jsonl", folder / "log.txt"
-    random_s = random.Random(f"kills of {strategy} {number}")
+    random_s = random.Random(f"kills of {strategy} {index}")
     kills_s: list[float] = []
     with started([*_PROGRAMS[strategy], *arguments], [], 1, log) as process:
 
@@ -314,20 +314,20 @@ def _run(strategy: str, plan: Plan, folder: Path, number: int) -> _Recording:
 
 def _newest(metrics: Path) -> int:
     """Return the newest step, 0 if there is none."""
-    steps = [one["step"] for one in records(metrics) if "event" not in one]
+    steps = [line["step"] for line in records(metrics) if "event" not in line]
     return steps[-1] if steps else 0
 
 
 def _recording(metrics: Path, kills_s: Sequence[float]) -> _Recording:
     lines = records(metrics)
-    steps = [_Step(one["step"], one["time"]) for one in lines if "event" not in one]
-    ended_s = {one.number: one.at_s for one in steps}
+    steps = [_Step(line["step"], line["time"]) for line in lines if "event" not in line]
+    ended_s = {step.number: step.at_s for step in steps}
     durable_s = [
-        one["time"] - ended_s[one["checkpoint_step"]]
-        for one in lines
-        if one.get("event") == "saved" and one["checkpoint_step"] in ended_s
+        line["time"] - ended_s[line["checkpoint_step"]]
+        for line in lines
+        if line.get("event") == "saved" and line["checkpoint_step"] in ended_s
     ]
-    resumes_s = [one["time"] for one in lines if one.get("event") == "resume"]
+    resumes_s = [line["time"] for line in lines if line.get("event") == "resume"]
     return _Recording(steps=steps, kills_s=kills_s, resumes_s=resumes_s, durable_s=durable_s)
 
 

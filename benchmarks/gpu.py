@@ -48,10 +48,10 @@ _TRAINERS: Mapping[str, Callable[..., Any]] = {"ours": train_ours, PEER: train_t
 
 def measure(cases: Sequence[Case], folder: Path, parts: Path | None) -> Iterator[Result]:
     """Measure `cases`; `parts` gets what each process measured."""
-    for number, case in enumerate(cases):
-        found, failure = _alternate(case, folder / str(number), parts)
-        comparison = _evidence(case, found, failure)
-        yield from (_save_rows if case.save_every else _step_rows)(case, found, comparison)
+    for index, case in enumerate(cases):
+        runs, failure = _alternate(case, folder / str(index), parts)
+        comparison = _evidence(case, runs, failure)
+        yield from (_save_rows if case.save_every else _step_rows)(case, runs, comparison)
 
 
 Runs = dict[str, list[dict[str, Any]]]
@@ -59,14 +59,14 @@ Runs = dict[str, list[dict[str, Any]]]
 
 def _alternate(case: Case, folder: Path, parts: Path | None) -> tuple[Runs, str]:
     """Run both trainers in turns. Returns their measurements, and why the peer did not run."""
-    found: Runs = {}
+    measured: Runs = {}
     try:
         failure = f"torchtitan {version('torchtitan')} failed"
     except PackageNotFoundError:
         failure = "torchtitan is not installed"
     runs = [(turn, name) for turn in range(ROUNDS) for name in _TRAINERS]
     for turn, name in runs:
-        if name == PEER and PEER not in found and turn > 0:
+        if name == PEER and PEER not in measured and turn > 0:
             continue
         place = folder / f"{name}_{turn}"
         # Each trainer compiles once with a cold cache.
@@ -81,13 +81,13 @@ def _alternate(case: Case, folder: Path, parts: Path | None) -> tuple[Runs, str]
                 raise
             failure = f"{failure}: {str(error).splitlines()[-1]}"
             print(f"{case.name}: {error}", flush=True)
-            found.pop(PEER, None)
+            measured.pop(PEER, None)
             continue
         finally:
             # Checkpoints of several processes would fill a small disk.
             shutil.rmtree(place / "checkpoint", ignore_errors=True)
         values["first_step_s"] = values["first_step_at_s"] - began_s
-        found.setdefault(name, []).append(values)
+        measured.setdefault(name, []).append(values)
         text = f"{statistics.median(values['step_s']):.3f} s per step"
         print(f"{case.name}, round {turn + 1}, {name}: {text}", flush=True)
         if parts:
@@ -95,10 +95,10 @@ def _alternate(case: Case, folder: Path, parts: Path | None) -> tuple[Runs, str]
             slug = case.name.replace(" ", "_").replace(",", "")
             text = json.dumps({"case": case.arguments(), **values}, indent=1)
             (parts / f"{slug}.{name}.{turn}.json").write_text(text, encoding="utf-8")
-    return found, "" if PEER in found else failure
+    return measured, "" if PEER in measured else failure
 
 
-def _evidence(case: Case, found: Runs, failure: str) -> Comparison:
+def _evidence(case: Case, measured: Runs, failure: str) -> Comparison:
     """Return the evidence that both did the same work."""
     comparison = Comparison(case.name, other=PEER)
     if failure:
@@ -109,7 +109,7 @@ def _evidence(case: Case, found: Runs, failure: str) -> Comparison:
         comparison.note(
             f"shared memory: {free_gb:.0f} GB free; with less than ours needs, it waits"
         )
-    ours, peer = found["ours"][0], found[PEER][0]
+    ours, peer = measured["ours"][0], measured[PEER][0]
     comparison.same("parameters", ours["num_params"], peer["num_params"])
     comparison.same("dtype of the weights", ours["dtype"], peer["dtype"])
     # torchtitan logs some of the losses.
@@ -119,14 +119,14 @@ def _evidence(case: Case, found: Runs, failure: str) -> Comparison:
         comparison.note(f"loss of step {step}: ours {own:.5f}, {PEER} {theirs:.5f}")
         differences.append(abs(own - theirs) / abs(theirs))
     comparison.small("largest difference of a loss, relative", max(differences), LOSS_TOLERANCE)
-    for name, runs in found.items():
+    for name, runs in measured.items():
         medians = [statistics.median(run["step_s"]) for run in runs]
         comparison.note(f"median s per step in each round, {name}: {formatted(medians, '.4f')}")
     return comparison
 
 
-def _step_rows(case: Case, found: Runs, comparison: Comparison) -> Iterator[Result]:
-    ours, peer = found["ours"], found.get(PEER)
+def _step_rows(case: Case, measured: Runs, comparison: Comparison) -> Iterator[Result]:
+    ours, peer = measured["ours"], measured.get(PEER)
     missing = "" if peer else f" ({PEER} did not run)"
     own_rate = _tokens_per_s(case, ours)
     if peer:
@@ -155,12 +155,12 @@ def _step_rows(case: Case, found: Runs, comparison: Comparison) -> Iterator[Resu
         )
 
 
-def _save_rows(case: Case, found: Runs, comparison: Comparison) -> Iterator[Result]:
+def _save_rows(case: Case, measured: Runs, comparison: Comparison) -> Iterator[Result]:
     def per_save(runs: list[dict[str, Any]]) -> float:
         extra = [s for run in runs for s in extra_per_save_s(run["step_s"], case.save_every)]
         return max(0.0, statistics.median(extra))
 
-    ours, peer = found["ours"], found.get(PEER)
+    ours, peer = measured["ours"], measured.get(PEER)
     metric = "extra wall time per save"
     if peer:
         yield comparison.ratio(metric, "s", per_save(ours), peer=per_save(peer), goal=1.0)
@@ -221,21 +221,21 @@ def main() -> None:
     sizes.add_argument("--quick", action="store_true", help="tiny sizes")
     sizes.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    given = parser.parse_args()
-    if not given.rehearse and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if not options.rehearse and not torch.cuda.is_available():
         print("benchmarks.gpu needs a GPU, and there is none: nothing was measured.")
-        sys.exit(0 if given.quick else 2)
-    cases = [CASES[name] for name in given.case or CASES]
-    if given.quick or given.rehearse:
+        sys.exit(0 if options.quick else 2)
+    cases = [CASES[name] for name in options.case or CASES]
+    if options.quick or options.rehearse:
         cases = [tiny(case) for case in cases]
-    if given.quick:
+    if options.quick:
         cases = [replace(case, device="cuda", seq_len=256) for case in cases]
-    earlier = given.json.read_text("utf-8") if given.json and given.json.exists() else "[]"
-    parts = given.json.with_suffix(".parts") if given.json else None
+    earlier = options.json.read_text("utf-8") if options.json and options.json.exists() else "[]"
+    parts = options.json.with_suffix(".parts") if options.json else None
     with tempfile.TemporaryDirectory() as folder:
-        all_hold = report(measure(cases, Path(folder), parts), given.json)
-    if given.json:
-        _merge(given.json, earlier)
+        all_hold = report(measure(cases, Path(folder), parts), options.json)
+    if options.json:
+        _merge(options.json, earlier)
     sys.exit(0 if all_hold else 1)
 
 

@@ -204,7 +204,7 @@ def clock_of(case: Case) -> StepClock:
 
 
 class Recording:
-    """What a trainer's process measures, as JSON values."""
+    """Measurements of a trainer's process, as JSON values."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -277,17 +277,17 @@ _KINDS = (
 def kernel_times(kernels: Sequence[tuple[str, float, float]], num_steps: int) -> dict[str, float]:
     """Return seconds per step by kind of kernel, and the time in which none ran. `kernels` are
     names with their start and end in seconds."""
-    found = dict.fromkeys([*(kind for kind, _ in _KINDS), "other", "idle"], 0.0)
+    totals = dict.fromkeys([*(kind for kind, _ in _KINDS), "other", "idle"], 0.0)
     busy_s, reached_s = 0.0, float("-inf")
     for name, start_s, end_s in sorted(kernels, key=lambda kernel: kernel[1]):
         kinds = (kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE))
-        found[next(kinds, "other")] += end_s - start_s
+        totals[next(kinds, "other")] += end_s - start_s
         busy_s += max(0.0, end_s - max(start_s, reached_s))
         reached_s = max(reached_s, end_s)
     if kernels:
         span_s = reached_s - min(start_s for _, start_s, _ in kernels)
-        found["idle"] = span_s - busy_s
-    return {kind: total / num_steps for kind, total in found.items()}
+        totals["idle"] = span_s - busy_s
+    return {kind: total / num_steps for kind, total in totals.items()}
 
 
 def longest_kernels(

@@ -30,31 +30,31 @@ from torchtitan_lite.training.trainer import StepReport, train
 
 _TEXT = CHECKOUT / "tests" / "assets" / "fixture.jsonl"
 _COPIES = 40
-"""Of the text, so that it fills the longest sequence."""
+"""Copies of the text, so that it fills the longest sequence."""
 
 
 def train_ours(case: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train a case in this process, with outputs in `folder`. Returns the measurements."""
-    given = Case(**case)
+    gpu_case = Case(**case)
     use_all_cores()
     text = Path(folder) / "text.jsonl"
     text.write_text(_TEXT.read_text(encoding="utf-8") * _COPIES, encoding="utf-8")
-    config = config_of(given, Path(folder), text)
-    recording = Recording(given)
+    config = config_of(gpu_case, Path(folder), text)
+    recording = Recording(gpu_case)
 
     def record(state: TrainState, report: StepReport) -> None:
         recording.losses[report.number] = report.loss
         recording.end_step()
 
     with (
-        start_mesh(config.parallelism, config.comm, detect_device(given.device), folder) as mesh,
+        start_mesh(config.parallelism, config.comm, detect_device(gpu_case.device), folder) as mesh,
         build(config, mesh, StopRequest()) as built,
     ):
         check_against(config, mesh.world_size)
         state = built.job.state
         # The text of the config only opened the data; its tokens are replaced by random ones.
         state.loader.close()
-        state.loader = random_samples(given)
+        state.loader = random_samples(gpu_case)
         parameters = {
             name: local_tensor(parameter).detach()
             for name, parameter in state.model.named_parameters()

@@ -30,23 +30,23 @@ FLAVOR = "benchmark"
 
 def train_torchtitan(case: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train a case in this process, with outputs in `folder`. Returns the measurements."""
-    given = Case(**case)
+    gpu_case = Case(**case)
     use_all_cores()
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
-    if given.device == "cpu":
+    if gpu_case.device == "cpu":
         _run_torchtitan_on_cpu()
 
     from torchtitan.tools.logging import init_logger
 
     init_logger()
     _keep_stager_open()
-    trainer_class = _trainer_class(given, recording := Recording(given))
-    _register_samples_and_flavor(given)
-    trainer = trainer_class(_config(given, Path(folder)))
+    trainer_class = _trainer_class(gpu_case, recording := Recording(gpu_case))
+    _register_samples_and_flavor(gpu_case)
+    trainer = trainer_class(_config(gpu_case, Path(folder)))
     try:
         parameters = dict(trainer.model_parts[0].named_parameters())
-        heads = {"wq.weight": given.num_heads, "wk.weight": given.num_kv_heads}
+        heads = {"wq.weight": gpu_case.num_heads, "wk.weight": gpu_case.num_kv_heads}
         # Modules that are compiled or recomputed wrap the parameter's module.
         wrappers = ("._orig_mod", "._checkpoint_wrapped_module")
         plain = {_without(name, wrappers): value.detach() for name, value in parameters.items()}

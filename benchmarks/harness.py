@@ -38,7 +38,7 @@ PlanT = TypeVar("PlanT")
 
 
 class GoalKind(Enum):
-    """What a goal bounds. The values are shown in tables."""
+    """Bound of a goal. The values are shown in tables."""
 
     RATIO_AT_MOST = "<="
     RATIO_AT_LEAST = ">="
@@ -187,10 +187,10 @@ def main(
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a small version")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(THREADS)
     with tempfile.TemporaryDirectory() as folder:
-        all_hold = report(measure(quick if given.quick else full, Path(folder)), given.json)
+        all_hold = report(measure(quick if options.quick else full, Path(folder)), options.json)
     sys.exit(0 if all_hold else 1)
 
 
@@ -282,13 +282,13 @@ def _environment() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _RECORDED_VERSIONS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _processor() -> str:

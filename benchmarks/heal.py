@@ -48,7 +48,7 @@ class HealCase:
 
     num_tensors: int
     rows: int
-    """Of each tensor, which is square."""
+    """Rows of each tensor, which is square."""
     warmup_rounds: int
     rounds: int
 
@@ -62,7 +62,7 @@ class FixedState:
     def __init__(self, num_tensors: int, rows: int, *, seed: int | None) -> None:
         """Random tensors, or zeros without a seed."""
         self._tensors = {
-            f"model.{number:04d}": torch.zeros(rows, rows) for number in range(num_tensors)
+            f"model.{index:04d}": torch.zeros(rows, rows) for index in range(num_tensors)
         }
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
@@ -162,8 +162,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a state to a healing replica.")
     parser.add_argument("--tensors", type=int, required=True)
     parser.add_argument("--rows", type=int, required=True)
-    given = parser.parse_args()
-    state = FixedState(given.tensors, given.rows, seed=0)
+    options = parser.parse_args()
+    state = FixedState(options.tensors, options.rows, seed=0)
     server = StateServer(_ADDRESS, os.environ["TORCHTITAN_LITE_TOKEN"], PURPOSE)
     server.offer(_PROGRESS, LiveState.of(state))
     listener = socket.create_server((_ADDRESS, 0))

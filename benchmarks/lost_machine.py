@@ -32,11 +32,11 @@ _GOALS = {"buddy": 4, "storage": 10}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     num_kills: int
     sources: Mapping[str, tuple[str, ...]]
-    """Where the state comes from -> arguments of the run."""
+    """Arguments of the run by source of the state."""
 
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
@@ -56,9 +56,9 @@ def _measure(
     seconds, repeated = [], []
     with machines(folder, *_NAMES, steps=len(expected)) as run:
         run.train(*_NAMES, more=arguments)
-        for number in range(plan.num_kills):
-            run.wait_for_step(_STEPS_PER_KILL * number + 5)
-            recovery_s, lost_steps = _lose(run, arguments, attempt=number + 2)
+        for index in range(plan.num_kills):
+            run.wait_for_step(_STEPS_PER_KILL * index + 5)
+            recovery_s, lost_steps = _lose(run, arguments, attempt=index + 2)
             if source == "buddy" and list(run.output.glob("checkpoint/step-*")):
                 raise ChildFailed("a checkpoint was saved: the state may come from storage")
             seconds.append(recovery_s)

@@ -85,14 +85,14 @@ QUICK = Plan(
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all cases of a plan, with files in `folder`."""
-    for number, case in enumerate(plan.cases):
+    for index, case in enumerate(plan.cases):
         arguments = {
             "layout": case.layout,
             "model": asdict(case.model),
             "dtype": case.dtype,
             "rounds": plan.rounds,
         }
-        ranks = run_ranks(measure_rank, arguments, case.num_processes, folder / str(number))
+        ranks = run_ranks(measure_rank, arguments, case.num_processes, folder / str(index))
         yield from _rows(case, ranks)
 
 
@@ -101,7 +101,7 @@ def _rows(case: Case, ranks: Sequence[dict[str, Any]]) -> Iterator[Result]:
     wall_s, mean_s, busiest_s = _seconds(ranks)
     comparison = Comparison(f"{case.name}, {count} proc", other="expected")
     for variant in ("ours", "all-gather"):
-        wrong = [rank for rank, found in enumerate(ranks) if not found["right"][variant]]
+        wrong = [rank for rank, result in enumerate(ranks) if not result["right"][variant]]
         comparison.same(f"ranks whose shard differs in any bit, {variant}", wrong, [])
     first = ranks[0]
     moved = first["moved_bytes"]
@@ -114,7 +114,7 @@ def _rows(case: Case, ranks: Sequence[dict[str, Any]]) -> Iterator[Result]:
         "median CPU ms, mean of the ranks: "
         + "; ".join(f"{variant} {value * 1e3:.3g}" for variant, value in mean_s.items())
     )
-    # Of one process only rank 0 works.
+    # With one process, only rank 0 works.
     whole_s = mean_s["one process"] * count
     floor_s = whole_s / count + mean_s["bare exchange"]
     yield comparison.ratio("CPU seconds", "s", mean_s["ours"], floor=floor_s, goal=FLOOR_GOAL)

@@ -99,7 +99,7 @@ class Variants:
         self._rank, world_size = dist.get_rank(), dist.get_world_size()
         rest = world_size // prod(size for size in sizes if size > 0)
         ranks = torch.arange(world_size).view([rest if size < 0 else size for size in sizes])
-        names = tuple(f"axis{number}" for number in range(ranks.ndim))
+        names = tuple(f"axis{axis}" for axis in range(ranks.ndim))
         self._mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
         flat = DeviceMesh("cpu", torch.arange(world_size), mesh_dim_names=("ep",))
         self._iteration = NewtonSchulz(steps=5, dtype=dtype)
@@ -119,8 +119,8 @@ class Variants:
             self.assignment, self._iteration, rank=self._rank, device=torch.device("cpu")
         )
         numbers = range(len(self._specs))
-        self._wholes = [self._whole(number) for number in numbers]
-        self._shards = [self._part(number, self._wholes[number]) for number in numbers]
+        self._wholes = [self._whole(index) for index in numbers]
+        self._shards = [self._part(index, self._wholes[index]) for index in numbers]
         # What is orthogonalized in place.
         self._own_wholes = [whole.clone() for whole in self._wholes]
         self._own_shards = [shard.clone() for shard in self._shards]
@@ -144,20 +144,20 @@ class Variants:
 
     def restore(self) -> None:
         """Undo what a variant did in place."""
-        for own, given in zip(
+        for own, saved in zip(
             [*self._own_wholes, *self._own_shards], [*self._wholes, *self._shards], strict=True
         ):
-            own.copy_(given)
+            own.copy_(saved)
 
     def is_right(self, name: str) -> bool:
         """Whether the shards of a variant are those of the entire matrices, bit by bit."""
         self.restore()
         self.calls[name]()
         results = self._own_shards if name == "ours" else self._gathered
-        for number, found in enumerate(results):
-            whole = self._whole(number)
+        for index, result in enumerate(results):
+            whole = self._whole(index)
             self._orthogonalize(whole)
-            if not torch.equal(found, self._part(number, whole)):
+            if not torch.equal(result, self._part(index, whole)):
                 return False
         return True
 
@@ -184,12 +184,12 @@ class Variants:
     def _ranks(self) -> range:
         return range(dist.get_world_size())
 
-    def _whole(self, number: int) -> torch.Tensor:
-        draws = torch.Generator().manual_seed(number)
-        return torch.randn(self._specs[number].shape, generator=draws).to(self._dtype)
+    def _whole(self, index: int) -> torch.Tensor:
+        draws = torch.Generator().manual_seed(index)
+        return torch.randn(self._specs[index].shape, generator=draws).to(self._dtype)
 
-    def _part(self, number: int, whole: torch.Tensor) -> torch.Tensor:
-        spec = self._specs[number]
+    def _part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        spec = self._specs[index]
         (box,) = spec.layout.boxes(spec.shape, self._rank)
         return whole[box.slices].contiguous()
 
@@ -208,15 +208,15 @@ class Variants:
     def _iterations(self) -> None:
         counts = dict.fromkeys(range(len(self._specs)), 0)
         for matrix in self.assignment.matrices:
-            whole, number = self._own_wholes[matrix.parameter], counts[matrix.parameter]
+            whole, index = self._own_wholes[matrix.parameter], counts[matrix.parameter]
             counts[matrix.parameter] += 1
             if matrix.owner == self._rank:
-                self._iteration.orthogonalize_(whole if whole.ndim == 2 else whole[number])
+                self._iteration.orthogonalize_(whole if whole.ndim == 2 else whole[index])
 
     def _all_gather(self) -> None:
         self._gathered = []
-        for number, (mesh, placements) in enumerate(self._places):
-            shape, shard = self._specs[number].shape, self._shards[number]
+        for index, (mesh, placements) in enumerate(self._places):
+            shape, shard = self._specs[index].shape, self._shards[index]
             sharded = DTensor.from_local(
                 shard,
                 mesh,
@@ -227,7 +227,7 @@ class Variants:
             )
             whole = sharded.full_tensor().clone()
             self._orthogonalize(whole)
-            self._gathered.append(self._part(number, whole))
+            self._gathered.append(self._part(index, whole))
 
     def _bare_exchange(self) -> None:
         for (out, into), sent, received in zip(
@@ -239,8 +239,8 @@ class Variants:
         """Bytes that this rank sends to each, and receives from each: to the owners, and back."""
         sent, received = ([[0] * dist.get_world_size() for _ in range(2)] for _ in range(2))
         for matrix in self.assignment.matrices:
-            for way, found in enumerate((matrix.to_owner, matrix.from_owner)):
-                for part in found.transfers(self._rank):
+            for way, exchange in enumerate((matrix.to_owner, matrix.from_owner)):
+                for part in exchange.transfers(self._rank):
                     for pieces, counts in ((part.sends, sent[way]), (part.receives, received[way])):
                         for piece in pieces:
                             assert isinstance(piece.peer, int)

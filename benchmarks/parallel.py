@@ -112,18 +112,18 @@ QUICK = Plan(
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all cases of `plan`, with files in `folder`."""
-    for number, case in enumerate(plan.step_cases):
-        yield measure_step(case, folder / f"step_{number}")
-    for number, case in enumerate(plan.ring_cases):
-        yield from measure_ring(case, folder / f"ring_{number}")
-    for number, case in enumerate(plan.order_cases):
-        yield _measure_order(case, folder / f"order_{number}")
+    for index, case in enumerate(plan.step_cases):
+        yield measure_step(case, folder / f"step_{index}")
+    for index, case in enumerate(plan.ring_cases):
+        yield from measure_ring(case, folder / f"ring_{index}")
+    for index, case in enumerate(plan.order_cases):
+        yield _measure_order(case, folder / f"order_{index}")
 
 
 def _measure_order(case: OrderCase, folder: Path) -> Result:
     """Measure in one process."""
-    (found,) = run_ranks(alternate_orders, asdict(case), 1, folder)
-    (ours, ours_s), (peer, peer_s) = (found[name] for name in ("ours", "loop"))
+    (measured,) = run_ranks(alternate_orders, asdict(case), 1, folder)
+    (ours, ours_s), (peer, peer_s) = (measured[name] for name in ("ours", "loop"))
     comparison = Comparison(case.name, other="loop")
     comparison.same("CRC-32 of the positions", ours, peer)
     comparison.note(

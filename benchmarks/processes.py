@@ -38,7 +38,7 @@ T = TypeVar("T")
 _TAIL_LINES = 15
 _POLL_S = 0.005
 _MAX_STARTS = 40
-"""Of a group: many more than there are faults."""
+"""Maximum starts of a group: many more than there are faults."""
 
 
 class ChildFailed(Exception):
@@ -148,13 +148,13 @@ def wait_for(
     Calls `check`, which may raise, between polls. Raises ChildTimeout after `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
-    while (found := find()) is None:
+    while (outcome := find()) is None:
         if check is not None:
             check()
         if time.monotonic() >= deadline_s:
             raise ChildTimeout(f"No {what} within {timeout_s:g} s.")
         time.sleep(poll_s)
-    return found
+    return outcome
 
 
 def free_port() -> int:
@@ -220,12 +220,12 @@ class Group:
 
     def living(self) -> list[psutil.Process]:
         """The running processes."""
-        found = []
+        processes = []
         for process in list(self._processes):
             with suppress(psutil.NoSuchProcess):
                 if process.poll() is None:
-                    found.append(psutil.Process(process.pid))
-        return found
+                    processes.append(psutil.Process(process.pid))
+        return processes
 
     def log(self) -> str:
         """Output of the first rank since its latest start."""

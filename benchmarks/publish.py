@@ -51,13 +51,13 @@ _BROADCAST_GOALS = {
     "shards": {1.0: 1.0, 0.1: 0.35, 0.01: 0.15},
     "elements": {0.1: 1.0, 0.01: 0.5},
 }
-"""By what changes, and its share; goals of the seconds relative to a broadcast."""
+"""Goals of the seconds relative to a broadcast, by what changes and its share."""
 _FILE_GOALS = {1.0: 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     state: str
     rounds: int
@@ -70,7 +70,7 @@ class _Turns:
 
     seconds: Sequence[float]
     stalls_s: Sequence[float]
-    """Of the slowest trainer."""
+    """Stalls of the slowest trainer."""
     mib: float
     """Received by all servers."""
     num_wrong: int
@@ -92,15 +92,15 @@ def _measure(plan: Plan, folder: Path, changes: str) -> Iterator[Result]:
             variant: _turns(trainers, servers, turn_name(share, variant))
             for variant in VARIANTS[changes]
         }
-        peers = {name: one for name, one in turns.items() if name not in OURS}
+        peers = {name: variant_turns for name, variant_turns in turns.items() if name not in OURS}
         for variant, ours in turns.items():
             if variant in peers:
                 continue
             case = f"{share:.0%}{of_what} changed, {_TITLES[variant]}"
             comparison = Comparison(case, other="broadcast")
-            for name, one in {"ours": ours, **peers}.items():
-                comparison.note(f"seconds: {name} {formatted(one.seconds)}")
-                comparison.small(f"wrong tensors: {name}", one.num_wrong, 0)
+            for name, variant_turns in {"ours": ours, **peers}.items():
+                comparison.note(f"seconds: {name} {formatted(variant_turns.seconds)}")
+                comparison.small(f"wrong tensors: {name}", variant_turns.num_wrong, 0)
             broadcast = peers["broadcast"]
             seconds = median(ours.seconds)
             yield comparison.ratio(
@@ -136,14 +136,14 @@ def _measure(plan: Plan, folder: Path, changes: str) -> Iterator[Result]:
 
 
 _Rank = Mapping[str, Sequence[Sequence[float]]]
-"""What one rank returns, by name of a turn."""
+"""Results of one rank, by name of a turn."""
 
 
 def _turns(trainers: Sequence[_Rank], servers: Sequence[_Rank], name: str) -> _Turns:
     seconds, stalls_s = [], []
-    for number in range(len(trainers[0][name])):
-        sent = [one[name][number] for one in trainers]
-        received = [one[name][number] for one in servers]
+    for index in range(len(trainers[0][name])):
+        sent = [rank[name][index] for rank in trainers]
+        received = [rank[name][index] for rank in servers]
         stalls_s.append(max(ended_s - began_s for began_s, ended_s in sent))
         began_s = min(began_s for began_s, _ in sent)
         seconds.append(max(ended_s for ended_s, _, _ in received) - began_s)
@@ -152,9 +152,9 @@ def _turns(trainers: Sequence[_Rank], servers: Sequence[_Rank], name: str) -> _T
         stalls_s=stalls_s,
         mib=statistics.median(
             sum(num_bytes for _, num_bytes, _ in turn) / _MIB
-            for turn in zip(*(one[name] for one in servers), strict=True)
+            for turn in zip(*(rank[name] for rank in servers), strict=True)
         ),
-        num_wrong=int(sum(wrong for one in servers for _, _, wrong in one[name])),
+        num_wrong=int(sum(wrong for rank in servers for _, _, wrong in rank[name])),
     )
 
 
@@ -200,7 +200,7 @@ def _run(plan: Plan, folder: Path, changes: str) -> tuple[list[_Rank], list[_Ran
                     poll_s=_POLL_S,
                 )
         finally:
-            # Of processes that failed.
+            # Processes that failed left them.
             left = existing_run_folder(run_id)
             if left is not None:
                 shutil.rmtree(left)

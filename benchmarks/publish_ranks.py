@@ -40,9 +40,9 @@ from torchtitan_lite.serving.publish.sources import PUBLISHED_FILE, read_json
 NUM_TRAINERS, NUM_SERVERS = 4, 2
 OURS = ("memory", "sockets")
 SHARES = {"shards": (1.0, 0.1, 0.01), "elements": (0.1, 0.01)}
-"""By what changes."""
+"""Shares by what changes."""
 VARIANTS = {"shards": (*OURS, "broadcast", "file"), "elements": ("sockets", "broadcast")}
-"""By what changes. If elements do, deltas are published, which only sockets use."""
+"""Variants by what changes. If elements do, deltas are published, which only sockets use."""
 COPY = "copy"
 """Variant that copies the shards into other memory of the trainer: the floor of its stall."""
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -94,7 +94,7 @@ def _alternate(
 
 
 class _Rank:
-    """What the ranks of both worlds have in common: the model, its changes, and groups across."""
+    """Base of the ranks of both worlds: the model, its changes, and groups across."""
 
     def __init__(self, state: str, changes: str, port: int, number: int) -> None:
         """`number` counts the ranks of both worlds, trainers first."""
@@ -138,9 +138,9 @@ class _Rank:
             name: torch.Size(shape).numel() // NUM_TRAINERS for name, shape in self._shapes.items()
         }
         if self._changes == "elements":
-            for number, (name, rank) in enumerate(names):
+            for index, (name, rank) in enumerate(names):
                 if (name, rank) in shards:
-                    draws = torch.Generator().manual_seed(self._num_changes * len(names) + number)
+                    draws = torch.Generator().manual_seed(self._num_changes * len(names) + index)
                     drawn = torch.rand(sizes[name], generator=draws)
                     shards[name, rank].view(torch.int32).view(-1).add_(drawn < share)
             return
@@ -231,8 +231,8 @@ class _Trainer(_Rank):
             whole = self._gather(name)
             if self._sender is not None:
                 sent.append(self._sender.broadcast(whole, 0))
-        for one in sent:
-            one.wait()
+        for work in sent:
+            work.wait()
 
     def _write(self) -> None:
         for name in self._shapes:
@@ -334,8 +334,8 @@ class _Server(_Rank):
 
     def _receive_broadcast(self) -> int:
         received = [self._sender.broadcast(whole, 0) for whole in self._received.values()]
-        for one, (name, whole) in zip(received, self._received.items(), strict=True):
-            one.wait()
+        for work, (name, whole) in zip(received, self._received.items(), strict=True):
+            work.wait()
             self._targets["peers"][name].copy_(whole[self._parts[name]])
         return sum(whole.nbytes for whole in self._received.values())
 

@@ -51,7 +51,7 @@ _MESHES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     meshes: Sequence[str]
     kills: Sequence[int]
@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass
 class _Recoveries:
-    """What one variant did on one mesh."""
+    """Measurements of one variant on one mesh."""
 
     seconds: list[float] = field(default_factory=list)
     repeated: int = 0
@@ -72,12 +72,12 @@ class _Recoveries:
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all of `plan`, with files in `folder`."""
-    # Else a restart of torchrun finds the addresses of the first attempt in its store, and fails
-    # until its ranks have timed out (torch 2.13).
+    # Otherwise a restart of torchrun finds the addresses of the first attempt in its store, and
+    # fails until its ranks have timed out (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    for number, mesh in enumerate(plan.meshes):
-        ours = _run(_OURS, mesh, plan.kills, folder / f"ours_{number}", num_processes=_RANKS + 1)
-        peer = _run(_TORCHRUN, mesh, plan.kills, folder / f"peer_{number}", num_processes=_RANKS)
+    for index, mesh in enumerate(plan.meshes):
+        ours = _run(_OURS, mesh, plan.kills, folder / f"ours_{index}", num_processes=_RANKS + 1)
+        peer = _run(_TORCHRUN, mesh, plan.kills, folder / f"peer_{index}", num_processes=_RANKS)
         comparison = Comparison(f"1 of {_RANKS} ranks killed, {mesh}", other="torchrun")
         comparison.note(f"ours {formatted(ours.seconds)} s")
         comparison.note(f"torchrun {formatted(peer.seconds)} s")
@@ -104,7 +104,7 @@ def _run(
     program: Sequence[str], mesh: str, kills: Sequence[int], folder: Path, *, num_processes: int
 ) -> _Recoveries:
     folder.mkdir()
-    found, metrics = _Recoveries(), folder / "metrics.jsonl"
+    recoveries, metrics = _Recoveries(), folder / "metrics.jsonl"
     with started(
         [*program, *job_arguments(folder), *_MESHES[mesh]], [], 1, folder / "log.txt"
     ) as process:
@@ -113,15 +113,17 @@ def _run(
             wait(process, lambda: len(processes(process)) == num_processes, folder)
             # A spare has imported everything, and uses no more of the machine.
             wait(process, lambda: all(map(is_warm, processes(process))), folder)
-            _recover(process, rank, found, folder)
-        found.losses = steps(metrics)
+            _recover(process, rank, recoveries, folder)
+        recoveries.losses = steps(metrics)
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_TIMEOUT_S)
-    return found
+    return recoveries
 
 
-def _recover(process: subprocess.Popen[bytes], rank: int, found: _Recoveries, folder: Path) -> None:
+def _recover(
+    process: subprocess.Popen[bytes], rank: int, recoveries: _Recoveries, folder: Path
+) -> None:
     metrics = folder / "metrics.jsonl"
     before, step, num_resumes = ranks(process), max(steps(metrics)), len(resumes(metrics))
     if len(before) != _RANKS:
@@ -131,12 +133,14 @@ def _recover(process: subprocess.Popen[bytes], rank: int, found: _Recoveries, fo
     wait(process, lambda: len(resumes(metrics)) > num_resumes, folder)
     resumed = resumes(metrics)[-1]
     wait(process, lambda: max(steps(metrics)) > resumed, folder)
-    found.seconds.append(time.perf_counter() - began_s)
-    found.repeated = max(found.repeated, step - resumed)
+    recoveries.seconds.append(time.perf_counter() - began_s)
+    recoveries.repeated = max(recoveries.repeated, step - resumed)
     wait(process, lambda: max(steps(metrics)) >= resumed + _BETWEEN_STEPS, folder)
     wait(process, lambda: len(ranks(process)) == _RANKS, folder)
     after = ranks(process)
-    found.replaced += sum(after[one] != before[one] for one in after if one != rank)
+    recoveries.replaced += sum(
+        after[survivor] != before[survivor] for survivor in after if survivor != rank
+    )
 
 
 def job_arguments(folder: Path) -> list[str]:
@@ -185,12 +189,12 @@ def records(metrics: Path) -> list[dict[str, Any]]:
 
 def steps(metrics: Path) -> dict[int, float]:
     """Return the loss of each recorded step."""
-    return {one["step"]: one["loss"] for one in records(metrics) if "event" not in one}
+    return {record["step"]: record["loss"] for record in records(metrics) if "event" not in record}
 
 
 def resumes(metrics: Path) -> list[int]:
     """Return the steps from which the run resumed."""
-    return [one["step"] for one in records(metrics) if one.get("event") == "resume"]
+    return [record["step"] for record in records(metrics) if record.get("event") == "resume"]
 
 
 def processes(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -200,14 +204,14 @@ def processes(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 def ranks(process: subprocess.Popen[bytes]) -> dict[int, int]:
     """Return the process of each rank, which is the parent of the writer of its snapshots."""
-    found = {}
+    pids = {}
     for child in processes(process):
         with suppress(psutil.NoSuchProcess):
             for writer in child.children():
                 match = re.search(r"rank-(\d+)\.snapshots", " ".join(writer.cmdline()))
                 if match:
-                    found[int(match[1])] = child.pid
-    return found
+                    pids[int(match[1])] = child.pid
+    return pids
 
 
 def is_warm(process: psutil.Process) -> bool:

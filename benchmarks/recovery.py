@@ -53,20 +53,20 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse imp
 )
 
 _BATCHES = 1200
-"""Of the peer, for each replica; more than there are steps."""
+"""Batches of the peer, for each replica; more than there are steps."""
 _MAX_STALL_S = {"builtin": 0.5, "torchft": HEARTBEAT_TIMEOUT_MS / 1000 + 0.3}
-"""By lighthouse."""
+"""Goals by lighthouse."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     workload: Workload
     often: FaultSchedule
     """Consecutive faults."""
     lighthouses: Sequence[str]
-    """Of ours."""
+    """Lighthouses of our variants."""
     schedule: FailureSchedule | None
     """Failures for all variants, also for a restart from a checkpoint, and for spares."""
     cut_s: float | None
@@ -113,11 +113,11 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     def inject(variant: Variant, faults: FaultSchedule | FailureSchedule) -> FaultyRun:
         own = folder / f"run_{sum(map(len, runs.values()))}"
         if isinstance(faults, FaultSchedule):
-            found = run_with_faults(variant, plan.workload, faults, own)
+            run = run_with_faults(variant, plan.workload, faults, own)
         else:
-            found = run_with_schedule(variant, plan.workload, faults, own)
-        runs.setdefault(variant.name, []).append(found)
-        return found
+            run = run_with_schedule(variant, plan.workload, faults, own)
+        runs.setdefault(variant.name, []).append(run)
+        return run
 
     torchft = Torchft(_write_inputs(plan.workload, folder))
     ours = [Ours(lighthouse) for lighthouse in plan.lighthouses]
@@ -133,7 +133,10 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     steps = min(last_step, plan.max_reference_steps)
     reference, dtype = _reference_run(plan, steps, folder / "reference")
     results = {name: Runs(name=name, runs=some) for name, some in runs.items()}
-    comparisons = {name: compare(one, reference, dtype) for name, one in results.items()}
+    comparisons = {
+        name: compare(runs_of_variant, reference, dtype)
+        for name, runs_of_variant in results.items()
+    }
     for comparison in comparisons.values():
         print(comparison.text(), flush=True)
 

@@ -91,17 +91,19 @@ class Reader:
     def steps(self, replica: int | None = None, *, since_s: float = 0.0) -> list[Line]:
         """Committed steps of one replica, or of all, in the order of time."""
         return [
-            one
-            for one in list(self.lines)
-            if one.is_step and one.seen_s >= since_s and replica in (None, one.replica)
+            line
+            for line in list(self.lines)
+            if line.is_step and line.seen_s >= since_s and replica in (None, line.replica)
         ]
 
     def events(self, name: str, replica: int, *, since_s: float) -> list[Line]:
         """Events of a replica."""
         return [
-            one
-            for one in list(self.lines)
-            if one.values.get("event") == name and one.seen_s >= since_s and one.replica == replica
+            line
+            for line in list(self.lines)
+            if line.values.get("event") == name
+            and line.seen_s >= since_s
+            and line.replica == replica
         ]
 
     def gaps(self, replica: int, *, since_s: float) -> list[Gap]:
@@ -114,14 +116,14 @@ class Reader:
 
         A survivor of ours processes the samples of all, so its step alone takes longer.
         """
-        found = [
+        gaps_s = [
             gap.seconds
             for replica in range(self.num_replicas)
             for gap in self.gaps(replica, since_s=0.0)
             if gap.start.num_replicas == gap.end.num_replicas == num_replicas
             and gap.end.step == gap.start.step + 1
         ]
-        return median(found) if found else float("nan")
+        return median(gaps_s) if gaps_s else float("nan")
 
     def stall_s(self, gap: Gap) -> float:
         """Seconds of a gap beyond the median step of as many replicas as in its end."""
@@ -129,12 +131,12 @@ class Reader:
 
     def progress(self) -> list[Line]:
         """The first line of each step; repeated steps are no progress."""
-        found, highest = [], 0
-        for one in self.steps():
-            if one.step > highest:
-                highest = one.step
-                found.append(one)
-        return found
+        forward, highest = [], 0
+        for line in self.steps():
+            if line.step > highest:
+                highest = line.step
+                forward.append(line)
+        return forward
 
     def _read(self) -> None:
         while not self._ended.wait(_READ_S):
@@ -182,14 +184,14 @@ class RestartTimes:
     """Consecutive phases of the restart of a killed rank."""
 
     boot_s: float
-    """Until its new process exists."""
+    """Time until its new process exists."""
     import_s: float
-    """Until the first line of its log: interpreter, imports, configuration, data."""
+    """Time until the first line of its log: interpreter, imports, configuration, data."""
     quorum_s: float
-    """Until it receives the state: model, restoring, joining, quorum."""
+    """Time until it receives the state: model, restoring, joining, quorum."""
     transfer_s: float
     step_s: float
-    """Until its first committed step."""
+    """Time until its first committed step."""
 
     @property
     def total_s(self) -> float:
@@ -236,7 +238,7 @@ class FaultyRun:
     @property
     def step_s(self) -> float:
         """Median step without faults."""
-        return self.reader.median_gap_s(max(one.num_replicas for one in self.reader.steps()))
+        return self.reader.median_gap_s(max(step.num_replicas for step in self.reader.steps()))
 
 
 def run_with_faults(
@@ -246,18 +248,18 @@ def run_with_faults(
     folder.mkdir(parents=True)
     draw = random.Random(schedule.seed)
     with variant.running(workload, folder) as running, Reader(running.metrics) as reader:
-        found = FaultyRun(reader=reader)
+        faulty = FaultyRun(reader=reader)
         _wait_for_steps(running, reader, _WARMUP_STEPS, since_s=0.0)
         time.sleep(schedule.undisturbed_s)
-        for number in range(schedule.faults):
+        for index in range(schedule.faults):
             time.sleep(draw.uniform(0, _MAX_DELAY_S))
-            victim = number % reader.num_replicas
+            victim = index % reader.num_replicas
             _wait(running, lambda: _now_if(running.has_spares()), "spare")
-            found.recoveries.append(_kill_rank(running, reader, victim))
+            faulty.recoveries.append(_kill_rank(running, reader, victim))
         for _ in range(schedule.lighthouse_faults):
             time.sleep(draw.uniform(0, _MAX_DELAY_S))
-            _kill_lighthouse(running, reader, found)
-    return found
+            _kill_lighthouse(running, reader, faulty)
+    return faulty
 
 
 def run_with_schedule(
@@ -268,47 +270,47 @@ def run_with_schedule(
     folder.mkdir(parents=True)
     num_tokens = schedule.steps * workload.tokens_per_step
     with variant.running(workload, folder) as running, Reader(running.metrics) as reader:
-        found = FaultyRun(reader=reader)
+        faulty = FaultyRun(reader=reader)
         _wait_for_steps(running, reader, _WARMUP_STEPS, since_s=0.0)
-        found.undisturbed_s = _time_of(running, found, num_tokens, iter(()))
-        found.disturbed_s = _time_of(running, found, num_tokens, schedule.failures())
-    return found
+        faulty.undisturbed_s = _time_of(running, faulty, num_tokens, iter(()))
+        faulty.disturbed_s = _time_of(running, faulty, num_tokens, schedule.failures())
+    return faulty
 
 
 def _time_of(
-    running: Running, found: FaultyRun, num_tokens: int, failures: Iterator[tuple[float, int]]
+    running: Running, faulty: FaultyRun, num_tokens: int, failures: Iterator[tuple[float, int]]
 ) -> float:
     """Return the seconds until so many more tokens are trained, with failures."""
-    first, never = found.reader.progress()[-1], (float("inf"), 0)
+    first, never = faulty.reader.progress()[-1], (float("inf"), 0)
     began_s = time.time()
     deadline_s = began_s + _MAX_WORK_S
     at_s, victim = next(failures, never)
     while True:
         time.sleep(_POLL_S)
         left = num_tokens
-        for one in found.reader.progress():
-            if one.seen_s > first.seen_s:
-                left -= one.values["num_target_tokens"]
+        for line in faulty.reader.progress():
+            if line.seen_s > first.seen_s:
+                left -= line.values["num_target_tokens"]
             if left <= 0:
-                return one.seen_s - first.seen_s
+                return line.seen_s - first.seen_s
         running.check()
         if time.time() >= deadline_s:
             raise ChildFailed(f"{left} tokens are left after {_MAX_WORK_S:g} s:\n{running.log(0)}")
         if time.time() >= began_s + at_s:
             # A rank that is about to start again cannot fail.
-            ranks = running.ranks(victim % found.reader.num_replicas)
+            ranks = running.ranks(victim % faulty.reader.num_replicas)
             for rank in ranks[victim % len(ranks) :][:1] if ranks else ():
                 rank.kill()
-                found.failures += 1
+                faulty.failures += 1
             at_s, victim = next(failures, never)
 
 
 def _kill_rank(running: Running, reader: Reader, victim: int) -> Recovery:
-    others = [one for one in range(reader.num_replicas) if one != victim]
-    before = {rank.pid for other in others for rank in running.ranks(other)}
+    survivors = [replica for replica in range(reader.num_replicas) if replica != victim]
+    before = {rank.pid for replica in survivors for rank in running.ranks(replica)}
     own = running.ranks(victim)
     old = {rank.pid for rank in own}
-    highest = max(one.step for one in reader.steps())
+    highest = max(step.step for step in reader.steps())
     killed_s = time.time()
     # The last rank, if several are one world: the first writes the steps.
     own[-1].kill()
@@ -322,19 +324,19 @@ def _kill_rank(running: Running, reader: Reader, victim: int) -> Recovery:
         running, lambda: _now_if(bool(running.log(victim))), "log line of the restarted rank"
     )
     receiving_s = None
-    if others:
+    if survivors:
         receiving_s = _wait(
             running, lambda: _now_if(RECEIVES_STATE in running.log(victim)), "state transfer"
         )
     committed = _wait(
         running,
-        lambda: next((one for one in reader.steps(victim, since_s=log_s)), None),
+        lambda: next((step for step in reader.steps(victim, since_s=log_s)), None),
         "step of the restarted rank",
     )
     _wait_for_steps(running, reader, _QUIET_STEPS, since_s=committed.seen_s)
-    survivor = others[0] if others else victim
-    stall, donor = _stalled_gaps(reader, survivor, killed_s, rejoins=bool(others))
-    after = {rank.pid for other in others for rank in running.ranks(other)}
+    survivor = survivors[0] if survivors else victim
+    stall, donor = _stalled_gaps(reader, survivor, killed_s, rejoins=bool(survivors))
+    after = {rank.pid for replica in survivors for rank in running.ranks(replica)}
     transfer_s, quorum_s, ready_s = 0.0, 0.0, log_s
     if receiving_s is not None:
         healed = reader.events("healed", victim, since_s=killed_s)
@@ -344,9 +346,9 @@ def _kill_rank(running: Running, reader: Reader, victim: int) -> Recovery:
         stall_s=reader.stall_s(stall),
         donor_stall_s=None if donor is None else reader.stall_s(donor),
         failed_steps=sum(
-            len(_aborted(reader, other, killed_s, committed.seen_s)) for other in others
+            len(_aborted(reader, replica, killed_s, committed.seen_s)) for replica in survivors
         ),
-        repeated_steps=max(0, highest - committed.step + 1) if not others else 0,
+        repeated_steps=max(0, highest - committed.step + 1) if not survivors else 0,
         survivors_dead=len(before - after),
         restart=RestartTimes(
             boot_s=process_s - killed_s,
@@ -360,7 +362,7 @@ def _kill_rank(running: Running, reader: Reader, victim: int) -> Recovery:
 
 def _aborted(reader: Reader, replica: int, since_s: float, until_s: float) -> list[Line]:
     events = reader.events("step_failed", replica, since_s=since_s)
-    return [one for one in events if one.seen_s <= until_s]
+    return [event for event in events if event.seen_s <= until_s]
 
 
 def _now_if(condition: bool) -> float | None:
@@ -380,35 +382,36 @@ def _stalled_gaps(
     return max(gaps[:place], key=lambda gap: gap.seconds), gaps[place]
 
 
-def _kill_lighthouse(running: Running, reader: Reader, found: FaultyRun) -> None:
+def _kill_lighthouse(running: Running, reader: Reader, faulty: FaultyRun) -> None:
     replicas = range(reader.num_replicas)
-    before = {rank.pid for one in replicas for rank in running.ranks(one)}
+    before = {rank.pid for replica in replicas for rank in running.ranks(replica)}
     killed_s = time.time()
     running.lighthouse().kill()
     _wait_for_steps(running, reader, 5 * _QUIET_STEPS, since_s=killed_s)
     gaps = [
-        max(reader.gaps(one, since_s=killed_s), key=lambda gap: gap.seconds) for one in replicas
+        max(reader.gaps(replica, since_s=killed_s), key=lambda gap: gap.seconds)
+        for replica in replicas
     ]
-    found.lighthouse_stalls_s.append(max(map(reader.stall_s, gaps)))
-    after = {rank.pid for one in replicas for rank in running.ranks(one)}
-    found.lighthouse_deaths += len(before - after)
+    faulty.lighthouse_stalls_s.append(max(map(reader.stall_s, gaps)))
+    after = {rank.pid for replica in replicas for rank in running.ranks(replica)}
+    faulty.lighthouse_deaths += len(before - after)
 
 
 def _wait_for_steps(running: Running, reader: Reader, steps: int, *, since_s: float) -> float:
     """Wait until each replica has committed so many steps with all others; return when."""
 
     def committed() -> float | None:
-        found = []
+        committed_s = []
         for replica in range(reader.num_replicas):
             together = [
-                one
-                for one in reader.steps(replica, since_s=since_s)
-                if one.num_replicas >= reader.num_replicas
+                line
+                for line in reader.steps(replica, since_s=since_s)
+                if line.num_replicas >= reader.num_replicas
             ]
             if len(together) < steps:
                 return None
-            found.append(together[steps - 1].seen_s)
-        return max(found)
+            committed_s.append(together[steps - 1].seen_s)
+        return max(committed_s)
 
     return _wait(running, committed, "step of all replicas")
 

@@ -25,7 +25,7 @@ from torchtitan_lite.training.train_state import TrainState
 from torchtitan_lite.training.trainer import StepReport, train
 
 VARIANTS = ("replicas", "hsdp")
-"""In the order of their turns."""
+"""Variants in the order of their turns."""
 _GOAL = 0.03
 _TIMEOUT_S = 240.0
 _POLL_S = 0.005
@@ -85,7 +85,7 @@ def _run(case: OverheadCase, folder: Path) -> list[dict[str, Any]]:
         return [json.loads(path.read_text(encoding="utf-8")) for path in firsts]
 
     with Supervisor(groups, restarts=False) as supervisor:
-        found = wait_for(
+        outcome = wait_for(
             results,
             "result of all turns",
             timeout_s=_TIMEOUT_S,
@@ -93,7 +93,7 @@ def _run(case: OverheadCase, folder: Path) -> list[dict[str, Any]]:
             poll_s=_RESULT_POLL_S,
         )
         time.sleep(_RESULT_POLL_S)
-    return found
+    return outcome
 
 
 def _command(
@@ -123,11 +123,13 @@ class Baton:
     def __init__(self, folder: Path, variant: str, rank: int, num_ranks: int) -> None:
         self._own = folder / f"{variant}_{rank}.turns"
         before = VARIANTS[: VARIANTS.index(variant)]
-        self._before = [folder / f"{one}_{r}.turns" for one in before for r in range(num_ranks)]
+        self._before = [
+            folder / f"{earlier}_{r}.turns" for earlier in before for r in range(num_ranks)
+        ]
         self._after = [
-            folder / f"{one}_{r}.turns"
-            for one in VARIANTS
-            if one != variant and one not in before
+            folder / f"{later}_{r}.turns"
+            for later in VARIANTS
+            if later != variant and later not in before
             for r in range(num_ranks)
         ]
         self._ended = 0
@@ -141,8 +143,8 @@ class Baton:
     def wait(self) -> None:
         """Block until the next turn of this variant."""
         while not (
-            all(_size(one) > self._ended for one in self._before)
-            and all(_size(one) >= self._ended for one in self._after)
+            all(_size(file) > self._ended for file in self._before)
+            and all(_size(file) >= self._ended for file in self._after)
         ):
             time.sleep(_POLL_S)
 
@@ -158,7 +160,7 @@ class TurnTaker:
         self._turns, self._baton = turns, baton
         self.losses: list[float] = []
         self.step_s: list[float] = []
-        """Of the turns after the warm-up, without their first steps, which a pause affects."""
+        """Step times of the turns after the warm-up, without first steps, which a pause affects."""
         self._began_s: float | None = None
 
     def __call__(self, state: TrainState, report: StepReport) -> None:

@@ -20,7 +20,7 @@ TOLERANCE = 2e-4
 order. One other sample of a few hundred tokens changes a loss by more than ten times that."""
 _MAX_FAILED_STEPS = 1
 _NUM_LOSSES = 8
-"""Of the first steps, which all variants take without faults."""
+"""Number of first steps, which all variants take without faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +45,17 @@ class Runs:
 
     def each(self, value: Callable[[Recovery], float | None]) -> list[float]:
         """The value of each fault that has one."""
-        found = map(value, self.recoveries)
-        return [one for one in found if one is not None]
+        values = map(value, self.recoveries)
+        return [known for known in values if known is not None]
 
     def text(self) -> str:
         """All faults in one line."""
         shown = ", ".join(
-            f"{one.stall_s:.2f} s stall ({one.failed_steps} uncommitted), "
-            f"{one.restart.total_s:.1f} s restart"
-            for one in self.recoveries
+            f"{recovery.stall_s:.2f} s stall ({recovery.failed_steps} uncommitted), "
+            f"{recovery.restart.total_s:.1f} s restart"
+            for recovery in self.recoveries
         )
-        lighthouse = " ".join(f"{one:.2f}" for one in self.lighthouse_stalls_s)
+        lighthouse = " ".join(f"{stall_s:.2f}" for stall_s in self.lighthouse_stalls_s)
         steps = " ".join(f"{run.step_s * 1e3:.0f}" for run in self.runs)
         more = f"; lighthouse killed: {lighthouse} s" if lighthouse else ""
         return f"{self.name}: median step {steps} ms; {shown}{more}"
@@ -65,8 +65,8 @@ def compare(runs: Runs, reference: Sequence[Line], dtype: str) -> Comparison:
     """Compare the first steps of a variant with a run without faults, which has `dtype`."""
     comparison = Comparison(runs.name, other="reference run")
     for run in runs.runs:
-        first = [one.values["loss"] for one in run.reader.progress()[:_NUM_LOSSES]]
-        expected = [one.values["loss"] for one in reference[:_NUM_LOSSES]]
+        first = [line.values["loss"] for line in run.reader.progress()[:_NUM_LOSSES]]
+        expected = [line.values["loss"] for line in reference[:_NUM_LOSSES]]
         comparison.close_losses(first, expected, shown=1)
         starts = run.reader.events("start", 0, since_s=0.0)
         # The product's trainer takes both from its configuration and environment.
@@ -83,16 +83,19 @@ def rows_of(
     """The cost of a killed rank and its restart, and of a killed lighthouse."""
     comparison = Comparison(ours.name, other="required")
     comparison.same("valid comparison of all variants", valid, True)
-    stalls, peers = ours.each(lambda one: one.stall_s), peer.each(lambda one: one.stall_s)
+    stalls, peers = (
+        ours.each(lambda recovery: recovery.stall_s),
+        peer.each(lambda recovery: recovery.stall_s),
+    )
     for name, of in (("median", median), ("p95", _p95)):
         metric = f"survivor's stall, {name} of {len(stalls)}"
         yield comparison.value(metric, "s", of(stalls), peer=of(peers), goal=max_stall_s)
-    failed, by_peer = (max(one.each(lambda each: each.failed_steps)) for one in (ours, peer))
+    failed, by_peer = (max(runs.each(lambda each: each.failed_steps)) for runs in (ours, peer))
     metric = "uncommitted steps of a fault, the most"
     yield comparison.value(metric, "steps", failed, peer=by_peer, goal=_MAX_FAILED_STEPS)
     yield comparison.value("survivors dead", "ranks", _deaths(ours), peer=_deaths(peer), goal=0)
 
-    found = difference(ours.steps, reference)
+    differing = difference(ours.steps, reference)
     lost = repeated = 0
     for run in peer.runs:
         counts = batches_lost_and_repeated(run.reader.steps())
@@ -100,19 +103,19 @@ def rows_of(
     yield comparison.value(
         f"samples lost or repeated, losses compared to {TOLERANCE:g}",
         "steps that differ (peer: batches)",
-        found.wrong,
+        differing.wrong,
         peer=lost + repeated,
         goal=0,
-        valid=found.compared > _NUM_LOSSES,
+        valid=differing.compared > _NUM_LOSSES,
     )
-    yield comparison.value("steps compared", "steps", found.compared)
+    yield comparison.value("steps compared", "steps", differing.compared)
     yield comparison.value("batches that the peer lost", "batches", lost)
-    donors = [median(one.each(lambda each: each.donor_stall_s)) for one in (ours, peer)]
+    donors = [median(runs.each(lambda each: each.donor_stall_s)) for runs in (ours, peer)]
     yield comparison.value("donor's stall, median", "s", donors[0], peer=donors[1])
     for name in ("total", "boot", "import", "quorum", "transfer", "step"):
         restarts = [
-            median(getattr(each.restart, f"{name}_s") for each in one.recoveries)
-            for one in (ours, peer)
+            median(getattr(each.restart, f"{name}_s") for each in runs.recoveries)
+            for runs in (ours, peer)
         ]
         if name == "total":
             metric = "restart to first committed step, median"
@@ -156,7 +159,7 @@ def schedule_rows(
 
 
 def _deaths(runs: Runs) -> int:
-    of_faults = sum(one.survivors_dead for one in runs.recoveries)
+    of_faults = sum(recovery.survivors_dead for recovery in runs.recoveries)
     return of_faults + sum(run.lighthouse_deaths for run in runs.runs)
 
 
@@ -178,29 +181,29 @@ class Difference:
 
 def difference(lines: Sequence[Line], reference: Sequence[Line]) -> Difference:
     """Compare every line, including those of repeated steps."""
-    expected = {one.step: one for one in reference}
-    pairs = [(one, expected[one.step]) for one in lines if one.step in expected]
-    off = [_off(one, target) for one, target in pairs]
+    expected = {line.step: line for line in reference}
+    pairs = [(line, expected[line.step]) for line in lines if line.step in expected]
+    off = [_off(line, target) for line, target in pairs]
     return Difference(
-        compared=len({one.step for one, _ in pairs}),
+        compared=len({line.step for line, _ in pairs}),
         wrong=sum(not value <= TOLERANCE for value in off),
     )
 
 
-def _off(one: Line, target: Line) -> float:
-    if one.values["num_target_tokens"] != target.values["num_target_tokens"]:
+def _off(line: Line, target: Line) -> float:
+    if line.values["num_target_tokens"] != target.values["num_target_tokens"]:
         return float("inf")
     loss = target.values["loss"]
-    return abs(one.values["loss"] - loss) / abs(loss)
+    return abs(line.values["loss"] - loss) / abs(loss)
 
 
 def batches_lost_and_repeated(lines: Sequence[Line]) -> tuple[int, int]:
     """Count the peer's lost and repeated batches, up to the last batch that each replica used."""
     lost = repeated = 0
-    for replica in {one.replica for one in lines}:
+    for replica in {line.replica for line in lines}:
         # A healing replica contributes nothing.
-        took_part = [one for one in lines if one.replica == replica and one.values["took_part"]]
-        used = [one.values["batch"] for one in took_part]
+        took_part = [line for line in lines if line.replica == replica and line.values["took_part"]]
+        used = [line.values["batch"] for line in took_part]
         lost += max(used) + 1 - len(set(used))
         repeated += len(used) - len(set(used))
     return lost, repeated

@@ -22,7 +22,7 @@ from tests.chaos.job_view import FaultNotApplicable, JobView, processes_using
 
 NUM_REPLICAS = 2
 JOIN_TIMEOUT_MS = 1000
-"""Of torchft's lighthouse with torchft's trainer, as its heartbeat timeout."""
+"""Join timeout of torchft's lighthouse with torchft's trainer, as its heartbeat timeout."""
 _LIGHTHOUSE = "torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse"
 _GRACE_S = 20.0
 
@@ -35,7 +35,7 @@ class Workload:
     seq_len: int
     local_batch_size: int
     checkpoint_interval: int = 10
-    """Of the peers, in steps."""
+    """Interval of the peers, in steps."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Workload:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the trainer."""
+        """Return the arguments of the trainer."""
         endless = 1_000_000
         return [
             *("--config", "configs/llama3_debug.toml"),
@@ -320,7 +320,7 @@ def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
     deadline_s = time.monotonic() + _GRACE_S
     while left := processes_using(folder):
         if time.monotonic() >= deadline_s:
-            for one in left:
+            for remaining in left:
                 with suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    remaining.kill()
         time.sleep(0.05)

@@ -134,7 +134,7 @@ class ExchangeCases:
     rounds: int
     small: bool
     names: Sequence[str] = ()
-    """Of the cases; empty for all."""
+    """Names of the cases; empty for all."""
 
     def cases(self) -> dict[str, Case]:
         known = cases(self.num_processes, small=self.small)
@@ -196,7 +196,7 @@ def _measure_exchanges(run: ExchangeCases, folder: Path) -> Iterator[Result]:
 
 
 def _seconds(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """By variant, the median over the turns of the slowest rank's time."""
+    """Return the median over the turns of the slowest rank's time, by variant."""
     return {
         variant: statistics.median(
             max(turn) for turn in zip(*(rank["seconds"][variant] for rank in results), strict=True)
@@ -277,7 +277,10 @@ def _summary_rows(
     for what, (ours, goal) in {
         "median": (statistics.median(ratios), median_goal),
         # The one that is closest to its goal, or beyond it.
-        "worst": max(zip(ratios, goals, strict=True), key=lambda one: one[0] / one[1]),
+        "worst": max(
+            zip(ratios, goals, strict=True),
+            key=lambda ratio_and_goal: ratio_and_goal[0] / ratio_and_goal[1],
+        ),
     }.items():
         case = f"{what} of {len(ratios)} cases, {num_processes} proc"
         comparison = Comparison(case, variant.metric, other="expected")

@@ -79,20 +79,20 @@ def _rows(case: PlannerCase) -> Iterator[Result]:
         where = f"{'CUDA' if base is CUDA else 'CPU'} costs"
         where += f", nodes of {per_node}" if per_node else ""
         name = f"random layouts on {' x '.join(map(str, shape))} ranks, {where}, cold"
-        median_s = statistics.median(one.seconds for one in timed)
-        usual_s = [one.seconds for one in timed if one.transfers <= _MANY_TRANSFERS]
+        median_s = statistics.median(timing.seconds for timing in timed)
+        usual_s = [timing.seconds for timing in timed if timing.transfers <= _MANY_TRANSFERS]
         what = f"of {len(timed)} plans and parts"
         if per_node:
             without = _random_pairs(shape, base, case.pairs)
-            without_s = statistics.median(one.seconds for one in without)
+            without_s = statistics.median(timing.seconds for timing in without)
             yield _nodes_row(name, f"median {what}, and without nodes", median_s, without_s)
         else:
             yield _row(name, f"median {what}", median_s * 1e3, "ms", goals_ms[0])
         what = f"of {len(usual_s)} plans and parts"
         yield _row(name, f"worst {what}", max(usual_s) * 1e3, "ms", goals_ms[1])
-        for one in timed:
-            if one.transfers > _MANY_TRANSFERS:
-                yield _listing_row(name, one)
+        for timing in timed:
+            if timing.transfers > _MANY_TRANSFERS:
+                yield _listing_row(name, timing)
     state_ms = _cold_seconds(_state_pairs, case.rounds) * 1e3
     yield _row(
         "state dict of 101 tensors on 4 x 2 ranks, cold", "plans and parts", state_ms, "ms", 3
@@ -148,12 +148,12 @@ def _clear_caches() -> None:
 
 def _random_pairs(mesh_shape: Sequence[int], costs: Costs, count: int) -> list[_Timed]:
     """Time plans for random layouts of a tensor, with the transfers of a random rank."""
-    found = []
-    for number in range(count):
+    timed = []
+    for index in range(count):
         seconds, parts = [], ()
         for _ in range(_REPEATS):
             # Made again each time, because layouts keep what they have computed.
-            choice = random.Random(f"{_SEED} {number}")
+            choice = random.Random(f"{_SEED} {index}")
             mesh = HolderMesh.ranks(*mesh_shape)
             src, dst = _layout(choice, mesh, True), _layout(choice, mesh, False)
             shape, rank = _shape(choice), choice.choice(mesh.holders)
@@ -161,23 +161,23 @@ def _random_pairs(mesh_shape: Sequence[int], costs: Costs, count: int) -> list[_
             began_s = time.perf_counter()
             parts = _plan_and_transfers((src, dst, shape), rank, costs)
             seconds.append(time.perf_counter() - began_s)
-        listed = [[tuple(one) for one in pieces] for part in parts for pieces in part]
+        listed = [[tuple(transfer) for transfer in pieces] for part in parts for pieces in part]
         listing_s = statistics.median(_listing_seconds(listed) for _ in range(_REPEATS))
-        found.append(
+        timed.append(
             _Timed(
                 seconds=statistics.median(seconds),
                 transfers=sum(map(len, listed)),
                 listing_s=listing_s,
             )
         )
-    return found
+    return timed
 
 
 def _listing_seconds(listed: list[list[tuple[Any, ...]]]) -> float:
     """Seconds of lists of transfers of known values, made in the fastest way."""
     new = tuple.__new__
     began_s = time.perf_counter()
-    _ = [[new(Transfer, one) for one in pieces] for pieces in listed]
+    _ = [[new(Transfer, transfer) for transfer in pieces] for pieces in listed]
     return time.perf_counter() - began_s
 
 

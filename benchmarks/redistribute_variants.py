@@ -44,7 +44,7 @@ from torchtitan_lite.distributed.redistribute import (
 from torchtitan_lite.distributed.redistribute.execution.shared_memory import SharedMemory
 
 PLANNERS = ("default", "min-cost")
-"""Of `DTensor.redistribute`; torch has no public way to select one."""
+"""Planners of `DTensor.redistribute`; torch has no public way to select one."""
 # Each planner has its own cache: torch's holds the first plan that was made.
 _dtensor_caches: dict[str, Any] = {
     name: cache(_redistribute._gen_transform_infos_non_cached) for name in PLANNERS
@@ -158,7 +158,7 @@ class Variants:
         )
 
     def _floors(self) -> dict[str, Variant]:
-        """With memory that is reused in each turn, and with new memory in each."""
+        """Return floors with memory that is reused in each turn, and with new memory in each."""
         sent, received = self._amounts.sent, self._amounts.received
         source = torch.ones(sum(sent), dtype=torch.uint8)
         place = self._case.dst[1].position(self._rank)
@@ -184,7 +184,7 @@ class Variants:
         return {"floor": partial(floor, into, reused), "floor fresh": fresh}
 
     def _packed_floors(self) -> dict[str, Variant]:
-        """By bucket size, with reused memory; and with new memory for the result."""
+        """Return floors by bucket size, with reused memory; and with new memory for the result."""
         sent, received = self._amounts.sent, self._amounts.received
         result_bytes = self._amounts.result
         source = torch.ones(sum(sent), dtype=torch.uint8)
@@ -216,7 +216,7 @@ class Variants:
         }
 
     def _shared_floors(self) -> dict[str, Variant]:
-        """By bucket size, with reused memory; and with new memory for the result."""
+        """Return floors by bucket size, with reused memory; and with new memory for the result."""
         amounts, size = self._amounts, dist.get_world_size()
         group = dist.group.WORLD
         assert group is not None
@@ -225,7 +225,7 @@ class Variants:
         assert memory.covers_all, memory.problem
         source = np.ones(amounts.written, np.uint8)
         # All ranks read from the one that follows them: how many they are does not matter.
-        others = [rank for rank in range(size) if rank != self._rank]
+        peers = [rank for rank in range(size) if rank != self._rank]
         peer = memory.region((self._rank + 1) % size)
         own = memory.region(self._rank)
 
@@ -234,18 +234,18 @@ class Variants:
             first, memory.count = memory.count, memory.count + count
             length = -(-amounts.written // count)
             to_read = -(-sum(amounts.received) // count)
-            for number in range(count + 1):
-                if number < count:
-                    start = (first + number) % 2 * memory.slot_bytes
-                    memory.wait_read(others, first + number - 2)
-                    part = source[number * length : (number + 1) * length]
+            for index in range(count + 1):
+                if index < count:
+                    start = (first + index) % 2 * memory.slot_bytes
+                    memory.wait_read(peers, first + index - 2)
+                    part = source[index * length : (index + 1) * length]
                     own[start : start + len(part)] = part
-                    memory.signal_written(first + number)
-                if number > 0:
-                    bucket = first + number - 1
-                    memory.wait_written(others, bucket)
+                    memory.signal_written(first + index)
+                if index > 0:
+                    bucket = first + index - 1
+                    memory.wait_written(peers, bucket)
                     start = bucket % 2 * memory.slot_bytes
-                    part = result[(number - 1) * to_read : number * to_read]
+                    part = result[(index - 1) * to_read : index * to_read]
                     _copy_around(part, peer[start : start + memory.slot_bytes])
                     memory.signal_read(bucket)
             kept = result[sum(amounts.received) : sum(amounts.received) + copied]
@@ -279,7 +279,10 @@ class Variants:
                 different = {piece[1:] for piece in part.sends}
                 written += sum(stop - start for _, start, stop in different) * itemsize
                 if not planned.keeps_shard(self._rank):
-                    moved_inside += sum(one.stop - one.start for one in part.copies) * itemsize
+                    moved_inside += (
+                        sum(dim_slice.stop - dim_slice.start for dim_slice in part.copies)
+                        * itemsize
+                    )
             if self._case.dst[1].position(self._rank) is not None:
                 shape = dst.local_shape(self._case.shapes[name], self._rank)
                 result += prod(shape) * itemsize
@@ -322,15 +325,15 @@ class _Amounts(NamedTuple):
     """Bytes of this rank."""
 
     sent: list[int]
-    """To each rank."""
+    """Bytes sent to each rank."""
     received: list[int]
-    """From each rank."""
+    """Bytes received from each rank."""
     written: int
     """Sent ones, once however many receive them."""
     result: int
-    """Of its shards of the destination."""
+    """Bytes of its shards of the destination."""
     moved_inside: int
-    """Of those, the ones that it copies from its shards of the source to another place."""
+    """Bytes of those that it copies from its shards of the source to another place."""
 
 
 def _largest(number: int) -> int:
@@ -359,8 +362,8 @@ def _part(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     return whole[index].clone(memory_format=torch.contiguous_format)
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.int32), other.view(torch.int32))
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.contiguous().view(torch.int32), second.view(torch.int32))
 
 
 @contextmanager

@@ -59,7 +59,7 @@ _REPLICAS: Mapping[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run measures."""
+    """Plan of one run."""
 
     cases: Sequence[str]
     repeats: int
@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass
 class _Times:
-    """What one variant did in one case."""
+    """Measurements of one variant in one case."""
 
     pauses_s: list[float] = field(default_factory=list)
     from_request_s: list[float] = field(default_factory=list)
@@ -79,15 +79,15 @@ class _Times:
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all of `plan`, with files in `folder`."""
-    for number, case in enumerate(plan.cases):
+    for index, case in enumerate(plan.cases):
         ours, peer = _Times(), _Times()
         for repeat in range(plan.repeats):
-            for name, found in (("ours", ours), ("peer", peer)):
-                own = folder / f"{name}_{number}_{repeat}"
+            for name, times in (("ours", ours), ("peer", peer)):
+                own = folder / f"{name}_{index}_{repeat}"
                 if case in _REPLICAS:
-                    _run_replicas(case, found, own, num_spares=int(found is ours))
+                    _run_replicas(case, times, own, num_spares=int(times is ours))
                 else:
-                    _run(_resize if found is ours else _restart, case, found, own)
+                    _run(_resize if times is ours else _restart, case, times, own)
         comparison = Comparison(case, other="restart")
         comparison.note(f"pauses: ours {formatted(ours.pauses_s)} s")
         comparison.note(f"pauses: restart {formatted(peer.pauses_s)} s")
@@ -113,7 +113,7 @@ _Move = Callable[[subprocess.Popen[bytes], _Mesh, Path], Sequence[str] | None]
 """Moves a run to a mesh; returns the command of another run that continues it, if there is one."""
 
 
-def _run(move: _Move, case: str, found: _Times, folder: Path) -> None:
+def _run(move: _Move, case: str, times: _Times, folder: Path) -> None:
     """Train on the first mesh of the case, move, and train on the second."""
     before, after = _CASES[case]
     folder.mkdir()
@@ -125,13 +125,13 @@ def _run(move: _Move, case: str, found: _Times, folder: Path) -> None:
         began_s = time.time()
         following = move(process, after, folder)
         if following is None:
-            _finish(process, found, began_s, folder, metrics)
+            _finish(process, times, began_s, folder, metrics)
     if following is not None:
         with started(following, [], 1, log) as process:
-            _finish(process, found, began_s, folder, metrics)
+            _finish(process, times, began_s, folder, metrics)
 
 
-def _run_replicas(case: str, found: _Times, folder: Path, *, num_spares: int) -> None:
+def _run_replicas(case: str, times: _Times, folder: Path, *, num_spares: int) -> None:
     """Launch two replicas, change their number of ranks, and train on."""
     before, after = _REPLICAS[case]
     folder.mkdir()
@@ -143,20 +143,20 @@ def _run_replicas(case: str, found: _Times, folder: Path, *, num_spares: int) ->
         *(f"--spares={num_spares}", f"--slots-file={slots}", "--", *job_arguments(folder)),
     ]
     with started(command, [], 1, log) as process:
-        for one in metrics:
-            wait(process, lambda path=one: _num_together(path) >= _STEPS_BETWEEN, folder)
+        for file in metrics:
+            wait(process, lambda path=file: _num_together(path) >= _STEPS_BETWEEN, folder)
         began_s = time.time()
         slots.write_text(f'{{"0": {after}}}')
-        _finish(process, found, began_s, folder, metrics[0])
+        _finish(process, times, began_s, folder, metrics[0])
 
 
 def _num_together(metrics: Path) -> int:
     """Return the number of steps that a replica has taken with the other one."""
-    return sum(one.get("num_replicas") == 2 for one in records(metrics))
+    return sum(record.get("num_replicas") == 2 for record in records(metrics))
 
 
 def _finish(
-    process: subprocess.Popen[bytes], found: _Times, began_s: float, folder: Path, metrics: Path
+    process: subprocess.Popen[bytes], times: _Times, began_s: float, folder: Path, metrics: Path
 ) -> None:
     """Wait for steps on the new mesh, and record what the move took."""
     wait(process, lambda: bool(resumes(metrics)), folder)
@@ -166,11 +166,11 @@ def _finish(
     around = _around_resume(metrics)
     assert around is not None
     last, first = around
-    found.pauses_s.append(first["time"] - last["time"])
-    found.from_request_s.append(first["time"] - began_s)
-    found.repeated = max(found.repeated, last["step"] - resumed)
-    found.losses.update(
-        {one["step"]: one["loss"] for one in records(metrics) if "event" not in one}
+    times.pauses_s.append(first["time"] - last["time"])
+    times.from_request_s.append(first["time"] - began_s)
+    times.repeated = max(times.repeated, last["step"] - resumed)
+    times.losses.update(
+        {record["step"]: record["loss"] for record in records(metrics) if "event" not in record}
     )
     process.send_signal(signal.SIGTERM)
     process.wait(_TIMEOUT_S)
@@ -181,10 +181,10 @@ def _around_resume(metrics: Path) -> tuple[dict[str, Any], dict[str, Any]] | Non
     if there is none yet."""
     # A step that was repeated is recorded again, after the event.
     lines = records(metrics)
-    place = max(number for number, one in enumerate(lines) if one.get("event") == "resume")
-    last = [one for one in lines[:place] if "event" not in one][-1]
-    count = max(one.get("num_replicas", 0) for one in lines[:place])
-    after = (one for one in lines[place:] if one.get("num_replicas") == count)
+    place = max(index for index, line in enumerate(lines) if line.get("event") == "resume")
+    last = [line for line in lines[:place] if "event" not in line][-1]
+    count = max(line.get("num_replicas", 0) for line in lines[:place])
+    after = (line for line in lines[place:] if line.get("num_replicas") == count)
     first = next(after, None)
     return None if first is None else (last, first)
 

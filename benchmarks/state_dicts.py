@@ -133,7 +133,7 @@ def cases(num_ranks: int, *, small: bool) -> dict[str, Case]:
     flat, two = HolderMesh.ranks(num_ranks), HolderMesh.ranks(num_ranks // 2, 2)
     three = HolderMesh.ranks(num_ranks // 4, 2, 2)
     size = "small " if small else ""
-    found = [
+    listed = [
         ("FSDP -> TP", "llama", (fsdp, flat), (tp, flat)),
         ("TP -> FSDP x TP", "llama", (tp, two), (fsdp_tp, two)),
         ("FSDP x TP -> FSDP", "llama", (fsdp_tp, two), (fsdp, two)),
@@ -148,8 +148,8 @@ def cases(num_ranks: int, *, small: bool) -> dict[str, Case]:
         name = f"FSDP {src_size} -> {dst_size}" + (", disjoint" if dst_first else "")
         src = HolderMesh.ranks(src_size, first=src_first)
         dst = HolderMesh.ranks(dst_size, first=dst_first)
-        found.append((name, "llama", (fsdp, src), (fsdp, dst)))
+        listed.append((name, "llama", (fsdp, src), (fsdp, dst)))
     return {
         name: Case(name=name, state=size + state, src=src, dst=dst)
-        for name, state, src, dst in found
+        for name, state, src, dst in listed
     }

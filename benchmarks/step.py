@@ -102,8 +102,8 @@ QUICK = Plan(
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all cases of `plan`, with files in `folder`."""
-    for number, case in enumerate(plan.step_cases):
-        yield measure_step(case, folder / f"step_{number}")
+    for index, case in enumerate(plan.step_cases):
+        yield measure_step(case, folder / f"step_{index}")
     (flavor,) = {case.flavor for case in plan.start_cases}
     inputs = folder / "inputs.pt"
     arguments = {
@@ -113,8 +113,8 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     }
     # Warms the data cache as well.
     run_ranks(write_first_batches, arguments, 1, folder / "write_inputs")
-    for number, case in enumerate(plan.start_cases):
-        yield _measure_start(case, inputs, folder / f"start_{number}")
+    for index, case in enumerate(plan.start_cases):
+        yield _measure_start(case, inputs, folder / f"start_{index}")
 
 
 def _measure_start(case: StartCase, inputs: Path, folder: Path) -> Result:

@@ -123,8 +123,8 @@ class Alternation:
             return
         ended_s = cpu_s()
         self._ours.turn_cpu_s.append(ended_s - self._began_s)
-        for number in range(len(self._floor.losses), report.number):
-            self._floor.losses.append(self._loop.step(number))
+        for index in range(len(self._floor.losses), report.number):
+            self._floor.losses.append(self._loop.step(index))
         self._began_s = cpu_s()
         self._floor.turn_cpu_s.append(self._began_s - ended_s)
 

@@ -39,18 +39,18 @@ _POLL_S = 0.005
 class Trainer:
     """One replica."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        inputs = torch.load(given.inputs, weights_only=True)
+    def __init__(self, options: argparse.Namespace) -> None:
+        inputs = torch.load(options.inputs, weights_only=True)
         self._recipe = Recipe(**inputs["recipe"])
-        self._batches = [Batch(**batch) for batch in inputs["batches"][given.replica]]
+        self._batches = [Batch(**batch) for batch in inputs["batches"][options.replica]]
         self._model = decoder(inputs["dims"])
         self._model.load_state_dict(inputs["weights"])
         self._optimizer = adamw(self._model, self._recipe)
         for group in self._optimizer.param_groups:
             group["lr"] = inputs["lr"]
         self._position = 0
-        own = given.folder / f"replica_{given.replica:03d}"
-        self._checkpoint, self._interval = own / "checkpoint.pt", given.checkpoint_interval
+        own = options.folder / f"replica_{options.replica:03d}"
+        self._checkpoint, self._interval = own / "checkpoint.pt", options.checkpoint_interval
         self._metrics = (own / "metrics.jsonl").open("a", buffering=1)
         dtype = str(next(self._model.parameters()).dtype).removeprefix("torch.")
         self.write(event="start", step=0, dtype=dtype, threads=torch.get_num_threads())
@@ -69,7 +69,7 @@ class Trainer:
             world_size=1,
             store_addr="127.0.0.1",
             store_port=store.port,
-            replica_id=f"replica_{given.replica:05d}",
+            replica_id=f"replica_{options.replica:05d}",
             hostname="127.0.0.1",
             checkpoint_transport=_Transport(self),
             quorum_retries=_QUORUM_RETRIES,
@@ -81,7 +81,7 @@ class Trainer:
             self._manager.load_state_dict(restored)
         else:
             # Its heartbeats have begun, so every first quorum includes it.
-            _wait_for_all(given.folder, given.replica, given.replicas)
+            _wait_for_all(options.folder, options.replica, options.replicas)
 
     def train(self) -> None:
         """Train until killed."""

@@ -41,16 +41,16 @@ def alternate(
     The order of a round is that of `variants`, or drawn anew from the number of the round, so that
     it is the same on every rank.
     """
-    found: dict[str, list[T]] = {name: [] for name in variants}
-    for number in range(warmup_rounds + rounds):
+    results: dict[str, list[T]] = {name: [] for name in variants}
+    for index in range(warmup_rounds + rounds):
         names = list(variants)
         if shuffled:
-            random.Random(number).shuffle(names)
+            random.Random(index).shuffle(names)
         for name in names:
             value = variants[name]()
-            if number >= warmup_rounds:
-                found[name].append(value)
-    return found
+            if index >= warmup_rounds:
+                results[name].append(value)
+    return results
 
 
 def wall_s(call: Callable[[], object], barrier: Callable[[], object]) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.background.process import WriterProcess
-from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.buddies import BuddyCopies, CopySignals
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, Position

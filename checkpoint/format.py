@@ -1,17 +1,19 @@
-"""Names and data types of the on-disk format: step folders, tensor files, announcements.
+"""Names and data types of the on-disk format: step folders, manifests and tensor files.
 
 Standard library only, for the writer process.
 """
 
 import re
-from collections.abc import Iterable
 
+FORMAT = "torchtitan_lite.checkpoint"
+VERSION = 3
+READ_VERSIONS = (2, 3)
+"""Supported format versions. Version 2 had no `data` and another checksum."""
+MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"rank-([0-9]{5})\.safetensors", re.ASCII)
 ATTEMPT_TOKEN = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,127}", re.ASCII)
 """Pattern of an attempt's token where it names files: it cannot name another folder or a file."""
 _STEP = re.compile(r"step-([0-9]{1,18})", re.ASCII)
-_PART = re.compile(r"rank-([0-9]{5})\.json", re.ASCII)
-_FAILURE = re.compile(r"rank-([0-9]{5})\.failed", re.ASCII)
 BYTES_PER_ELEMENT: dict[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4,
     "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -42,27 +44,3 @@ def parse_step_name(name: str) -> int | None:
     match = _STEP.fullmatch(name)
     # "step-007" is not canonical: it would be read and deleted as "step-7".
     return int(match[1]) if match and step_name(int(match[1])) == name else None
-
-
-def part_file_name(rank: int) -> str:
-    """Return the name of the file that announces a rank's part."""
-    return f"rank-{rank:05d}.json"
-
-
-def failure_file_name(rank: int) -> str:
-    """Return the name of the file that announces a rank's failure."""
-    return f"rank-{rank:05d}.failed"
-
-
-def part_files(names: Iterable[str]) -> dict[int, str]:
-    """Return rank -> name of the files that announce a part."""
-    return _by_rank(_PART, names)
-
-
-def failure_files(names: Iterable[str]) -> dict[int, str]:
-    """Return rank -> name of the files that announce a failure."""
-    return _by_rank(_FAILURE, names)
-
-
-def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> dict[int, str]:
-    return {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import tomli
 
-from torchtitan_lite.checkpoint.format import parse_step_name, step_name
+from torchtitan_lite.checkpoint.format import MANIFEST, parse_step_name, step_name
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.core.log import logger
-from torchtitan_lite.core.urls import is_url
+from torchtitan_lite.core.urls import is_url, join, local_path, split
 
 WAYS = "the folder of a step, the folder of a run's checkpoints, or the run's output folder"
 """For messages and help."""
@@ -33,8 +32,8 @@ def find_steps(path: str) -> tuple[str, list[str]]:
     Hugging Face folder). Raises OSError and CheckpointError as the storage does."""
     path = path.rstrip("/") or "/"
     if is_step(path):
-        root, _, name = path.rpartition("/")
-        return root or ("/" if path.startswith("/") else "."), [name]
+        root, name = split(path)
+        return root, [name]
     for folder in _folders(path):
         storage = open_storage(folder)
         try:
@@ -52,7 +51,7 @@ def newest_step(path: str) -> str:
     root, names = find_steps(path)
     if not names:
         return path
-    newest = f"{root.rstrip('/')}/{names[-1]}"
+    newest = join(root, names[-1])
     if len(names) > 1:
         logger.info("Using %s, the newest of %d checkpoints.", newest, len(names))
     return newest
@@ -60,21 +59,21 @@ def newest_step(path: str) -> str:
 
 def is_step(path: str) -> bool:
     """Return whether `path` is the folder of a step."""
-    name = path.rstrip("/").rpartition("/")[2]
-    return parse_step_name(name) is not None or Path(path, MANIFEST).is_file()
+    if parse_step_name(split(path)[1]) is not None:
+        return True
+    folder = local_path(path)
+    return folder is not None and (folder / MANIFEST).is_file()
 
 
 def _folders(path: str) -> Iterator[str]:
     """Yield where the steps can be: in `path`, or where a run with this output folder has saved
     them."""
     yield path
-    if is_url(path):
-        yield f"{path}/{_DEFAULT_FOLDER}"
-        return
-    for config in (Path(path, _CONFIG), *sorted(Path(path).glob(f"replica_*/{_CONFIG}"))):
-        try:
-            folder = tomli.loads(config.read_text())["checkpoint"]["folder"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        yield checkpoint_root(folder, Path(path))
-    yield str(Path(path, _DEFAULT_FOLDER))
+    if (run := local_path(path)) is not None:
+        for config in (run / _CONFIG, *sorted(run.glob(f"replica_*/{_CONFIG}"))):
+            try:
+                folder = tomli.loads(config.read_text())["checkpoint"]["folder"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            yield checkpoint_root(folder, run)
+    yield join(path, _DEFAULT_FOLDER)

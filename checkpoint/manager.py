@@ -13,7 +13,7 @@ import torch
 
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_earlier_writers
-from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.format import step_name
 from torchtitan_lite.checkpoint.history.fencing_tokens import (

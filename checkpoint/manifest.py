@@ -8,6 +8,7 @@ in its length.
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -18,16 +19,13 @@ from torchtitan_lite.checkpoint.format import (
     ATTEMPT_TOKEN,
     BYTES_PER_ELEMENT,
     FILE_NAME,
-    parse_step_name,
-)
-from torchtitan_lite.checkpoint.storage.base import Storage, read_error
-from torchtitan_lite.checkpoint.storage.manifest_json import (
     FORMAT,
     MANIFEST,
     READ_VERSIONS,
-    checksum_matches,
-    checksum_matches_v2,
+    parse_step_name,
 )
+from torchtitan_lite.checkpoint.storage.attempts import checksum_matches, checksum_matches_v2
+from torchtitan_lite.checkpoint.storage.base import Storage, read_error
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint, LayoutError
 from torchtitan_lite.distributed.redistribute import Layout, layout_from_json
 
@@ -274,10 +272,20 @@ def check_file(storage: Storage, path: str, boxes: list[tuple[str, BoxEntry]]) -
         position = end
 
 
+def leaves_folder(storage: Storage, path: str) -> bool:
+    """Return whether a file such as "step-5/manifest.json" lies outside of the step's folder,
+    because it is a symbolic link or in one. The step's folder itself may be one."""
+    if storage.folder is None:
+        return False
+    step = os.path.realpath(storage.folder / path.partition("/")[0])
+    actual = os.path.realpath(storage.folder / path)
+    return os.path.commonpath([step, actual]) != step
+
+
 def _check_inside(storage: Storage, path: str) -> None:
     """Check that a file is not elsewhere, where it may be of another run, or no file at all. Raises
     DamagedCheckpoint."""
-    if storage.leaves_folder(path):
+    if leaves_folder(storage, path):
         raise DamagedCheckpoint(
             f"{storage.root}/{path} is a symbolic link out of the folder of its step. Replace it "
             "by a copy of the file."

@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.storage.base import Storage, open_parent_storage
 from torchtitan_lite.core import rng
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint, UserError
 from torchtitan_lite.core.log import warn_once
+from torchtitan_lite.core.urls import split
 from torchtitan_lite.distributed.host_collectives import all_gather_bytes, broadcast_bytes
 from torchtitan_lite.nn.spec import differing_dims
 
@@ -154,9 +155,7 @@ class Restorer:
             if not self._mesh.is_leader or not (self._config.enable or self._config.load_only):
                 return []
             try:
-                if self._repairs:
-                    storage.repair()
-                return storage.steps()
+                return storage.steps(repairs=self._repairs)
             except OSError as error:
                 raise CheckpointError(
                     f"{storage.root} cannot be used as checkpoint.folder: {error} Repair it, "
@@ -353,7 +352,7 @@ class Restorer:
 
     def _is_stored(self, snapshot: Snapshot) -> bool:
         """Whether it is in this run's storage."""
-        return snapshot.where.startswith(f"{self._context.storage.root}/")
+        return split(snapshot.where)[0] == self._context.storage.root
 
 
 def _in(name: str, parts: set[str]) -> bool:

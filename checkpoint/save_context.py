@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpoint.background.save import attempt_token
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.background.save import WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.background.save import (
+    SINGLE_REPLICA,
+    WriterGroup,
     commit_parts,
     delete_old_checkpoints,
     part_json,
-    write_boxes,
-)
-from torchtitan_lite.checkpoint.background.writer_group import (
-    SINGLE_REPLICA,
-    WriterGroup,
     rank_share,
+    write_boxes,
 )
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.save_context import (
@@ -29,6 +27,8 @@ from torchtitan_lite.checkpoint.save_context import (
 )
 from torchtitan_lite.checkpoint.save_plan import plan_save
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
+from torchtitan_lite.checkpoint.storage import attempts
+from torchtitan_lite.checkpoint.storage.attempts import Announcements
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.tensors import (
     byte_pieces,
@@ -126,7 +126,7 @@ class SynchronousSaver:
         mesh, storage, step = context.mesh, context.storage, state.step
         if self._is_first and mesh.is_leader and not context.is_shared:
             # No other process writes here, so leftovers of earlier ones can be removed.
-            capture_error(lambda: storage.recover(context.identity.session))
+            capture_error(lambda: attempts.recover(storage, context.identity.session))
         self._is_first = False
         values = context.values()
         step_values = values["values"]
@@ -158,15 +158,16 @@ class SynchronousSaver:
             )
             written = write_boxes(storage, about, step, token, source)
             announced = values if writer_group.index == 0 else {}
-            storage.put_part(step, token, about.rank, part_json(about, step, announced, written))
+            part = part_json(about, step, announced, written)
+            attempts.put_part(storage, step, token, about.rank, part)
             if about.is_leader:
                 committed = about
 
         def commit() -> None:
             if committed is not None:
-                _wait_for_parts(storage, committed, step, token)
+                announced = _wait_for_parts(storage, committed, step, token)
                 self._writer_group.check(context.history, context.leases)
-                commit_parts(storage, committed, step, token)
+                commit_parts(storage, committed, step, token, announced)
 
         failed, problem = self._together(write)
         if not failed:
@@ -175,7 +176,7 @@ class SynchronousSaver:
         self._outcome = "failed" if failed else "committed" if writer_group.index == 0 else ""
         if failed:
             if leads:
-                capture_error(lambda: storage.abandon(step, token))
+                capture_error(lambda: attempts.abandon(storage, step, token))
             cause = problem or "another rank could not write"
             raise CheckpointError(f"Step {step} was not saved in {storage.root}: {cause}")
         self.record_saved(step, step_values)
@@ -232,15 +233,20 @@ def _weights(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch
     return found
 
 
-def _wait_for_parts(storage: Storage, about: RegionDescription, step: int, token: str) -> None:
-    """Wait for the parts of the other replicas. Raises CheckpointError if one of them fails, or is
-    not done within a minute."""
+def _wait_for_parts(
+    storage: Storage, about: RegionDescription, step: int, token: str
+) -> Announcements:
+    """Wait for the parts of the other replicas, and return all. Raises CheckpointError if one of
+    them fails, or is not done within a minute."""
     deadline = time.monotonic() + _PATIENCE_S
-    while len(present := storage.parts_present(step, token)) < about.world_size:
-        if failures := storage.failures(step, token):
+    while True:
+        announced = attempts.announcements(storage, step, token)
+        if len(announced.parts) == about.world_size:
+            return announced
+        if failures := attempts.read_failures(storage, announced):
             writer, error = min(failures.items())
             raise CheckpointError(f"writer {writer}: {error}")
         if time.monotonic() >= deadline:
-            missing = sorted(set(range(about.world_size)) - present)
+            missing = sorted(set(range(about.world_size)) - set(announced.parts))
             raise CheckpointError(f"writers {missing} did not write their parts")
         time.sleep(_POLL_S)

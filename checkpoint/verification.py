@@ -10,15 +10,16 @@ from dataclasses import dataclass
 
 import xxhash
 
+from torchtitan_lite.checkpoint.format import MANIFEST
 from torchtitan_lite.checkpoint.manifest import (
     BoxEntry,
     Manifest,
     check_file,
     check_header,
+    leaves_folder,
     read_manifest_alone,
 )
 from torchtitan_lite.checkpoint.storage.base import Storage, exists
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.core.errors import DamagedCheckpoint
 
 
@@ -86,7 +87,7 @@ def _check_header(
 
 def _check_box(storage: Storage, path: str, name: str, box: BoxEntry) -> Damage | None:
     first, end = box.bytes
-    if storage.leaves_folder(path):
+    if leaves_folder(storage, path):
         # It is reported for the file, and may be no file.
         return None
     try:

@@ -51,27 +51,27 @@ def _picture(names: Sequence[str]) -> str:
         lines.append(f'  {name}["<b>{name}</b>{"<br/>" + inner if inner else ""}"]')
     for name in names:
         implied = {far for near in imported[name] for far in _reached(near, imported)}
-        lines += [f"  {name} --> {other}" for other in names if other in imported[name] - implied]
+        lines += [f"  {name} --> {lower}" for lower in names if lower in imported[name] - implied]
     return "\n".join([*lines, "```"])
 
 
 def _imports(names: Sequence[str]) -> dict[str, set[str]]:
     """Return which packages each one imports, in functions too."""
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for name in names:
         folder = _folder(name)
         paths = folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
         nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8"))))
         modules = (node.module or "" for node in nodes if isinstance(node, ast.ImportFrom))
-        others = {module.split(".")[1] for module in modules if module.startswith(f"{_PACKAGE}.")}
-        found[name] = others & {*names} - {name}
-    return found
+        packages = {module.split(".")[1] for module in modules if module.startswith(f"{_PACKAGE}.")}
+        imports[name] = packages & {*names} - {name}
+    return imports
 
 
 def _reached(name: str, imported: Mapping[str, set[str]]) -> Iterator[str]:
-    for other in imported[name]:
-        yield other
-        yield from _reached(other, imported)
+    for lower in imported[name]:
+        yield lower
+        yield from _reached(lower, imported)
 
 
 def _table(names: Sequence[str]) -> str:

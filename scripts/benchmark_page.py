@@ -267,9 +267,9 @@ def _section(result: Result) -> list[str]:
 
 def _devices(results: dict[str, Result]) -> str:
     on_gpu = [
-        f"{one.name}.json"
-        for one in results.values()
-        if one.environment is not None and one.environment["gpu"]
+        f"{result.name}.json"
+        for result in results.values()
+        if result.environment is not None and result.environment["gpu"]
     ]
     if not on_gpu:
         return "All figures were measured on CPU with gloo. No benchmark has run on a GPU yet."

@@ -48,7 +48,7 @@ class DTensorPrediction:
     steps: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     sent: dict[int, int] | None = None
-    """By rank, the bytes that it sends, and also receives."""
+    """Bytes that each rank sends, and also receives."""
     is_correct: bool | None = None
     """Whether every rank gets its boxes; None if that was not checked."""
 
@@ -150,12 +150,12 @@ def _steps(tensor: DTensor, dst: Layout) -> Iterator[str]:
 
 def _sent(name: str, given_bytes: int, num_ranks: int) -> int:
     """Return the bytes that each rank sends in a collective with the given number of bytes."""
-    others = num_ranks - 1
+    num_peers = num_ranks - 1
     if name == "all_gather_into_tensor":
-        return given_bytes * others
+        return given_bytes * num_peers
     if name in ("all_reduce", "reduce_scatter_tensor"):
         # gloo all-reduces and keeps a part: 1.50 times the bytes, measured with 4 ranks.
-        return 2 * given_bytes * others // num_ranks
+        return 2 * given_bytes * num_peers // num_ranks
     if name == "wait_tensor":
         return 0
     raise NotImplementedError(f"The bytes of {name} are not known")

@@ -63,7 +63,9 @@ ORIGINS: Mapping[str, Origin] = {
 def measurements(results: Mapping[str, Result]) -> dict[str, tuple[float, str]]:
     """Return the value of each figure, and its origin in words. Raises LookupError if a result has
     no such row."""
-    return {name: (_value(one, results), _words(one, results)) for name, one in ORIGINS.items()}
+    return {
+        name: (_value(origin, results), _words(origin, results)) for name, origin in ORIGINS.items()
+    }
 
 
 def module_text(figures: Mapping[str, tuple[float, str]]) -> str:

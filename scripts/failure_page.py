@@ -76,9 +76,9 @@ def main() -> int:
 def page_predictions() -> list[Prediction]:
     """Return the predictions of the page and its picture."""
     return [
-        one
+        prediction
         for num_ranks in _SIZES
-        for one in predict(Scenario(), STRATEGIES, num_ranks, failures=_NUM_FAILURES, seed=0)
+        for prediction in predict(Scenario(), STRATEGIES, num_ranks, failures=_NUM_FAILURES, seed=0)
     ]
 
 
@@ -92,7 +92,9 @@ def page(predictions: Sequence[Prediction], results: Mapping[str, Result]) -> st
     """Return the text of the page."""
     parts = {
         "goodput": _goodput(predictions),
-        "parts": _parts([one for one in predictions if one.num_ranks == _SIZES[-1]]),
+        "parts": _parts(
+            [prediction for prediction in predictions if prediction.num_ranks == _SIZES[-1]]
+        ),
         "varied": _varied(),
         "inputs": _inputs(),
         "validation": validation(results.get("failures")),
@@ -134,28 +136,33 @@ def validation(result: Result | None) -> str:
 
 
 def _goodput(predictions: Sequence[Prediction]) -> str:
-    lines = [_row("ranks", *(one.title for one in STRATEGIES)), "|---" * 6 + "|"]
+    lines = [_row("ranks", *(strategy.title for strategy in STRATEGIES)), "|---" * 6 + "|"]
     for num_ranks in _SIZES:
-        found = [one for one in predictions if one.num_ranks == num_ranks]
-        lines.append(_row(f"{num_ranks:,}", *(_percent(one.shares.goodput) for one in found)))
+        of_size = [prediction for prediction in predictions if prediction.num_ranks == num_ranks]
+        lines.append(
+            _row(f"{num_ranks:,}", *(_percent(prediction.shares.goodput) for prediction in of_size))
+        )
     return "\n".join(lines)
 
 
 def _parts(predictions: Sequence[Prediction]) -> str:
     names = list(predictions[0].shares.shares())
     lines = [_row("strategy", *names), "|---" * (len(names) + 1) + "|"]
-    for one in predictions:
-        shares = one.shares.shares()
-        lines.append(_row(one.strategy.title, *(_percent(shares[name]) for name in names)))
+    for prediction in predictions:
+        shares = prediction.shares.shares()
+        lines.append(_row(prediction.strategy.title, *(_percent(shares[name]) for name in names)))
     return "\n".join(lines)
 
 
 def _varied() -> str:
-    lines = [_row(f"{_VARIED:,} ranks", *(one.title for one in STRATEGIES)), "|---" * 6 + "|"]
+    lines = [
+        _row(f"{_VARIED:,} ranks", *(strategy.title for strategy in STRATEGIES)),
+        "|---" * 6 + "|",
+    ]
     for name, changes in _VARIATIONS:
         scenario = replace(Scenario(), **changes)
-        found = predict(scenario, STRATEGIES, _VARIED, failures=_NUM_FAILURES, seed=0)
-        lines.append(_row(name, *(_percent(one.shares.goodput) for one in found)))
+        predicted = predict(scenario, STRATEGIES, _VARIED, failures=_NUM_FAILURES, seed=0)
+        lines.append(_row(name, *(_percent(prediction.shares.goodput) for prediction in predicted)))
     return "\n".join(lines)
 
 

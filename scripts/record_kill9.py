@@ -49,7 +49,7 @@ class Screen:
 
     time_s: float
     rows: tuple[str, ...]
-    """With ANSI escape sequences."""
+    """Rows with ANSI escape sequences."""
 
     @property
     def plain(self) -> str:
@@ -111,15 +111,15 @@ def animation(screens: list[Screen], speed: float) -> str:
     lines = []
     for row in range(len(screens[0].rows)):
         first = 0
-        for number in range(1, len(screens) + 1):
-            last = number == len(screens)
-            if not last and screens[number].rows[row] == screens[first].rows[row]:
+        for index in range(1, len(screens) + 1):
+            last = index == len(screens)
+            if not last and screens[index].rows[row] == screens[first].rows[row]:
                 continue
             drawn = _draw(screens[first].rows[row], row)
-            end_s = total_s if last else starts_s[number]
+            end_s = total_s if last else starts_s[index]
             if drawn:
                 lines.append(_shown(drawn, starts_s[first] / total_s, end_s / total_s, total_s))
-            first = number
+            first = index
     return _PAGE.format(
         width=COLUMNS * CHAR_WIDTH + 2 * MARGIN,
         height=len(screens[0].rows) * LINE_HEIGHT + 2 * MARGIN,

@@ -95,10 +95,10 @@ def lower_bound_bytes(plan: Plan) -> int | None:
     common: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     saved = 0
     for holder in dst.mesh.holders:
-        given, wanted = src.mesh.coordinate(holder), dst.mesh.coordinate(holder)
-        if given is None or wanted is None:
+        src_coordinate, dst_coordinate = src.mesh.coordinate(holder), dst.mesh.coordinate(holder)
+        if src_coordinate is None or dst_coordinate is None:
             continue
-        parts = _parts(src, len(shape), given), _parts(dst, len(shape), wanted)
+        parts = _parts(src, len(shape), src_coordinate), _parts(dst, len(shape), dst_coordinate)
         if parts not in common:
             common[parts] = _common(plan, *parts)
             saved += common[parts] if contributions > 1 else 0
@@ -162,7 +162,7 @@ def _describe_round(plan: Plan, kind: RoundKind) -> str:
             f"the {count} contributions to an element become at most "
             f"{exchange.dst.num_contributions} ({plan.op}), each on a holder that needs it"
         )
-    if kind == "spread":
+    if kind == "broadcast":
         return f"from there to the {exchange.dst.num_replicas - 1} other replicas that need it"
     if plan.moved_bytes == 0:
         words = "every holder copies what it needs from what it has"
@@ -186,26 +186,26 @@ def _bytes_moved(plan: Plan) -> list[str]:
     else:
         compared = f"the lower bound is {least:,}"
     lines = [f"Total moved: {_count(plan.moved_bytes)}; {compared}."]
-    found = traffic(plan)
+    by_holder = traffic(plan)
     if plan.moved_bytes:
-        sender = max(found, key=lambda holder: found[holder].sent)
-        receiver = max(found, key=lambda holder: found[holder].received)
+        sender = max(by_holder, key=lambda holder: by_holder[holder].sent)
+        receiver = max(by_holder, key=lambda holder: by_holder[holder].received)
         lines += [
-            f"Busiest sender: {sender}, {_count(found[sender].sent)}",
-            f"Busiest receiver: {receiver}, {_count(found[receiver].received)}",
+            f"Busiest sender: {sender}, {_count(by_holder[sender].sent)}",
+            f"Busiest receiver: {receiver}, {_count(by_holder[receiver].received)}",
         ]
-    return lines + (_table(found) if len(found) <= _MOST_ROWS else _summary(found))
+    return lines + (_table(by_holder) if len(by_holder) <= _MOST_ROWS else _summary(by_holder))
 
 
 def _count(count: int) -> str:
     return f"{count:,} bytes" + (f" ({format_bytes(count)})" if count >= 1024 else "")
 
 
-def _table(found: dict[Holder, Traffic]) -> list[str]:
+def _table(by_holder: dict[Holder, Traffic]) -> list[str]:
     rows = [("holder", "sends", "receives", "keeps", "has then")]
     rows += [
         (str(holder), f"{t.sent:,}", f"{t.received:,}", f"{t.stays:,}", f"{t.result:,}")
-        for holder, t in found.items()
+        for holder, t in by_holder.items()
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -214,13 +214,13 @@ def _table(found: dict[Holder, Traffic]) -> list[str]:
     ]
 
 
-def _summary(found: dict[Holder, Traffic]) -> list[str]:
+def _summary(by_holder: dict[Holder, Traffic]) -> list[str]:
     """Summarize holders that are too many for a table."""
-    sent = [t.sent for t in found.values()]
-    received = [t.received for t in found.values()]
-    idle = sum(t.sent == t.received == 0 for t in found.values())
+    sent = [t.sent for t in by_holder.values()]
+    received = [t.received for t in by_holder.values()]
+    idle = sum(t.sent == t.received == 0 for t in by_holder.values())
     return [
-        f"Median of {len(found)} holders: sends {format_bytes(median(sent))}, receives "
+        f"Median of {len(by_holder)} holders: sends {format_bytes(median(sent))}, receives "
         f"{format_bytes(median(received))}; {idle} neither send nor receive",
     ]
 
@@ -269,13 +269,16 @@ def _parts(layout: Layout, ndim: int, coordinate: tuple[int, ...]) -> tuple[int,
     return tuple(layout.shard_index(dim, coordinate) for dim in range(ndim))
 
 
-def _common(plan: Plan, given: tuple[int, ...], wanted: tuple[int, ...]) -> int:
+def _common(plan: Plan, src_coordinate: tuple[int, ...], dst_coordinate: tuple[int, ...]) -> int:
     """Return the elements that a shard of the source and one of the destination share."""
     common = 1
     for dim, length in enumerate(plan.shape):
-        one = intervals(length, plan.src.splits.get(dim, ()), given[dim])
-        other = intervals(length, plan.dst.splits.get(dim, ()), wanted[dim])
+        src_intervals = intervals(length, plan.src.splits.get(dim, ()), src_coordinate[dim])
+        dst_intervals = intervals(length, plan.dst.splits.get(dim, ()), dst_coordinate[dim])
         common *= sum(
-            max(0, min(a + m, b + n) - max(a, b)) for a, m in one for b, n in other if m and n
+            max(0, min(a + m, b + n) - max(a, b))
+            for a, m in src_intervals
+            for b, n in dst_intervals
+            if m and n
         )
     return common

@@ -74,8 +74,8 @@ class _Drawing:
             words += f" (the {len(self._shown)} of {len(shown)} that receive most)"
         text(self.svg, _EDGE, insets_top + 10, words, size=15, weight="bold")
         step = (_WIDTH - 2 * _EDGE - _INSET) / (_COLUMNS - 1)
-        for number, holder in enumerate(self._shown):
-            row, column = divmod(number, _COLUMNS)
+        for index, holder in enumerate(self._shown):
+            row, column = divmod(index, _COLUMNS)
             x, y = _EDGE + column * step, insets_top + 32 + row * per_inset
             self._inset(x, y, inset, holder, by_holder[holder])
         self._legend(legend_top)
@@ -132,8 +132,8 @@ class _Drawing:
         across, down = across * scale, down * scale
         left = x + (width - per_row * across) / 2
         top = y + (height - rows * down) / 2
-        for number, holder in enumerate(holders):
-            row, column = divmod(number, per_row)
+        for index, holder in enumerate(holders):
+            row, column = divmod(index, per_row)
             color = self._color[holder]
             at = left + column * across, top + row * down
             size = (_CHIP_WIDTH * scale, _CHIP_HEIGHT * scale)
@@ -187,8 +187,8 @@ class _Drawing:
 
     def _legend(self, y: float) -> None:
         text(self.svg, _EDGE, y, "Holders", size=13, weight="bold")
-        for number, (holder, color) in enumerate(self._color.items()):
-            row, column = divmod(number, 16)
+        for index, (holder, color) in enumerate(self._color.items()):
+            row, column = divmod(index, 16)
             x, top = _EDGE + 80 + column * 52, y - 12 + row * 26
             box(self.svg, x, top, 40, _CHIP_HEIGHT, color, rx="4")
             self._label(x, top, 40, _CHIP_HEIGHT, str(holder), color, 11)

@@ -83,13 +83,13 @@ def _chart(config: Config, options: argparse.Namespace) -> Chart:
 
 def _smallest_world_size(parallelism: ParallelismConfig) -> int:
     shards = parallelism.data_parallel_shard_degree
-    others = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    others_product = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
     if shards == -1:
         # The number that the experts' mesh requires.
         experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
-        shards = experts // math.gcd(experts, others)
+        shards = experts // math.gcd(experts, others_product)
     copies = parallelism.pipeline_parallel_degree * parallelism.data_parallel_replicate_degree
-    return copies * shards * others
+    return copies * shards * others_product
 
 
 def _write(path: Path, text: str) -> None:

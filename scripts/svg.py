@@ -36,8 +36,8 @@ def box(
     """Return a filled box; `more` are further attributes, with _ for -."""
     numbers = {"x": x, "y": y, "width": width, "height": height}
     attributes = {name: f"{number:.2f}" for name, number in numbers.items()}
-    others = {name.replace("_", "-"): value for name, value in more.items()}
-    return SubElement(svg, "rect", {**attributes, "fill": color, **others})
+    more_attributes = {name.replace("_", "-"): value for name, value in more.items()}
+    return SubElement(svg, "rect", {**attributes, "fill": color, **more_attributes})
 
 
 def text(

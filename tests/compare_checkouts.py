@@ -30,6 +30,10 @@ _SHARED = (
     "--checkpoint.interval=4",
     "--checkpoint.last_save_in_hf=true",
 )
+_ADAPTERS = (
+    '--model.converters=["lora"]',
+    "--checkpoint.initial_load_path=ROOT/base/checkpoint/step-4",
+)
 _EXPERTS = ("--model.name=deepseek_v3", "--parallelism.expert_parallel_degree=2")
 
 
@@ -39,7 +43,9 @@ class Part:
 
     num_processes: int = 1
     arguments: tuple[str, ...] = ()
+    """`ROOT` in them stands for the folder above those of all parts."""
     steps: int = _STEPS
+    folder: str = "run"
     replicas: int = 0
     """With replicas under the launcher, of one process each."""
 
@@ -63,14 +69,17 @@ RUNS: Mapping[str, Sequence[Part]] = {
     "Muon, FSDP": [Part(2, ("--optimizer.name=Muon",))],
     "FSDP, resumed with TP": [Part(2, (), 4), Part(2, _TP_2)],
     "two replicas": [Part(replicas=2)],
+    "LoRA, FSDP": [Part(steps=4, folder="base"), Part(2, _ADAPTERS)],
 }
 
 
-def outcome(checkout: Path, parts: Sequence[Part], folder: Path) -> tuple[object, ...]:
+def outcome(checkout: Path, parts: Sequence[Part], root: Path) -> tuple[object, ...]:
     """Return the loss and the gradient norm of each step of a run, and a digest of each exported
     file. Raises CalledProcessError."""
     for part in parts:
-        arguments = [*_SHARED, *part.arguments]
+        folder = root / part.folder
+        own = [argument.replace("ROOT", str(root)) for argument in part.arguments]
+        arguments = [*_SHARED, *own]
         arguments += [f"--job.dump_folder={folder}", f"--training.steps={part.steps}"]
         if part.replicas:
             launch = ["-m", "torchtitan_lite", "launch", f"--replicas={part.replicas}"]
@@ -87,6 +96,7 @@ def outcome(checkout: Path, parts: Sequence[Part], folder: Path) -> tuple[object
         if ran.returncode:
             print(ran.stdout[-2000:], ran.stderr[-2000:])
             ran.check_returncode()
+    folder = root / parts[-1].folder
     first = next(iter(sorted(folder.rglob("metrics.jsonl"))))
     lines = map(json.loads, first.read_text().splitlines())
     steps = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line and "lr" in line]

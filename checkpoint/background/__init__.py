@@ -3,6 +3,6 @@
 Standard library and xxhash only.
 """
 
-from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
 
 __all__ = ["SINGLE_REPLICA", "WriterGroup"]

@@ -260,7 +260,7 @@ class _Flush:
         if not self._sees_all:
             return
         try:
-            present = own.storage.parts_present(step, token)
+            present = own.announcements(step, token).parts
         except OSError:
             return
         for rank, save in self._ranks.saves.items():
@@ -284,8 +284,9 @@ class _Flush:
         """Commit the newest complete step and return it."""
         for step, token in sorted(left, reverse=True):
             try:
-                if leader.is_complete(step, token):
-                    leader.commit(step, token)
+                announced = leader.announcements(step, token)
+                if leader.is_complete(announced):
+                    leader.commit(step, token, announced)
                     return step
             except SupersededError:
                 raise

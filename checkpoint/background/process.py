@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
-from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.core.log import logger
 
 _MODULE = "torchtitan_lite.checkpoint.background"

@@ -1,34 +1,134 @@
-"""A rank's share of a save: writing its part, and the leader's commit."""
+"""A rank's share of a save: the replicas that write one checkpoint together, the writing of a part,
+and the leader's commit.
+
+All replicas of a group hold the same state, and each writes some of the tensors. In storage, each
+rank of each replica is one writer, numbered replica by replica.
+"""
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchtitan_lite.checkpoint.background.writer_group import (
-    SINGLE_REPLICA,
-    WriterGroup,
-    rank_share,
-)
-from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
-from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
+from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, parse_writer, tensor_file_name
+from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory, SupersededError
+from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
+from torchtitan_lite.checkpoint.storage import attempts
+from torchtitan_lite.checkpoint.storage.attempts import Announcements, box_entry
 from torchtitan_lite.checkpoint.storage.base import Storage
-from torchtitan_lite.checkpoint.storage.manifest_json import (
-    box_entry,
-    build_manifest,
-    manifest_bytes,
-)
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     BoxLocation,
-    Content,
     PartBox,
+    Source,
     TokenBucket,
     no_tick,
 )
 from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.run_lease import taken_over
+
+
+@dataclass(frozen=True)
+class WriterGroup:
+    """Position of this replica among those that write together."""
+
+    index: int = 0
+    count: int = 1
+    token: str = ""
+    """Hexadecimal digits, equal on all replicas of the group and unique to the period in which they
+    train together. Empty if one replica writes alone."""
+    fencing_token: int = 0
+    """Fencing token of the quorum, see `history`; 0 without one."""
+    is_claimed: bool = True
+    """Whether that token is the quorum's own, and not one under which it continues."""
+    same_state: bool = True
+    """Whether all replicas hold the same state now, so that a save is not specific to one of
+    them."""
+
+    @property
+    def active(self) -> "WriterGroup":
+        """The group that writes together: this one, or a single replica without a token."""
+        return self if self.token else self.alone
+
+    @property
+    def alone(self) -> "WriterGroup":
+        """A single replica with the same right to write."""
+        return WriterGroup(fencing_token=self.fencing_token, is_claimed=self.is_claimed)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this replica writes: without a token only the first does, for all."""
+        return self.index == 0 or bool(self.token)
+
+    def check(self, history: RunHistory | None, leases: Sequence[str]) -> None:
+        """Raise SupersededError if others have taken the run over from this replica; `history` is
+        that of the run, if it has other replicas, `leases` those of its folders. Raises as
+        `RunHistory.check`."""
+        if reason := taken_over(leases):
+            raise SupersededError(reason)
+        if history is not None:
+            history.check(self.fencing_token, is_claimed=self.is_claimed)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "WriterGroup":
+        """Parse the form of `to_json`. Raises ValueError or TypeError."""
+        found = cls(
+            int(given["index"]),
+            int(given["count"]),
+            str(given["token"]),
+            int(given.get("fencing_token", 0)),
+            bool(given.get("is_claimed", True)),
+        )
+        if not 0 <= found.index < found.count:
+            raise ValueError(f"replica {found.index} of {found.count}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the group as JSON values."""
+        return asdict(self)
+
+
+SINGLE_REPLICA = WriterGroup()
+
+
+def rank_share(about: RegionDescription, writer_group: WriterGroup) -> RegionDescription:
+    """Return a rank's share of the writes, as if all ranks of all replicas were ranks of one
+    run."""
+    if writer_group.count == 1:
+        return about
+    first = writer_group.index * about.world_size
+    owners = assign_tensors(about.tensors, writer_group.count)
+    return replace(
+        about,
+        session=writer_group.token,
+        rank=first + about.rank,
+        world_size=about.world_size * writer_group.count,
+        is_leader=about.is_leader and writer_group.index == 0,
+        file_name=tensor_file_name(first + about.rank),
+        file_layouts=tuple(_moved(layout, first) for layout in about.file_layouts),
+        boxes=tuple(box for box in about.boxes if owners[box.tensor] == writer_group.index),
+    )
+
+
+def assign_tensors(tensors: Iterable[HeldTensor], count: int) -> dict[str, int]:
+    """Return tensor -> replica that writes it, balanced greedily by size. A pure function of names,
+    shapes and dtypes, so all replicas compute the same."""
+    sizes = {held.name: math.prod(held.shape) * BYTES_PER_ELEMENT[held.dtype] for held in tensors}
+    loads, owners = [0] * count, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = min(range(count), key=loads.__getitem__)
+        loads[owners[name]] += sizes[name]
+    return owners
+
+
+def _moved(layout: Any, first: int) -> Any:
+    """Rename the files of a layout from those of the first replica to those of the replica
+    beginning at rank `first`."""
+    files = [tensor_file_name(first + parse_writer(file)) for file in layout["mesh"]["holders"]]
+    return {**layout, "mesh": {**layout["mesh"], "holders": files}}
 
 
 def attempt_token(session: str, step: int, attempt: int = 1) -> str:
@@ -93,7 +193,8 @@ class RankSave:
         )
         self._require(slot, step)
         self._store_digests(slot, written)
-        self.storage.put_part(step, token, about.rank, part_json(about, step, values, written))
+        part = part_json(about, step, values, written)
+        attempts.put_part(self.storage, step, token, about.rank, part)
         self._announced.add((step, token))
 
     def write_missing(
@@ -102,7 +203,7 @@ class RankSave:
         """Write this rank's part without a rate limit, unless it is present, the step is stored, or
         this rank no longer has it. Raises as `write` does."""
         slot = self.complete_slots().get(step)
-        if slot is None or self.about.rank in self.storage.parts_present(step, token):
+        if slot is None or self.about.rank in self.announcements(step, token).parts:
             return
         # In this order: a commit removes announcements after the step is visible.
         if step not in self.storage.steps():
@@ -133,19 +234,23 @@ class RankSave:
             with suppress(ValueError):
                 self.region.store_digests(slot, digests)
 
-    def commit(self, step: int, token: str) -> None:
-        """Merge the parts, which must all be present, and commit the step. For the leader. Raises
+    def announcements(self, step: int, token: str) -> Announcements:
+        """Return what all ranks have announced in an attempt."""
+        return attempts.announcements(self.storage, step, token)
+
+    def is_complete(self, announced: Announcements) -> bool:
+        """Return whether all ranks have announced their parts."""
+        return len(announced.parts) == self.about.world_size
+
+    def commit(self, step: int, token: str, announced: Announcements) -> None:
+        """Merge the parts, which must all be announced, and commit the step. For the leader. Raises
         as `check_history`."""
         self.check_history()
-        commit_parts(self.storage, self.about, step, token)
+        commit_parts(self.storage, self.about, step, token, announced)
 
     def check_history(self) -> None:
         """Raise SupersededError if others have taken the run over from this replica."""
         self.writer_group.check(self.history, self.leases)
-
-    def is_complete(self, step: int, token: str) -> bool:
-        """Return whether all ranks have announced their parts."""
-        return len(self.storage.parts_present(step, token)) == self.about.world_size
 
     def _require(self, slot: int, step: int) -> None:
         header = self.region.slots()[slot]
@@ -162,23 +267,20 @@ def write_boxes(
     about: RegionDescription,
     step: int,
     token: str,
-    source: memoryview | list[memoryview] | Content,
+    source: Source,
     **how: Any,
 ) -> list[BoxLocation]:
-    """Write a rank's file if it has boxes; `source` and `how` as in `Storage.write_part`, or, if
-    `source` is a function, as in `Storage.write_stream`. Raises OSError."""
+    """Write a rank's file if it has boxes; `source` and `how` as in `Storage.write`. Raises
+    OSError."""
     boxes = [PartBox(b.tensor, b.dtype, b.size, b.start, b.bytes) for b in about.boxes]
-    storage.begin(step, token)
-    if not boxes:
-        return []
-    if callable(source):
-        return storage.write_stream(step, token, about.file_name, boxes, source, **how)
-    return storage.write_part(step, token, about.file_name, boxes, source, **how)
+    return storage.write(step, token, about.file_name, boxes, source, **how)
 
 
-def commit_parts(storage: Storage, about: RegionDescription, step: int, token: str) -> None:
+def commit_parts(
+    storage: Storage, about: RegionDescription, step: int, token: str, announced: Announcements
+) -> None:
     """Merge the parts of all ranks and commit the step, as the leader."""
-    parts = [storage.read_part(step, token, rank) for rank in range(about.world_size)]
+    parts = [attempts.read_part(storage, announced, rank) for rank in range(about.world_size)]
     leader = parts[about.rank]
     base = {
         "mesh": about.mesh,
@@ -187,7 +289,7 @@ def commit_parts(storage: Storage, about: RegionDescription, step: int, token: s
         "values": leader["values"],
         "model_only": leader["model_only"],
     }
-    storage.commit(step, token, manifest_bytes(build_manifest(step, parts, base)))
+    attempts.commit(storage, step, token, parts, base)
 
 
 def part_json(
@@ -241,7 +343,7 @@ def delete_old_checkpoints(
     """Delete checkpoints beyond the retention policy, and leftovers of earlier saves. Errors are
     logged."""
     try:
-        storage.delete_stale_attempts(saved)
+        attempts.remove_stale_attempts(storage, saved)
         steps = steps_to_delete(
             storage.steps(), saved, keep_latest_k=keep_latest_k, keep_every=keep_every
         )

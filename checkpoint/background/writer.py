@@ -22,13 +22,15 @@ from torchtitan_lite.checkpoint.background.flush import (
     read_decision,
 )
 from torchtitan_lite.checkpoint.background.save import (
+    SINGLE_REPLICA,
     RankSave,
+    WriterGroup,
     attempt_token,
     delete_old_checkpoints,
     log_to_stderr,
 )
-from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
+from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket, WriteAbandoned
 from torchtitan_lite.core.errors import CheckpointError
@@ -83,7 +85,7 @@ class Writer:
         """Work until the trainer stops or dies, and finish saves in progress."""
         if self._save.about.is_leader and self._settings.recovers:
             try:
-                self._storage.recover(self._save.about.session)
+                attempts.recover(self._storage, self._save.about.session)
             except OSError as error:
                 log_to_stderr(f"Leftovers in {self._storage.root} could not be removed: {error}")
         self._channel.send(ready=os.getpid())
@@ -183,7 +185,7 @@ class Writer:
             self._remove(attempt)
         else:
             try:
-                self._storage.put_failure(step, attempt.token, about.rank, error)
+                attempts.put_failure(self._storage, step, attempt.token, about.rank, error)
             except OSError as second:
                 log_to_stderr(f"Rank {about.rank} could not announce its failure: {second}")
         self._channel.send(failed=step, token=attempt.token, error=error)
@@ -193,7 +195,7 @@ class Writer:
         if not attempt.save.about.is_leader:
             return
         try:
-            self._storage.abandon(attempt.step, attempt.token)
+            attempts.abandon(self._storage, attempt.step, attempt.token)
         except OSError as error:
             log_to_stderr(
                 f"Leftovers of step {attempt.step} in {self._storage.root} remain: {error}"
@@ -206,14 +208,14 @@ class Writer:
                 continue
             save, step = attempt.save, attempt.step
             try:
-                if save.is_complete(step, token):
-                    save.commit(step, token)
-                elif failures := self._storage.failures(step, token):
+                announced = save.announcements(step, token)
+                if save.is_complete(announced):
+                    save.commit(step, token, announced)
+                elif failures := attempts.read_failures(self._storage, announced):
                     rank, error = min(failures.items())
                     raise CheckpointError(f"rank {rank}: {error}")
                 elif time.monotonic() >= attempt.deadline:
-                    present = self._storage.parts_present(step, token)
-                    missing = sorted(set(range(save.about.world_size)) - present)
+                    missing = sorted(set(range(save.about.world_size)) - set(announced.parts))
                     raise CheckpointError(
                         f"ranks {missing} did not write their parts in "
                         f"{self._settings.commit_timeout_s:.0f} s"
@@ -267,7 +269,7 @@ class Writer:
             return
         finally:
             self._writing = None
-        if self._save.about.rank in self._storage.parts_present(step, token):
+        if self._save.about.rank in self._save.announcements(step, token).parts:
             self._is_written(attempt)
 
     def _save_for_hanging_trainer(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchtitan_lite.checkpoint.storage.manifest_json import box_entry
+from torchtitan_lite.checkpoint.storage.attempts import box_entry
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     BoxLocation,
     PartBox,

@@ -4,14 +4,18 @@
 xxhash only; fsspec is imported for URLs.
 """
 
-from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, parse_step_name, step_name
+from torchtitan_lite.checkpoint.format import (
+    BYTES_PER_ELEMENT,
+    MANIFEST,
+    parse_step_name,
+    step_name,
+)
 from torchtitan_lite.checkpoint.storage.base import (
     Storage,
     exists,
     open_parent_storage,
     open_storage,
 )
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox, safetensors_header
 
 __all__ = [

@@ -13,24 +13,16 @@ import errno
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from torchtitan_lite.checkpoint.format import (
-    ATTEMPT_TOKEN,
-    failure_file_name,
-    failure_files,
-    parse_step_name,
-    part_file_name,
-    part_files,
-    step_name,
-)
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.checkpoint.format import ATTEMPT_TOKEN, MANIFEST, parse_step_name, step_name
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     BoxLocation,
-    Content,
     PartBox,
+    Source,
     TokenBucket,
     WriteAbandoned,
     box_bytes,
@@ -72,6 +64,9 @@ class _Filesystem(Protocol):
 class ObjectStore:
     """Storage in an object store, or in any fsspec filesystem."""
 
+    folder: Path | None = None
+    keeps_attempts = True
+
     def __init__(
         self, root: str, filesystem: _Filesystem | None = None, first_wait_s: float = _FIRST_WAIT_S
     ) -> None:
@@ -89,60 +84,31 @@ class ObjectStore:
             ) from None
         self._fs: _Filesystem = filesystem or found
 
-    def begin(self, step: int, token: str) -> None:
-        """Do nothing: folders are created with their first object."""
-
-    def write_part(
+    def write(
         self,
         step: int,
         token: str,
         name: str,
         boxes: Sequence[PartBox],
-        source: memoryview | list[memoryview],
+        source: Source,
         *,
         direct: bool = True,
         rate: TokenBucket | None = None,
         tick: Callable[[], None] = no_tick,
     ) -> list[BoxLocation]:
         del direct
-        limit = rate or TokenBucket(None)
-
-        def content() -> Iterator[Iterator[memoryview]]:
-            for number, box in enumerate(boxes):
-                yield _chunks(box_bytes(source, number, box))
-
-        return self._write(self._attempt(step, token), name, boxes, content, limit, tick)
-
-    def write_stream(
-        self,
-        step: int,
-        token: str,
-        name: str,
-        boxes: Sequence[PartBox],
-        content: Content,
-        *,
-        tick: Callable[[], None] = no_tick,
-    ) -> list[BoxLocation]:
         folder = self._attempt(step, token)
-        return self._write(folder, name, boxes, content, TokenBucket(None), tick)
-
-    def _write(
-        self,
-        folder: str,
-        name: str,
-        boxes: Sequence[PartBox],
-        content: Content,
-        limit: TokenBucket,
-        tick: Callable[[], None],
-    ) -> list[BoxLocation]:
+        if not boxes:
+            return []
         header = safetensors_header(tensor_names(boxes), boxes)
+        limit = rate or TokenBucket(None)
         digests: list[str] = []
 
         def put() -> None:
             digests.clear()
             with self._fs.open(self._full(f"{folder}/{name}"), "wb") as file:
                 file.write(header)
-                for piece in checksummed(boxes, content(), digests):
+                for piece in checksummed(boxes, _content(source, boxes), digests):
                     file.write(piece)
                     limit.spend(len(piece), tick)
                     tick()
@@ -151,27 +117,14 @@ class ObjectStore:
         self._retry(f"writing {folder}/{name}", put)
         return box_locations(header, boxes, digests)
 
-    def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:
-        self._put_announcement(step, token, part_file_name(rank), {**part, "data": token})
-
-    def put_failure(self, step: int, token: str, rank: int, error: str) -> None:
-        self._put_announcement(step, token, failure_file_name(rank), error)
-
-    def _put_announcement(self, step: int, token: str, name: str, word: Any) -> None:
+    def announce(self, step: int, token: str, name: str, content: bytes) -> None:
         folder = self._attempt(step, token)
         self._make_folder(folder)
-        self._put(f"{folder}/{name}", json.dumps(word).encode())
+        self._put(f"{folder}/{name}", content)
 
-    def parts_present(self, step: int, token: str) -> set[int]:
-        return set(part_files(self._names(self._attempt(step, token))))
-
-    def failures(self, step: int, token: str) -> dict[int, str]:
+    def announced(self, step: int, token: str) -> list[str]:
         folder = self._attempt(step, token)
-        found = failure_files(self._names(folder))
-        return {rank: str(self._read_json(f"{folder}/{name}")) for rank, name in found.items()}
-
-    def read_part(self, step: int, token: str, rank: int) -> dict[str, Any]:
-        return self._read_json(f"{self._attempt(step, token)}/{part_file_name(rank)}")
+        return [f"{folder}/{name}" for name in self._names(folder)]
 
     def commit(self, step: int, token: str, manifest: bytes) -> None:
         content, folder = json.loads(manifest), self._attempt(step, token)
@@ -188,39 +141,24 @@ class ObjectStore:
         with suppress(OSError):
             self._remove_leftovers(step, token, lambda attempt: attempt != replaced)
 
-    def abandon(self, step: int, token: str) -> None:
-        paths = self._find(step)
-        if MANIFEST not in paths or self._committed(step) not in (None, token):
-            for path in paths:
-                if path.startswith(f"{token}/"):
-                    self._remove(f"{step_name(step)}/{path}")
+    def remove_attempts(self, steps: int | range, is_needed: Callable[[str], bool]) -> None:
+        if isinstance(steps, range):
+            affected = [step for step in self._stored_steps() if step in steps]
+        else:
+            affected = [steps]
+        for step in affected:
+            self._remove_leftovers(step, None, is_needed)
 
-    def steps(self) -> list[int]:
-        found = (parse_step_name(name) for name in self._names(""))
-        return sorted(step for step in found if step is not None and self._is_committed(step))
+    def steps(self, *, repairs: bool = False) -> list[int]:
+        # Steps are never renamed here.
+        del repairs
+        return [step for step in self._stored_steps() if self._is_committed(step)]
 
     def delete(self, step: int, tick: Callable[[], None] = no_tick) -> None:
         self._remove(f"{step_name(step)}/{MANIFEST}")
         for path in self._find(step):
             self._remove(f"{step_name(step)}/{path}")
             tick()
-
-    def repair(self) -> None:
-        """Do nothing: steps are never renamed here."""
-
-    def recover(self, session: str) -> None:
-        self._delete_stale(lambda step: True, lambda attempt: attempt.startswith(session))
-
-    def delete_stale_attempts(self, before: int) -> None:
-        self._delete_stale(lambda step: step < before, lambda attempt: False)
-
-    def _delete_stale(
-        self, looks_at: Callable[[int], bool], is_needed: Callable[[str], bool]
-    ) -> None:
-        """Remove what belongs neither to a checkpoint nor to a needed attempt."""
-        for step in map(parse_step_name, self._names("")):
-            if step is not None and looks_at(step):
-                self._remove_leftovers(step, None, is_needed)
 
     def _remove_leftovers(
         self, step: int, committed: str | None, is_needed: Callable[[str], bool]
@@ -240,11 +178,6 @@ class ObjectStore:
             is_kept = name.endswith(_DATA) if attempt == committed else is_needed(attempt)
             if path != MANIFEST and not is_kept:
                 self._remove(f"{step_name(step)}/{path}")
-
-    def leaves_folder(self, path: str) -> bool:
-        """Return False: objects are no links."""
-        del path
-        return False
 
     def size(self, path: str) -> int:
         full = self._full(path)
@@ -279,13 +212,6 @@ class ObjectStore:
             raise ValueError(f"{token!r:.200} cannot name an attempt at step {step}.")
         return f"{step_name(step)}/{token}"
 
-    def _read_json(self, path: str) -> Any:
-        content = self.read(path)
-        try:
-            return json.loads(content)
-        except ValueError as error:
-            raise OSError(f"{self.root}/{path} is damaged: {error}") from None
-
     def _committed(self, step: int) -> str | None:
         """Return the attempt named by a step's manifest; "" for format 2, whose files are beside
         it; None if the manifest is missing or damaged."""
@@ -309,15 +235,16 @@ class ObjectStore:
 
         return self._retry(f"listing {folder}", look)
 
+    def _stored_steps(self) -> list[int]:
+        """Return the steps with objects, committed or not."""
+        found = map(parse_step_name, self._names(""))
+        return sorted(step for step in found if step is not None)
+
     def _is_committed(self, step: int) -> bool:
+        """Return whether a step has a manifest, after `_names`: exists() of some filesystems
+        answers from a cached listing."""
         full = self._full(f"{step_name(step)}/{MANIFEST}")
-
-        def look() -> bool:
-            # exists() of some filesystems answers from a cached listing.
-            self._fs.invalidate_cache()
-            return self._fs.exists(full)
-
-        return self._retry(f"looking for {full}", look)
+        return self._retry(f"looking for {full}", lambda: self._fs.exists(full))
 
     def _names(self, folder: str) -> list[str]:
         def look() -> list[str]:
@@ -375,6 +302,12 @@ def _has_leftovers(paths: Sequence[str]) -> bool:
     files = [path for path in paths if path != MANIFEST]
     folders = {path.rpartition("/")[0] for path in files}
     return len(folders) > 1 or not all(path.endswith(_DATA) for path in files)
+
+
+def _content(source: Source, boxes: Sequence[PartBox]) -> Iterable[Iterable[memoryview]]:
+    if callable(source):
+        return source()
+    return (_chunks(box_bytes(source, index, box)) for index, box in enumerate(boxes))
 
 
 def _chunks(view: memoryview) -> Iterator[memoryview]:

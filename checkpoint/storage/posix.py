@@ -3,41 +3,31 @@
 An attempt announces its parts in `.writing-step-N-TOKEN` and writes them into its subfolder
 `step-N`. A commit adds the manifest, syncs everything, and renames the subfolder out. Announcements
 are removed last, so that a failed or killed commit can be repeated. An existing `step-N` is first
-renamed to `.replaced-step-N`; `recover` repairs a crash between the two renames. A step to be
+renamed to `.replaced-step-N`; `steps` repairs a crash between the two renames. A step to be
 deleted is first renamed to `.deleting-step-N`.
 
 Invariant: a folder `step-N` is complete and holds nothing else, even if all unsynced data is lost.
 """
 
 import errno
-import json
 import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from torchtitan_lite.checkpoint.format import (
-    failure_file_name,
-    failure_files,
-    parse_step_name,
-    part_file_name,
-    part_files,
-    step_name,
-)
+from torchtitan_lite.checkpoint.format import MANIFEST, parse_step_name, step_name
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     BoxLocation,
-    Content,
     PartBox,
+    Source,
     TokenBucket,
     no_tick,
-    write_part,
-    write_stream,
+    write_safetensors,
 )
 
 _WRITING = ".writing-"
@@ -54,71 +44,47 @@ _T = TypeVar("_T")
 class LocalStorage:
     """Storage in a folder."""
 
+    keeps_attempts = False
+
     def __init__(self, root: Path, files: Files) -> None:
         self.root = str(root)
+        self.folder: Path | None = root
         self._folder = root
         self._files = files
         self._maps: LRUCache[memoryview] = LRUCache(_MOST_OPEN)
         self._opened: LRUCache[_Opened] = LRUCache(_MOST_OPEN)
 
-    def begin(self, step: int, token: str) -> None:
-        self._files.make_folders(self._written(step, token))
-
-    def write_part(
+    def write(
         self,
         step: int,
         token: str,
         name: str,
         boxes: Sequence[PartBox],
-        source: memoryview | list[memoryview],
+        source: Source,
         *,
         direct: bool = True,
         rate: TokenBucket | None = None,
         tick: Callable[[], None] = no_tick,
     ) -> list[BoxLocation]:
-        path = self._written(step, token) / name
-        return write_part(self._files, path, boxes, source, direct=direct, rate=rate, tick=tick)
+        folder = self._written(step, token)
+        self._files.make_folders(folder)
+        if not boxes:
+            return []
+        path = folder / name
+        return write_safetensors(
+            self._files, path, boxes, source, direct=direct, rate=rate, tick=tick
+        )
 
-    def write_stream(
-        self,
-        step: int,
-        token: str,
-        name: str,
-        boxes: Sequence[PartBox],
-        content: Content,
-        *,
-        tick: Callable[[], None] = no_tick,
-    ) -> list[BoxLocation]:
-        path = self._written(step, token) / name
-        return write_stream(self._files, path, boxes, content, tick=tick)
-
-    def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:
+    def announce(self, step: int, token: str, name: str, content: bytes) -> None:
         folder = self._attempt(step, token)
-        # A failure in an attempt that was retried no longer counts.
-        with suppress(FileNotFoundError):
-            self._files.unlink(folder / failure_file_name(rank))
-        self._files.write_file(folder / part_file_name(rank), json.dumps(part).encode())
+        self._files.write_file(folder / name, content)
         # Syncs this rank's names: on a shared filesystem the leader's fsync covers its own machine
         # only.
         self._files.sync_folder(folder)
 
-    def put_failure(self, step: int, token: str, rank: int, error: str) -> None:
-        path = self._attempt(step, token) / failure_file_name(rank)
-        self._files.write_file(path, json.dumps(error).encode())
-
-    def parts_present(self, step: int, token: str) -> set[int]:
-        return set(part_files(self._names(self._attempt(step, token))))
-
-    def failures(self, step: int, token: str) -> dict[int, str]:
+    def announced(self, step: int, token: str) -> list[str]:
         folder = self._attempt(step, token)
-        found = {}
-        for rank, name in failure_files(self._names(folder)).items():
-            with suppress(FileNotFoundError):
-                found[rank] = str(json.loads(self._files.read(folder / name)))
-        return found
-
-    def read_part(self, step: int, token: str, rank: int) -> dict[str, Any]:
-        return json.loads(self._files.read(self._attempt(step, token) / part_file_name(rank)))
+        return [f"{folder.name}/{name}" for name in self._names(folder)]
 
     def commit(self, step: int, token: str, manifest: bytes) -> None:
         files, written = self._files, self._written(step, token)
@@ -138,15 +104,24 @@ class LocalStorage:
         elif files.read(final / MANIFEST) != manifest:
             raise FileNotFoundError(f"{written} is missing, and {final} is of another attempt.")
         files.sync_folder(self._folder)
-        # The step is committed. `recover` and `delete_stale_attempts` remove leftovers.
+        # The step is committed. `remove_attempts` and `steps` remove leftovers later.
         with suppress(OSError):
             files.rmtree(replaced)
             files.rmtree(self._attempt(step, token))
 
-    def abandon(self, step: int, token: str) -> None:
-        self._files.rmtree(self._attempt(step, token))
+    def remove_attempts(self, steps: int | range, is_needed: Callable[[str], bool]) -> None:
+        if isinstance(steps, int):
+            steps = range(steps, steps + 1)
+        for name in self._names(self._folder):
+            step, token = _step_and_token(name)
+            # A range looks for other objects than integers by comparing all of its elements.
+            is_one = step is not None and step in steps
+            if is_one and (token is None or not is_needed(token)):
+                self._files.rmtree(self._folder / name)
 
-    def steps(self) -> list[int]:
+    def steps(self, *, repairs: bool = False) -> list[int]:
+        if repairs:
+            self._restore_replaced()
         found = {parse_step_name(name) for name in self._names(self._folder)}
         return sorted(
             step
@@ -163,36 +138,13 @@ class LocalStorage:
         tick()
         self._files.rmtree(doomed)
 
-    def repair(self) -> None:
-        self._restore_replaced()
-
-    def recover(self, session: str) -> None:
-        self._restore_replaced()
-        for name in self._names(self._folder):
-            left = name.startswith(_DELETING) or (
-                name.startswith(_WRITING) and not _token_of(name).startswith(session)
-            )
-            if left:
-                self._files.rmtree(self._folder / name)
-
-    def delete_stale_attempts(self, before: int) -> None:
-        for name in self._names(self._folder):
-            if name.startswith(_DELETING):
-                self._files.rmtree(self._folder / name)
-            elif name.startswith(_WRITING):
-                step = parse_step_name("-".join(name.removeprefix(_WRITING).split("-")[:2]))
-                if step is not None and step < before:
-                    self._files.rmtree(self._folder / name)
-
-    def leaves_folder(self, path: str) -> bool:
-        step = os.path.realpath(self._folder / path.partition("/")[0])
-        actual = os.path.realpath(self._folder / path)
-        return os.path.commonpath([step, actual]) != step
-
     def size(self, path: str) -> int:
         return os.stat(self._folder / path).st_size
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
+        if stop is None:
+            # Small, and possibly replaced later: announcements and manifests.
+            return self._files.read(self._folder / path)[start:]
         return self._maps.get(path, lambda: self._map(path))[start:stop]
 
     def read_into(
@@ -292,6 +244,12 @@ class LRUCache(Generic[_T]):
             self._kept.clear()
 
 
-def _token_of(name: str) -> str:
-    """Return the token in the name of an attempt's folder, ".writing-step-N-TOKEN"."""
-    return name.removeprefix(_WRITING).split("-", 2)[-1]
+def _step_and_token(name: str) -> tuple[int | None, str | None]:
+    """Return the step and the token of an attempt's folder, ".writing-step-N-TOKEN". There is no
+    token for a deleted step, and neither for other folders."""
+    if name.startswith(_DELETING):
+        return parse_step_name(name.removeprefix(_DELETING)), None
+    word, *rest = name.removeprefix(_WRITING).split("-", 2)
+    if not name.startswith(_WRITING) or len(rest) != 2:
+        return None, None
+    return parse_step_name(f"{word}-{rest[0]}"), rest[1]

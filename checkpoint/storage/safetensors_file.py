@@ -4,7 +4,8 @@ The header is padded so that the data begins at a multiple of 4096. Bytes from a
 region) are written by direct I/O: long runs directly from the pool where pool and file have equal
 offsets within a page, everything else through an aligned buffer.
 
-Invariant: when `write_part` returns, the content of the file is durable; its name is not yet.
+Invariant: when `write_safetensors` returns, the content of the file is durable; its name is not
+yet.
 """
 
 import json
@@ -27,6 +28,11 @@ _LONG_RUN_BYTES = 1 << 20
 Content = Callable[[], Iterable[Iterable[memoryview]]]
 """Returns the bytes of each box in chunks, from the start at each call. Chunks must not change once
 yielded."""
+Source = memoryview | list[memoryview] | Content
+"""The bytes of boxes: a pool, in which `PartBox.start` is the offset, one buffer per box, or bytes
+that are generated on the fly, one chunk in memory at a time."""
+_Run = tuple[int | None, memoryview]
+"""Consecutive bytes of the file, and their offset if they are from a pool."""
 _SLICE_S = 0.05
 _BURST_S = 0.25
 
@@ -92,11 +98,11 @@ class TokenBucket:
         self._last = now
 
 
-def write_part(
+def write_safetensors(
     files: Files,
     path: Path,
     boxes: Sequence[PartBox],
-    source: memoryview | list[memoryview],
+    source: Source,
     *,
     direct: bool = True,
     rate: TokenBucket | None = None,
@@ -105,56 +111,19 @@ def write_part(
 ) -> list[BoxLocation]:
     """Write `path` and return the location of each box.
 
-    `source` is a pool, in which `PartBox.start` is the offset, or one buffer per box. A pool must
-    be aligned to 4096; `direct` uses O_DIRECT if the filesystem supports it. `tick` is called
-    between chunks of at most 32 MiB and stops the write by raising. Raises OSError, and removes the
-    file, if it cannot be written.
+    A pool must be aligned to 4096; `direct` uses O_DIRECT if the filesystem supports it. `tick` is
+    called between chunks of at most 32 MiB and stops the write by raising. Raises OSError, and
+    removes the file, if it cannot be written, and ValueError if a box has more or fewer bytes than
+    announced.
     """
-    names = tensor_names(boxes)
-    header = safetensors_header(names, boxes, metadata)
-    views = [box_bytes(source, i, box) for i, box in enumerate(boxes)]
-    digests = []
-    for view in views:
-        digests.append(xxhash.xxh3_64_hexdigest(view))
-        tick()
-    rate = rate or TokenBucket(None)
-    length = len(header) + sum(box.bytes for box in boxes)
-    try:
-        runs = (
-            _runs(source, boxes) if isinstance(source, memoryview) else [(None, v) for v in views]
-        )
-        if not (direct and _write_direct(files, path, header, runs, length, rate, tick)):
-            _write_buffered(files, path, header, [view for _, view in runs], rate, tick)
-    except BaseException:
-        _remove(files, path)
-        raise
-    return box_locations(header, boxes, digests)
-
-
-def write_stream(
-    files: Files,
-    path: Path,
-    boxes: Sequence[PartBox],
-    content: Content,
-    *,
-    tick: Callable[[], None] = no_tick,
-    metadata: Mapping[str, str] | None = None,
-) -> list[BoxLocation]:
-    """Write `path` as `write_part` does, from bytes that are generated on the fly, one chunk in
-    memory at a time. Raises ValueError if a box yields more or fewer bytes than announced."""
     header = safetensors_header(tensor_names(boxes), boxes, metadata)
     length = len(header) + sum(box.bytes for box in boxes)
+    rate = rate or TokenBucket(None)
     digests: list[str] = []
-    rate = TokenBucket(None)
-
-    def pieces() -> Iterator[memoryview]:
-        digests.clear()
-        yield from checksummed(boxes, content(), digests)
-
+    runs = _runs(source, boxes, digests, tick)
     try:
-        runs = ((None, piece) for piece in pieces())
-        if not _write_direct(files, path, header, runs, length, rate, tick):
-            _write_buffered(files, path, header, pieces(), rate, tick)
+        if not (direct and _write_direct(files, path, header, runs(), length, rate, tick)):
+            _write_buffered(files, path, header, (view for _, view in runs()), rate, tick)
     except BaseException:
         _remove(files, path)
         raise
@@ -165,7 +134,7 @@ def checksummed(
     boxes: Sequence[PartBox], content: Iterable[Iterable[memoryview]], digests: list[str]
 ) -> Iterator[memoryview]:
     """Yield the chunks of all boxes, appending each box's checksum to `digests`. Raises ValueError
-    as `write_stream` does."""
+    as `write_safetensors` does."""
     for box, pieces in zip(boxes, content, strict=True):
         digest, size = xxhash.xxh3_64(), 0
         for piece in pieces:
@@ -295,8 +264,30 @@ class _DirectStream:
         self._tick()
 
 
-def _runs(pool: memoryview, boxes: Sequence[PartBox]) -> list[tuple[int | None, memoryview]]:
-    """Return (offset in the pool, bytes), joining adjacent boxes."""
+def _runs(
+    source: Source, boxes: Sequence[PartBox], digests: list[str], tick: Callable[[], None]
+) -> Callable[[], Iterable[_Run]]:
+    """Return a function that returns the data from the start at each call; `digests` receives the
+    checksums of the boxes."""
+    if callable(source):
+        content = source
+
+        def stream() -> Iterator[_Run]:
+            digests.clear()
+            for piece in checksummed(boxes, content(), digests):
+                yield None, piece
+
+        return stream
+    views = [box_bytes(source, i, box) for i, box in enumerate(boxes)]
+    for view in views:
+        digests.append(xxhash.xxh3_64_hexdigest(view))
+        tick()
+    runs = _joined(source, boxes) if isinstance(source, memoryview) else [(None, v) for v in views]
+    return lambda: runs
+
+
+def _joined(pool: memoryview, boxes: Sequence[PartBox]) -> list[_Run]:
+    """Return the runs of a pool, joining adjacent boxes."""
     joined: list[list[int]] = []
     for box in boxes:
         if box.bytes == 0:
@@ -342,7 +333,7 @@ def _write_direct(
     files: Files,
     path: Path,
     header: bytes,
-    runs: Iterable[tuple[int | None, memoryview]],
+    runs: Iterable[_Run],
     length: int,
     rate: TokenBucket,
     tick: Callable[[], None],

@@ -48,11 +48,9 @@ class JobView:
     def lighthouse(self) -> psutil.Process:
         return self._one(lambda words: "torchtitan_lite.fault_tolerance.lighthouse" in words)
 
-    def leave_notice_sender(self) -> psutil.Process:
+    def departure_notifier(self) -> psutil.Process:
         return self._one(
-            lambda words: (
-                "torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices" in words
-            )
+            lambda words: "torchtitan_lite.fault_tolerance.supervision.launcher.departures" in words
         )
 
     def parent(self, replica: int) -> psutil.Process:

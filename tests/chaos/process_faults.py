@@ -102,9 +102,9 @@ def lighthouse_and_rank_killed(target: FaultTarget) -> None:
     kill_all([target.job.lighthouse(), _a_rank(target)])
 
 
-def leave_notice_sender_killed(target: FaultTarget) -> None:
-    """Kill the sender of leave notices and a rank: the lighthouse must detect the death itself."""
-    _send(target.job.leave_notice_sender(), signal.SIGKILL)
+def departure_notifier_killed(target: FaultTarget) -> None:
+    """Kill the departure notifier and a rank: the lighthouse must detect the death itself."""
+    _send(target.job.departure_notifier(), signal.SIGKILL)
     rank_killed(target)
 
 
@@ -192,7 +192,7 @@ FAULTS = (
     lighthouse_killed,
     lighthouse_paused,
     lighthouse_and_rank_killed,
-    leave_notice_sender_killed,
+    departure_notifier_killed,
     rank_paused,
     replica_paused,
     rank_slowed,

@@ -331,8 +331,8 @@ KINDS = {
             process=LIGHTHOUSE,
         ),
         Kind(
-            name="leave notifier killed",
-            inject=_killed(lambda target: target.job.view.leave_notice_sender()),
+            name="departure notifier killed",
+            inject=_killed(lambda target: target.job.view.departure_notifier()),
             causes=(Cause.PROCESS_DIED,),
             process=NOTIFIER,
         ),

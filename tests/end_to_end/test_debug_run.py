@@ -7,10 +7,13 @@ import shlex
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.harness import launch
 from tests.harness.ranks import run_command
 
 
+@pytest.mark.matrix
 def test_debug_config_trains_prints_a_sample_and_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = [

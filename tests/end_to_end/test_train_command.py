@@ -105,7 +105,8 @@ def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_p
     assert (folder / "checkpoint" / f"step-{last}").is_dir()
 
 
-@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("waits", [False, True])
 def test_a_killed_rank_is_one_line_and_an_exit_status(waits: bool, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)

@@ -140,8 +140,9 @@ def _observe(
     # Without a driver, inductor cannot generate kernels.
     kernel = patch("torchtitan_lite.nn.attention.compiled_flex", lambda: flex_attention)
     sinks = patch("torchtitan_lite.nn.attention_sinks.compiled_flex", lambda: flex_attention)
+    caps = patch("torchtitan_lite.nn.attention_scores.compiled_flex", lambda: flex_attention)
     mask = patch("torchtitan_lite.nn.attention._compiled_block_mask", lambda: create_block_mask)
-    with leader, kernel, sinks, mask, device.running():
+    with leader, kernel, sinks, caps, mask, device.running():
         mesh = Mesh(detect_device("cuda"), resolve_degrees(config.parallelism, size))
         check_against(config, size)
         with build(config, mesh, StopRequest()) as built:

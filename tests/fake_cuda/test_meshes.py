@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda.job import observe_in_child, shapes_in_child
+from tests.harness.hugging_face import FAMILIES, add_tokenizer, save_config
 from tests.parity.meshes import EXPERT_MESHES, MESHES, in_short_suite
 
 TOTALS = "torchtitan_lite/training/step/totals.py read"
@@ -88,6 +89,23 @@ def test_the_host_waits_once_more_per_moe_layer(
     assert observed.waits[-1] == {**STEP_BUDGET, **EXPERT_BUDGET[mesh][rank]}
     assert (observed.num_graphs > 0) == compiled
     _check_devices(observed.devices, is_offloaded="offload" in mesh)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gemma2", "phi3_long", "qwen2_moe"),
+        *(pytest.param(family, marks=pytest.mark.matrix) for family in FAMILIES),
+    ],
+)
+def test_the_host_waits_once_per_step_of_each_architecture(family: str, tmp_path: Path) -> None:
+    """With all experts on each rank."""
+    folder = add_tokenizer(save_config(tmp_path / "hf", family))
+    model = {"model.flavor": "hf", "model.hf_assets_path": str(folder)}
+    size, overrides = MESHES["fsdp-2"]
+    observed = observe_in_child(tmp_path, size, 0, {**overrides, **model})
+    assert observed.waits[-1] == STEP_BUDGET
+    _check_devices(observed.devices, is_offloaded=False)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp-2-tp-2", "pp-2-zbv", "tp-2-cp-2-fsdp-2"])

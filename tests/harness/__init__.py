@@ -1,1 +1,1 @@
-"""What tests share: processes, jobs, replicas, checkpoints, and the table of tolerances."""
+"""Parts that tests share: processes, jobs, replicas, checkpoints, and the table of tolerances."""

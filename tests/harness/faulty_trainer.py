@@ -171,8 +171,8 @@ def killed_during_adoption(rank: str) -> None:
     """Kill this rank after the others have adopted their shared memory, and before it does."""
 
     def adopt(folder: Path, own: int, *args: Any, **kwargs: Any) -> None:
-        for other, path in region_files(folder).items():
-            while other != own and len(sessions_of(path)) < 2:
+        for peer, path in region_files(folder).items():
+            while peer != own and len(sessions_of(path)) < 2:
                 time.sleep(0.02)
         # Let the others reach the point where they wait for this rank.
         time.sleep(1)

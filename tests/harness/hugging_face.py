@@ -433,6 +433,17 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "deepseek_v2_lite": lambda: _deepseek(2, q_lora_rank=None, n_group=1, topk_group=1),
 }
 FAMILIES = tuple(_FAMILIES)
+_WITH_EXPERTS = (
+    *("moe", "gpt_oss", "deepseek", "next", "mixtral", "llama4", "dots1", "minimax", "flex_olmo"),
+    "solar_open",
+)
+
+
+def has_experts(family: str) -> bool:
+    """Whether a model has mixtures of experts."""
+    return any(name in family for name in _WITH_EXPERTS)
+
+
 _COVER = {
     *("deepseek_v2", "deepseek_v3", "gemma3_text", "glm4_moe", "gpt_neox", "gpt_oss"),
     *("granitemoeshared", "llama4_some_experts", "llama_tied_stretched", "minimax_m2", "mixtral"),

@@ -13,9 +13,10 @@ import xxhash
 
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.format import MANIFEST
 from torchtitan_lite.checkpoint.shared_memory.folder import run_folder
 from torchtitan_lite.checkpoint.shared_memory.region import Region
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST, checksum_matches
+from torchtitan_lite.checkpoint.storage.attempts import checksum_matches
 
 LARGE = 3 * 4096 + 512
 

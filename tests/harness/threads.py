@@ -78,7 +78,7 @@ def run_on_threads(world_size: int, case: Callable[..., Any], *args: Any) -> lis
 
 
 def _new_local_group(ranks: Sequence[int], timeout: timedelta, name: str) -> dist.ProcessGroup:
-    """As the function of the product, whose lock would let only one thread create a group."""
+    """Create a group as the product does, without its lock, which admits only one thread."""
     _group.name = name
     group = dist.new_group(
         list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name

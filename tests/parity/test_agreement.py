@@ -49,17 +49,17 @@ def error_of_a_save(folder: Path) -> str:
     manager = CheckpointManager(
         config, dump_folder=folder, state=state, mesh=mesh, run_config={"seed": 1}
     )
-    put_part = LocalStorage.put_part
+    announce = LocalStorage.announce
 
     def put(*given: object) -> None:
         if mesh.rank == 1:
             raise OSError(errno.EIO, "the disk of rank 1 fails")
-        put_part(*given)  # pyright: ignore[reportArgumentType]
+        announce(*given)  # pyright: ignore[reportArgumentType]
 
     # Rank 0 must not wait for the missing part at all.
     with (
         patch.object(sync_saver, "_PATIENCE_S", 1.0),
-        patch.object(LocalStorage, "put_part", put),
+        patch.object(LocalStorage, "announce", put),
         pytest.raises(CheckpointError) as error,
     ):
         manager.final_save(finished=False)

@@ -111,6 +111,7 @@ def test_a_warmup_resumes_on_other_meshes(
         done = last
 
 
+@pytest.mark.matrix
 def test_a_skipped_step_advances_the_warmup(pools: Pools, tmp_path: Path) -> None:
     settings = {**WARMUP, "training.steps": 5}
     outcomes = pools(2).run(run_with_bad_steps, tmp_path / "run", {2}, settings)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.harness.jobs import Outcome, run_job
 from tests.harness.ranks import WorkerPool
 from tests.harness.tolerances import PARITY_FLOAT64
-from tests.parity.meshes import EXPERT_MESHES, EXPERTS, MESHES, long
+from tests.parity.meshes import EXPERT_MESHES, EXPERTS, MESHES
 from tests.parity.test_inference import RUN, record
 from torchtitan_lite.cli import main
 
@@ -55,16 +55,15 @@ def check(outcome: Outcome, expected: dict[str, torch.Tensor]) -> None:
         assert not torch.equal(average, weight), name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mesh", "shared"),
     [
         ("ep-2-fsdp-4", {**EXPERTS, "optimizer.name": "Muon", "optimizer.muon_dtype": "float64"}),
-        *long(
-            ("fsdp-2-tp-2", {}),
-            ("pp-2-fsdp-2", TIED),
-            ("cpu-offload", {}),
-            ("hsdp-2x2-ep-2", EXPERTS),
-        ),
+        ("fsdp-2-tp-2", {}),
+        ("pp-2-fsdp-2", TIED),
+        ("cpu-offload", {}),
+        ("hsdp-2x2-ep-2", EXPERTS),
     ],
 )
 def test_the_average_is_that_of_one_process(

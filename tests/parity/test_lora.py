@@ -14,7 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.harness import tolerances
-from tests.harness.hugging_face import add_tokenizer, make_folder, tensors_of, tokens
+from tests.harness.hugging_face import (
+    FAMILIES,
+    add_tokenizer,
+    has_experts,
+    make_folder,
+    tensors_of,
+    tokens,
+)
 from tests.harness.jobs import Outcome, odd_config, run_job
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES, assert_identical, assert_same, long
@@ -321,13 +328,25 @@ def test_evaluation_and_generation_merge_adapters_into_their_weights(
 PEFT_REASON = "needs peft, of requirements-dev.txt"
 
 
+SHARED_EXPERTS = ("deepseek", "dots1", "glm4_moe", "hunyuan_v1_moe", "qwen2_moe", "qwen3_next")
+FUSED = ("glm", "phi3")
+
+
+def exportable_targets(family: str) -> list[str]:
+    """Return the layers whose adapters PEFT can load: transformers has them as linear layers of
+    their own, and PEFT 0.21 does not take them for stacked experts."""
+    if family.startswith(SHARED_EXPERTS):
+        return ["attention.w*"]
+    return ["attention.wo", "feed_forward.w2"] if family.startswith(FUSED) else ["*"]
+
+
 @pytest.mark.parametrize(
     ("family", "targets", "mesh"),
     [
         ("llama", ["*"], "fsdp-2"),
-        *long(("deepseek_v3", ["attention.*"], "tp-2")),
+        *long(("gpt_oss", ["*"], "fsdp-2")),
         *long(("llama_tied_stretched", ["attention.w[qv]", "layers.1.feed_forward.w2"], "tp-2")),
-        *long(("qwen3_moe", ["*"], "fsdp-2"), ("gpt_oss", ["*"], "fsdp-2")),
+        *long(*((family, exportable_targets(family), "tp-2") for family in FAMILIES)),
     ],
 )
 def test_peft_loads_exported_adapters(
@@ -353,7 +372,7 @@ def test_peft_loads_exported_adapters(
         "training.dtype": "float32",
         "training.steps": 2,
     }
-    if family in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
+    if has_experts(family):
         settings |= FROZEN
     pools(size).run(run_and_export, run, settings)
     exported, step = run / "hf" / "step-2", run / "checkpoint" / "step-2"
@@ -381,7 +400,8 @@ def test_peft_loads_exported_adapters(
         plain: Any = AutoModelForCausalLM.from_pretrained(moved)
         adapted = peft.PeftModel.from_pretrained(plain, exported)
         found = adapted(tokens()).logits
-    torch.testing.assert_close(found, expected, atol=tolerances.LOGITS_FLOAT32, rtol=0)
+    atol = tolerances.LOGITS_FLOAT32 * max(1.0, float(expected.std()))
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
 
 
 def run_and_export(folder: Path, settings: dict[str, Any]) -> None:

@@ -31,7 +31,6 @@ Pools = Callable[[int], WorkerPool]
 MUON = {"optimizer.name": "Muon", "optimizer.muon_dtype": "float64"}
 # One row for each kind of layout: the others differ in forward and backward.
 SHORT = ("pp-2-zbv", "cpu-offload")
-SHORT_EXPERTS = ("ep-2-etp-2",)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +57,8 @@ def test_same_training_as_one_process(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize(
-    "mesh", [*SHORT_EXPERTS, *long(*(m for m in EXPERT_MESHES if m not in SHORT_EXPERTS))]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
 def test_same_training_with_experts(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:

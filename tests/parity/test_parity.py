@@ -492,8 +492,7 @@ STAGED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def schedule_rows() -> list[Any]:
-    short = [("ZBVZeroBubble", "none", "experts", True)]
-    found = [
+    return [
         (schedule, recompute, model, compiled)
         for row, schedule in enumerate(SCHEDULES)
         for column, recompute in enumerate(RECOMPUTE)
@@ -502,9 +501,9 @@ def schedule_rows() -> list[Any]:
         # All rows with "op", where recompute interacts with the split backward.
         if recompute == "op" or (row + column + place + compiled) % 3 == 0
     ]
-    return [*short, *long(*(row for row in found if row not in short))]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("schedule", "recompute", "model", "compiled"), schedule_rows())
 def test_schedules_recompute(
     schedule: str,

@@ -185,12 +185,13 @@ def test_versions_may_have_another_dtype(dtype: str, pools: Pools, tmp_path: Pat
     _check(pools, folder, MESHES["fsdp-2"], more, "columns-2", "memory")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("trainer", "server"),
     [
         ("fsdp-2-tp-2", "columns-3"),
-        pytest.param("pp-2-fsdp-2", "rows-2-columns-2", marks=pytest.mark.matrix),
-        pytest.param("ep-2-etp-2", "columns-2", marks=pytest.mark.matrix),
+        ("pp-2-fsdp-2", "rows-2-columns-2"),
+        ("ep-2-etp-2", "columns-2"),
     ],
 )
 def test_changes_of_bfloat16_arrive_bit_by_bit(

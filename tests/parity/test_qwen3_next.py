@@ -31,7 +31,8 @@ def exchanged(pools: Pools, folder: Path, overrides: dict[str, Any]) -> list[tup
     ]
 
 
-@pytest.mark.parametrize("method", [pytest.param("allgather", marks=pytest.mark.matrix), "ulysses"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", ["allgather", "ulysses"])
 def test_the_exchange_of_states_does_not_depend_on_the_length(
     method: str, pools: Pools, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_sample_of_pairs_on_eight_ranks(pools: Pools) -> None:
     pools(8).run(all_at_once, moves, [SHARED_MEMORY, COLLECTIVE])
 
 
+@pytest.mark.matrix
 def test_relays_on_four_ranks(pools: Pools) -> None:
     """With costs of other machines: relays, and ranks of which only some share memory."""
     mesh = HolderMesh.ranks(2, 2)

@@ -177,10 +177,10 @@ def _run_round(
     for holder, holding in holdings.items():
         for piece in plan.transfers(holder)[number].sends:
             assert piece.peer != holder
-            here = _places(piece, holding, of_source=kind != "spread")
+            here = _places(piece, holding, of_source=kind != "broadcast")
             # Contributions are sent as tokens, results as values.
             mail[holder, piece.peer].append(
-                (holding.out if kind == "spread" else holding.tokens)[here]
+                (holding.out if kind == "broadcast" else holding.tokens)[here]
             )
             moved += len(here)
     for holder, holding in holdings.items():

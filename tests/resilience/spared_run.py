@@ -95,7 +95,7 @@ class SparedRun:
         launch.wait_until(lambda: len(self.children()) == num_processes, 60)
         spares = self.children() - set(self.ranks().values())
         # A spare starts no thread until it has imported everything.
-        launch.wait_until(lambda: all(_is_parked(pid) for pid in spares), 60)
+        launch.wait_until(lambda: all(_is_on_standby(pid) for pid in spares), 60)
 
     def resumes(self) -> list[int]:
         """Return the steps at which the run has resumed."""
@@ -142,7 +142,7 @@ class SparedRun:
                 return
 
 
-def _is_parked(pid: int) -> bool:
+def _is_on_standby(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess, IndexError):
         return psutil.Process(pid).num_threads() > 1 and psutil.Process(pid).cpu_percent(0.1) < 20
     return True

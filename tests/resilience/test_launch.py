@@ -214,7 +214,8 @@ def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
     }
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_replica_that_loses_a_rank_recovers_and_all_finish(replicas: int, tmp_path: Path) -> None:
     folder, log, last = tmp_path / "run", tmp_path / "log", replicas - 1
     process = start(folder, log, replicas=replicas)

@@ -152,6 +152,7 @@ def test_a_rank_whose_state_changes_is_named(
     assert [(one["cause"], one["rank"]) for one in said] == [("memory_corruption", 1)]
 
 
+@pytest.mark.matrix
 def test_a_reproducible_anomaly_is_left_to_the_policy(
     pools: Callable[[int], WorkerPool], tmp_path: Path
 ) -> None:

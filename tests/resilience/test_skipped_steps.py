@@ -104,13 +104,14 @@ _STORED = {"checkpoint.interval": 2}
 _IN_MEMORY = {"checkpoint.async_mode": "async", "checkpoint.ram_interval": 1}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("where", "bad", "as_if_bad"),
     [
         # From step 4 to the checkpoint of step 2, and from there to that of step 1.
-        pytest.param(_STORED, {5}, {3, 4, 5}, marks=pytest.mark.matrix),
-        pytest.param(_STORED, {5, 6}, {2, 3, 4, 5, 6}, marks=pytest.mark.matrix),
-        pytest.param(_IN_MEMORY, {5}, {4, 5}, marks=pytest.mark.matrix),
+        (_STORED, {5}, {3, 4, 5}),
+        (_STORED, {5, 6}, {2, 3, 4, 5, 6}),
+        (_IN_MEMORY, {5}, {4, 5}),
         # The run does not return to a step that was rolled back, but may return to its replacement.
         (_IN_MEMORY, {5, 7}, {4, 5, 6, 7}),
     ],
@@ -131,6 +132,7 @@ def test_a_rollback_undoes_steps_and_continues_with_later_samples(
     assert used == list(range(len(used)))
 
 
+@pytest.mark.matrix
 def test_too_many_rollbacks_in_a_row_stop_the_run(pools: Pools, tmp_path: Path) -> None:
     settings = {
         **SETTINGS,

@@ -28,7 +28,7 @@ def save_slowly(folder: Path, slow: str) -> list[str]:
         pytest.MonkeyPatch.context() as patch,
         start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh,
     ):
-        if mesh.rank == (1 if slow == "write_part" else 0):
+        if mesh.rank == (1 if slow == "write" else 0):
             real = getattr(LocalStorage, slow)
 
             def waits(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def save_slowly(folder: Path, slow: str) -> list[str]:
         return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 
-@pytest.mark.parametrize("slow", ["write_part", "commit"])
+@pytest.mark.parametrize("slow", ["write", "commit"])
 def test_slow_storage_is_not_a_hang(
     slow: str, pools: Callable[[int], WorkerPool], tmp_path: Path
 ) -> None:

@@ -169,7 +169,9 @@ def test_a_machine_that_others_cannot_reach_is_rejected(
 ) -> None:
     monkeypatch.setenv("TORCHTITAN_LITE_TOKEN", "a secret of the tests")
     # The only route is a loopback one, which the endpoint does not ask for.
-    monkeypatch.setattr("torchtitan_lite.cli.train.address_for_others", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(
+        "torchtitan_lite.cli.train_machines.address_for_others", lambda *_: "127.0.0.1"
+    )
     command = ["train", "--nnodes=2", "--config=configs/llama3_debug.toml"]
     assert main([*command, "--rdzv-endpoint=10.0.0.9:29520"]) == 1
     assert "which other machines cannot reach" in capsys.readouterr().err

@@ -23,7 +23,7 @@ _PYTHON = """
 echo "$*" >>calls
 case "$*" in
 *torchtitan_lite.fault_tolerance.lighthouse*) exec sleep 100 ;;
-*leave_notices*) cat >>notices ;;
+*departures*) cat >>departures ;;
 *train.py*)
   [[ "$*" =~ replica_id\\ ([0-9]+) ]] && id=${BASH_REMATCH[1]}
   echo . >>"attempts_$id"
@@ -84,7 +84,7 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
     assert [attempts(site, replica) for replica in range(3)] == [1, 3, 2], output
     assert "Replica 2 failed 2 times in a row and is given up" in output
     assert (
-        sorted((site / "notices").read_text().split())
+        sorted((site / "departures").read_text().split())
         == ["replica_00001"] * 2 + ["replica_00002"] * 2
     )
     logs = {path.name for path in (site / "job-7").iterdir()}
@@ -123,7 +123,7 @@ def test_slurm_forwards_the_signal_and_waits_for_the_saves(site: Path) -> None:
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
     assert sorted((site / "saves").read_text().splitlines()) == ["saved 0", "saved 1", "saved 2"]
-    assert not (site / "notices").exists()
+    assert not (site / "departures").exists()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_jobset_lighthouse_accepts_its_options() -> None:
     assert inputs.bind == f"[::]:{port}"
     train = {one["name"]: one.get("value") for one in containers()["replica"]["env"]}
     assert train["TORCHFT_LIGHTHOUSE"].endswith(f"-lighthouse-0-0.torchtitan-lite:{port}")
-    # Leave notices need the same secret at both ends.
+    # Both ends of a departure need the same secret.
     for container in containers().values():
         (token,) = (one for one in container["env"] if one["name"] == "TORCHTITAN_LITE_TOKEN")
         assert token["valueFrom"]["secretKeyRef"] == {"name": "torchtitan-lite", "key": "token"}
@@ -216,7 +216,7 @@ def test_a_pod_counts_consecutive_restarts(site: Path) -> None:
     output, _ = pod.communicate(timeout=60)
     assert pod.returncode == 0, output
     assert attempts(site, 1) == 3
-    assert (site / "notices").read_text().split() == ["replica_00001"] * 2
+    assert (site / "departures").read_text().split() == ["replica_00001"] * 2
 
 
 def test_a_pod_fails_with_the_status_of_the_failure_policy(site: Path) -> None:

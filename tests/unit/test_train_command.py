@@ -7,6 +7,8 @@ import pytest
 
 from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.cli import train as command
+from torchtitan_lite.cli import train_agents
+from torchtitan_lite.cli.train_options import TrainOptions
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import TRANSIENT, ConfigError
 from torchtitan_lite.core.run_lease import FolderInUse
@@ -23,17 +25,17 @@ def test_no_process_starts_in_a_folder_that_is_in_use(monkeypatch: pytest.Monkey
         raise FolderInUse("it is in use")
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(command, "_checked", lambda arguments, world_size: (Config(), None))
+    monkeypatch.setattr(command, "checked_config", lambda *_: (Config(), None))
     monkeypatch.setattr(run_folder, "check_folder", is_in_use)
-    monkeypatch.setattr(command, "_train_ranks", lambda *_: pytest.fail("it starts"))
+    monkeypatch.setattr(command, "run_local_ranks", lambda *_: pytest.fail("it starts"))
     assert command.train(["--nproc", "2"]) == TRANSIENT
 
 
 def test_a_resize_changes_only_what_a_resize_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_checked", lambda arguments, world_size: (Config(), None))
+    monkeypatch.setattr(train_agents, "checked_config", lambda *_: (Config(), None))
     compared: list[Any] = []
-    monkeypatch.setattr(command, "check_live_resize", lambda *_, **__: compared.append(_))
-    _, check = command._resizing([], command._Options(num_ranks=2), Config())
+    monkeypatch.setattr(train_agents, "check_live_resize", lambda *_, **__: compared.append(_))
+    _, check = train_agents.resizing([], TrainOptions(num_ranks=2), Config())
     check(ResizeRequest(mesh=RunMesh(3)))
     assert len(compared) == 1
     with pytest.raises(ConfigError, match="a resize changes"):
@@ -49,5 +51,5 @@ def test_a_config_is_checked_for_all_numbers_of_ranks(capsys: pytest.CaptureFixt
 
 
 def test_a_spare_imports_training() -> None:
-    command._import_training()
+    command._import_rank()
     assert "torchtitan_lite.training.trainer" in sys.modules

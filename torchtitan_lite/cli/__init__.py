@@ -48,18 +48,18 @@ def _run_parsed(argv: Sequence[str]) -> int:
         place = own.index("--")
         own, rest = own[:place], own[place + 1 :]
     top = parser()
-    options, others = top.parse_known_args(own)
+    options, remaining = top.parse_known_args(own)
     if options.version:
         print(versions())
         return 0
     if options.command is None:
         top.print_help(sys.stderr)
         return 2
-    if others and not (options.passes_on and not any(map(options.parser.meant_by, others))):
+    if remaining and not (options.passes_on and not any(map(options.parser.meant_by, remaining))):
         after = ". Those of `train` follow --" if options.command == "launch" else ""
-        options.parser.error(f"unrecognized arguments: {' '.join(others)}{after}")
+        options.parser.error(f"unrecognized arguments: {' '.join(remaining)}{after}")
     if options.check is not None:
-        options.check(options, others)
+        options.check(options, remaining)
     options.argv = own[1:]
     if getattr(options, "custom_import", None):
         try:
@@ -67,7 +67,7 @@ def _run_parsed(argv: Sequence[str]) -> int:
         except ConfigError as error:
             options.parser.error(str(error).rstrip("."))
     function = getattr(importlib.import_module(options.module), options.function)
-    return function(options, others if rest is None else rest)
+    return function(options, remaining if rest is None else rest)
 
 
 def versions() -> str:

@@ -10,7 +10,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.config.keys import all_keys
 
 
-def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the script. Returns the exit status."""
     top = parser()
     (commands,) = (

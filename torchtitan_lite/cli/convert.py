@@ -61,7 +61,7 @@ from torchtitan_lite.training.run_config import parse_command_line
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def from_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
+def from_hugging_face(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Convert a Hugging Face folder to a checkpoint. Returns the exit status."""
     configure_logging()
     try:
@@ -104,7 +104,7 @@ def _prepare(options: argparse.Namespace) -> HuggingFaceImport:
     )
 
 
-def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
+def to_hugging_face(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Convert a checkpoint to a Hugging Face folder. Returns the exit status."""
     configure_logging()
     try:
@@ -131,7 +131,7 @@ def _export(source: StoredSnapshot, config: Config, options: argparse.Namespace)
     """Prepare the export of all weights, of adapters alone, or of both merged."""
     has_adapters = bool(adapted_layers(source))
     asked = " and ".join(
-        name for name, given in (("--merge", options.merge), ("--base", options.base)) if given
+        name for name, value in (("--merge", options.merge), ("--base", options.base)) if value
     )
     if asked and not has_adapters:
         raise CheckpointError(
@@ -174,12 +174,12 @@ def _tokenizer_folder(weights: Weights) -> Path | None:
         return None
 
 
-def from_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Convert a torch DCP checkpoint, of the model configured in `others`, to a checkpoint.
+def from_dcp(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Convert a torch DCP checkpoint, of the model configured in `arguments`, to a checkpoint.
     Returns the exit status."""
     configure_logging()
     try:
-        config, _ = parse_command_line(others)
+        config, _ = parse_command_line(arguments)
         done = convert_from_dcp(
             DcpFolder(options.dcp_dir),
             open_storage(options.out_dir),
@@ -199,7 +199,7 @@ def from_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
     return 0
 
 
-def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
+def to_dcp(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Convert a checkpoint to torch DCP with torchtitan's names. Returns the exit status."""
     configure_logging()
     try:
@@ -209,7 +209,7 @@ def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
                 f"{source.where} holds adapters alone, for which torchtitan's checkpoints have no "
                 "names here. Export them: torchtitan-lite convert to-hf."
             )
-        number = convert_to_dcp(
+        num_tensors = convert_to_dcp(
             source,
             options.out_dir,
             model_spec(config.model),
@@ -219,7 +219,9 @@ def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
     except (UserError, OSError) as error:
         logger.error("%s", error)
         return 1
-    print(f"{options.out_dir}: {number} tensors, as torchtitan {options.torchtitan} names them.")
+    print(
+        f"{options.out_dir}: {num_tensors} tensors, as torchtitan {options.torchtitan} names them."
+    )
     return 0
 
 

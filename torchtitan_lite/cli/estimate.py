@@ -14,11 +14,11 @@ from torchtitan_lite.training.run_config import parse_command_line
 _DEFAULT_DEVICE = "h200"
 
 
-def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the estimate. Returns 0, or 1 if the step does not fit the device."""
     configure_logging()
     try:
-        config, _ = parse_command_line(["--config", str(options.config), *others])
+        config, _ = parse_command_line(["--config", str(options.config), *arguments])
         return print_estimate(
             config,
             options.world_size,
@@ -48,14 +48,14 @@ def print_estimate(
     # Imported once the configuration is known to be right, so that a typo fails fast.
     from torchtitan_lite.tools.estimate import as_values, estimate, memory_picture, text
 
-    found = estimate(config, world_size, device, extrapolate=not whole, search=search)
-    print(text(found), end="")
+    result = estimate(config, world_size, device, extrapolate=not whole, search=search)
+    print(text(result), end="")
     if picture is not None:
-        picture.write_text(memory_picture(found), encoding="utf-8")
+        picture.write_text(memory_picture(result), encoding="utf-8")
         print(f"\nWrote {picture}")
     if values is not None:
-        values.write_text(json.dumps(as_values(found), indent=1) + "\n", encoding="utf-8")
-    return 1 if found.fits is False else 0
+        values.write_text(json.dumps(as_values(result), indent=1) + "\n", encoding="utf-8")
+    return 1 if result.fits is False else 0
 
 
 def estimate_instead(config: Config) -> int:

@@ -44,12 +44,12 @@ _OF_TRAINING = ("dtype", "mixed_precision_param", "cache_folder", "seq_len")
 """Keys of the run's [training] that apply to any data."""
 
 
-def run(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Evaluate according to `options`, with overrides `others`. Returns the exit status."""
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Evaluate according to `options`; `arguments` are overrides. Returns the exit status."""
     configure_logging()
     try:
         with start_mesh(device=detect_device(options.device)) as mesh:
-            record = evaluate(options, others, mesh)
+            record = evaluate(options, arguments, mesh)
             if mesh.is_leader:
                 _print(record, options.json)
     except (UserError, OSError) as error:
@@ -58,17 +58,17 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     return 0
 
 
-def evaluate(options: argparse.Namespace, others: Sequence[str], world: Mesh) -> dict[str, Any]:
-    """Compute loss, perplexity and speed, on every rank; `others` are overrides as for `train`.
+def evaluate(options: argparse.Namespace, arguments: Sequence[str], world: Mesh) -> dict[str, Any]:
+    """Compute loss, perplexity and speed, on every rank; `arguments` are overrides as for `train`.
     Every rank must call it."""
     weights = open_weights(options.checkpoint, world, ema=options.ema)
-    config = _config(weights, options, others)
+    config = _config(weights, options, arguments)
     check_against(config, world.world_size)
     mesh = world.with_degrees(resolve_degrees(config.parallelism, world.world_size))
     tokenizer = tokenizer_of(weights, options.tokenizer)
     seq_len = config.validation.seq_len or config.training.seq_len
     stride = options.stride
-    if stride is None and _names_data(options, others):
+    if stride is None and _names_data(options, arguments):
         stride = seq_len
     if stride is not None and stride > seq_len:
         raise ConfigError(
@@ -124,7 +124,7 @@ def _measured(
     return loss, time.perf_counter() - begin
 
 
-def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]) -> Config:
+def _config(weights: Weights, options: argparse.Namespace, arguments: Sequence[str]) -> Config:
     """Return the configuration: the command line, over the model and precision recorded with the
     weights, and over the recorded data unless the command line names a data set."""
     run = weights.config
@@ -140,7 +140,7 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
         "validation": {"enable": True},
         "debug": {"seed": run.debug.seed},
     }
-    if not _names_data(options, others):
+    if not _names_data(options, arguments):
         batch = {"local_batch_size", "global_batch_size", "batch_size_warmup"}
         data_keys = DataConfig.model_fields.keys() - batch
         tables["training"] |= _part_of(run.training.model_dump(), data_keys)
@@ -151,7 +151,7 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
                 f"{weights.snapshot.where} is of a run without validation data, and none are "
                 "given. Give --dataset NAME or --dataset-path FILES."
             )
-    config = config_from(tables, weights.snapshot.where, [*overrides, *others])
+    config = config_from(tables, weights.snapshot.where, [*overrides, *arguments])
     if config.parallelism.pipeline_parallel_degree > 1:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}:"
@@ -161,10 +161,10 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
     return config
 
 
-def _names_data(options: argparse.Namespace, others: Sequence[str]) -> bool:
+def _names_data(options: argparse.Namespace, arguments: Sequence[str]) -> bool:
     """Whether the command line names a data set."""
     return any(getattr(options, key) is not None for key in _DATA) or any(
-        f"validation.{key}" in argument for key in _DATA for argument in others
+        f"validation.{key}" in argument for key in _DATA for argument in arguments
     )
 
 

@@ -22,7 +22,7 @@ from torchtitan_lite.tools.failure_model import (
 )
 
 
-def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the predictions. Returns the exit status."""
     try:
         scenario = overridden(Scenario(), dict(options.set))
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
             if prediction.num_ranks == predictions[-1].num_ranks
         ]
         print("\n".join(["", f"Time on {largest[0].num_ranks:,} ranks", *parts(largest)]))
-        print("\n".join(["", *(f"{one.name}: {one.title}" for one in STRATEGIES)]))
+        print("\n".join(["", *(f"{strategy.name}: {strategy.title}" for strategy in STRATEGIES)]))
         print("\n".join(["", "Inputs (--set NAME=VALUE)", *input_lines(scenario)]))
         if options.failure_plot is not None:
             picture = goodput_picture(predictions, "Goodput under failures")
@@ -63,9 +63,9 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 def _predictions(scenario: Scenario, options: argparse.Namespace) -> list[Prediction]:
     return [
-        one
+        prediction
         for num_ranks in options.ranks
-        for one in predict(
+        for prediction in predict(
             scenario, STRATEGIES, num_ranks, failures=options.num_failures, seed=options.seed
         )
     ]

@@ -32,15 +32,15 @@ _MAX_WAIT_S = 60
 """Limit of the wait for the next version."""
 
 
-def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Generate according to `options`. Returns the exit status."""
-    if any(other.startswith("--parallelism.") for other in others):
+    if any(argument.startswith("--parallelism.") for argument in arguments):
         options.parser.error(
-            f"{' '.join(others)}: text is generated under tensor parallelism alone, neither under "
-            "a pipeline nor under context parallelism; give --tensor-parallel N"
+            f"{' '.join(arguments)}: text is generated under tensor parallelism alone, neither "
+            "under a pipeline nor under context parallelism; give --tensor-parallel N"
         )
-    if others:
-        options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if arguments:
+        options.parser.error(f"unrecognized arguments: {' '.join(arguments)}")
     if not options.prompt and options.prompt_file is None:
         options.parser.error("no prompt: give --prompt TEXT or --prompt-file FILE")
     if options.system is not None and not options.chat:
@@ -92,8 +92,8 @@ def generate(
         seconds = time.perf_counter() - begin
         yield (
             [
-                replace(text, prompt=requested[number // options.num_samples])
-                for number, text in enumerate(texts)
+                replace(text, prompt=requested[index // options.num_samples])
+                for index, text in enumerate(texts)
             ],
             seconds,
         )

@@ -48,7 +48,7 @@ from torchtitan_lite.core.urls import is_url
 
 
 def run(
-    options: argparse.Namespace, others: Sequence[str], shared_memory: Path = SHARED_MEMORY
+    options: argparse.Namespace, arguments: Sequence[str], shared_memory: Path = SHARED_MEMORY
 ) -> int:
     """Inspect the target of `options`. Returns the exit status."""
     try:

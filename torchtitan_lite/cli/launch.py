@@ -19,14 +19,14 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize import parse_ra
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import RecordedView, open_view
 
 
-def run(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Launch the replicas; `others` are the arguments of `train`. Returns the exit status."""
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Launch the replicas; `arguments` are the arguments of `train`. Returns the exit status."""
     make_streams_patient()
     try:
         ranks = parse_ranks(options.nproc_per_replica)
         _check(options, ranks)
         plan = training_plan(
-            others,
+            arguments,
             num_replicas=options.replicas,
             ranks=ranks,
             num_spares=options.spares,
@@ -53,14 +53,17 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     except OSError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 1
-    _print_end(plan, launcher, options, others)
+    _print_end(plan, launcher, options, arguments)
     for failure in launcher.failures():
         print(failure, file=sys.stderr)
     return status
 
 
 def _print_end(
-    plan: LaunchPlan, launcher: Launcher, options: argparse.Namespace, others: Sequence[str]
+    plan: LaunchPlan,
+    launcher: Launcher,
+    options: argparse.Namespace,
+    train_arguments: Sequence[str],
 ) -> None:
     """Print the same summary as a run without replicas at its end."""
     values = {
@@ -81,7 +84,7 @@ def _print_end(
     lines += ["", *launcher.sample()]
     folder = plan.dump_folder
     steps = launcher.finished_steps
-    arguments = list(others) if steps is None else with_steps(others, 2 * steps)
+    arguments = list(train_arguments) if steps is None else with_steps(train_arguments, 2 * steps)
     command = [*torchtitan_lite(), "launch", *options.argv, "--", *arguments]
     lines += [
         f"Outputs      {folder}/ (replica_NNN/metrics.jsonl, {LAUNCH_LOGS}/)",

@@ -129,7 +129,7 @@ def _train(commands) -> Parser:
         module="train",
         passes_on=True,
     )
-    # Read by cli.train, because every other argument belongs to the configuration.
+    # Read by cli.train_options, because every other argument belongs to the configuration.
     train.add_argument(
         "--nproc", metavar="N", help='processes to start on this machine; "auto": one per GPU'
     )
@@ -562,11 +562,11 @@ def _estimate(commands) -> None:
     add("--failure-plot", type=Path, metavar="FILE", help="write goodput over ranks as SVG")
 
 
-def _check_estimate(options: argparse.Namespace, others: Sequence[str]) -> None:
+def _check_estimate(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Exit with an error for options that cannot be combined."""
     if options.module.endswith(".failures"):
-        if others:
-            options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+        if arguments:
+            options.parser.error(f"unrecognized arguments: {' '.join(arguments)}")
     elif options.config is None or options.world_size is None:
         options.parser.error("--config and --world-size are required, or --failures")
 

@@ -14,7 +14,7 @@ from torchtitan_lite.distributed.rpc.authentication import TOKEN, secret_problem
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(options: Namespace, others: Sequence[str]) -> int:
+def run(options: Namespace, arguments: Sequence[str]) -> int:
     """Serve machines until SIGTERM or SIGINT. Returns the exit status."""
     # Blocked in all threads and received by sigwait, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)

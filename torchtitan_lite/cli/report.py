@@ -21,7 +21,7 @@ _DIFFERS, _FAILED = 1, 2
 """Exit statuses: the runs differ (--fail-above); there is no report."""
 
 
-def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Write the page, or check the samples. Returns 0, 1 if the runs differ by more than
     --fail-above or end at different steps, or if a sample was lost or used twice, 2 for errors."""
     try:
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
         if options.check_samples:
             return _check_samples(options.runs)
         runs = unique_labels([read_run(folder) for folder in options.runs])
-        comparisons = [compare(runs[0], other) for other in runs[1:]]
+        comparisons = [compare(runs[0], compared) for compared in runs[1:]]
         output = options.output or options.runs[0] / "report.html"
         write_page(output, runs, comparisons)
     except UserError as error:

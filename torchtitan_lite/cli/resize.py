@@ -18,10 +18,10 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import 
 _POLL_S = 0.05
 
 
-def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Request a resize, and wait until the run trains on the new mesh. Returns the exit status: 1
     if the run did not follow."""
-    request = ResizeRequest(mesh=RunMesh(options.nproc, tuple(others)))
+    request = ResizeRequest(mesh=RunMesh(options.nproc, tuple(arguments)))
     try:
         send_request(options.run, request)
     except OSError as error:

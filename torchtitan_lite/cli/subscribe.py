@@ -19,10 +19,10 @@ from torchtitan_lite.serving.publish.hugging_face import empty_state_dict, huggi
 _MIB = 2**20
 
 
-def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Receive versions according to `options`. Returns the exit status."""
-    if others:
-        options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if arguments:
+        options.parser.error(f"unrecognized arguments: {' '.join(arguments)}")
     configure_logging()
     try:
         secret = os.environ.get(TOKEN, "")

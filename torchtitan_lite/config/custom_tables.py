@@ -57,8 +57,8 @@ def _merged(base: type[Section], custom: type, where: str) -> Any:
         if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, Section)):
             table = section_in(inner)[0] or Section
             merged = _merged(table, kind, f"{where}: {name}")
-            given = default() if callable(default) else default
-            fields[name] = (merged, merged(**_values(given)))
+            instance = default() if callable(default) else default
+            fields[name] = (merged, merged(**_values(instance)))
         elif callable(default):
             fields[name] = (kind, Field(default_factory=default))
         else:
@@ -76,20 +76,22 @@ def _fields_of(custom: type, where: str) -> list[tuple[str, Any, Any]]:
     hints = get_type_hints(custom, include_extras=True)
     if dataclasses.is_dataclass(custom):
         missing = dataclasses.MISSING
-        found = [
-            (one.name, one.default_factory if one.default is missing else one.default)
-            for one in dataclasses.fields(custom)
+        defaults = [
+            (field.name, field.default_factory if field.default is missing else field.default)
+            for field in dataclasses.fields(custom)
         ]
-        required = {name for name, default in found if default is missing}
+        required = {name for name, default in defaults if default is missing}
     elif issubclass(custom, Section):
         fields = custom.model_fields
         required = {name for name, field in fields.items() if field.is_required()}
-        found = [(name, field.default_factory or field.default) for name, field in fields.items()]
+        defaults = [
+            (name, field.default_factory or field.default) for name, field in fields.items()
+        ]
     else:
         raise ConfigError(
             f"{where}: {custom.__qualname__} is not a dataclass or a Section, so it has no fields."
         )
-    for name, _ in found:
+    for name, _ in defaults:
         if name in required:
             raise ConfigError(
                 f"{where}: {custom.__qualname__}.{name} has no default. Give it one, so that a "
@@ -102,11 +104,11 @@ def _fields_of(custom: type, where: str) -> list[tuple[str, Any, Any]]:
                 f"{where}: {custom.__qualname__}.{name} is of type {kind}, which a TOML file "
                 "cannot have here. Use bool, int, float, str, Literal, list, dict or a table."
             )
-    return [(name, hints[name], default) for name, default in found]
+    return [(name, hints[name], default) for name, default in defaults]
 
 
-def _values(given: Any) -> dict[str, Any]:
+def _values(instance: Any) -> dict[str, Any]:
     """Return the fields of a default instance, by name."""
-    if dataclasses.is_dataclass(given) and not isinstance(given, type):
-        return dataclasses.asdict(given)
-    return given.model_dump() if isinstance(given, Section) else {}
+    if dataclasses.is_dataclass(instance) and not isinstance(instance, type):
+        return dataclasses.asdict(instance)
+    return instance.model_dump() if isinstance(instance, Section) else {}

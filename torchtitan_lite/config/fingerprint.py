@@ -85,7 +85,7 @@ def _compared(config: Config) -> Iterator[tuple[str, object]]:
                 continue
             if key == "corpora":
                 value = [
-                    {k: v for k, v in one.items() if k not in _MAY_DIFFER_OF_CORPUS}
-                    for one in value
+                    {k: v for k, v in corpus.items() if k not in _MAY_DIFFER_OF_CORPUS}
+                    for corpus in value
                 ]
             yield f"{section}.{key}", value

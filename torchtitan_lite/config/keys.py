@@ -85,7 +85,9 @@ def groups(
             below.append(Group(path=here, repeated=False, meaning=meaning, keys=()))
         elif inner is None or is_list:
             default = field.get_default(call_default_factory=True)
-            why = next((one.reason for one in field.metadata if isinstance(one, NoEffect)), None)
+            why = next(
+                (marker.reason for marker in field.metadata if isinstance(marker, NoEffect)), None
+            )
             keys.append(
                 Key(
                     path=here,
@@ -93,7 +95,9 @@ def groups(
                     default=default,
                     section=section,
                     no_effect=why,
-                    is_unsupported=any(isinstance(one, Unsupported) for one in field.metadata),
+                    is_unsupported=any(
+                        isinstance(marker, Unsupported) for marker in field.metadata
+                    ),
                     choices=_choices(type_, field.metadata),
                 )
             )

@@ -42,7 +42,7 @@ class Override:
 
     path: tuple[str, ...]
     value: Any
-    """As from a TOML file; null if `problem` is set."""
+    """Value as from a TOML file; None if `problem` is set."""
     problem: str | None = None
 
 
@@ -60,14 +60,14 @@ def parse_command_line(
     """
     for index, argument in enumerate(argv):
         if argument in _HELP_OPTIONS:
-            others = [*argv[:index], *argv[index + 1 :]]
+            remaining = [*argv[:index], *argv[index + 1 :]]
             is_file = [option.partition("=")[0] in _FILE_OPTIONS for option in argv]
             sections = [
                 name
                 for place, name in enumerate(argv[index + 1 :], index + 1)
                 if not name.startswith("-") and not is_file[place - 1]
             ]
-            _print_help(_schema_of(others), sections, usage)
+            _print_help(_schema_of(remaining), sections, usage)
             raise SystemExit(0)
     file, overrides = _split_file(argv)
     return load_config(file, overrides, complete=complete), file
@@ -132,40 +132,40 @@ def config_from(
     unknown keys it has."""
     early = _with_overrides(given, overrides)
     schema = Config if unsupported_feature(early) else schema_for(early)
-    found: list[str] = []
-    tables = _known(given, schema, schema, (), source, found)
+    messages: list[str] = []
+    tables = _known(given, schema, schema, (), source, messages)
     parsed = parse_overrides(overrides, schema)
-    found += [override.problem for override in parsed if override.problem]
+    messages += [override.problem for override in parsed if override.problem]
     for override in parsed:
         _put(tables, override, schema)
     overridden = [override.path for override in parsed if override.path]
 
     def where(key: problems.Path) -> str:
         names = tuple(part for part in key if isinstance(part, str))
-        if any(names[: len(one)] == one for one in overridden):
+        if any(names[: len(path)] == path for path in overridden):
             return COMMAND_LINE
-        below = any(one[: len(names)] == names for one in overridden)
+        below = any(path[: len(names)] == names for path in overridden)
         return f"{source} and {COMMAND_LINE}" if below else source
 
     if feature := unsupported_feature(tables):
         path, problem = feature
         raise problems.config_error([f"{where(path)}: {problem}"])
     if problem := complete(tables):
-        found.append(f"{where(('model',))}: model: {problem}")
+        messages.append(f"{where(('model',))}: model: {problem}")
     try:
         config = schema.model_validate(tables)
     except ValidationError as error:
-        found += problems.from_validation(error, schema, where)
-        raise problems.config_error(found) from None
-    if found:
-        raise problems.config_error(found)
+        messages += problems.from_validation(error, schema, where)
+        raise problems.config_error(messages) from None
+    if messages:
+        raise problems.config_error(messages)
     return config
 
 
-def _with_overrides(given: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def _with_overrides(source_tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of the tables with the overrides of built-in keys. Other keys may belong to the
     modules that these name."""
-    tables = {name: dict(table) for name, table in given.items() if isinstance(table, dict)}
+    tables = {name: dict(table) for name, table in source_tables.items() if isinstance(table, dict)}
     for override in parse_overrides(overrides, Config):
         if override.problem is None:
             _put(tables, override, Config)
@@ -178,23 +178,23 @@ def _known(
     section: type[BaseModel],
     path: problems.Path,
     where: str,
-    found: list[str],
+    messages: list[str],
 ) -> dict[str, Any]:
-    """Return `table` without unknown names; each is a problem in `found`."""
+    """Return `table` without unknown names; each is a problem in `messages`."""
     kept: dict[str, Any] = {}
     for name, value in table.items():
         here = (*path, name)
         field = section.model_fields.get(name)
         if field is None:
-            found.append(f"{where}: {_unknown(here, value, schema)}")
+            messages.append(f"{where}: {_unknown(here, value, schema)}")
             continue
         type_ = without_constraints(field.annotation)
         inner, is_list = section_in(type_)
         if inner is not None and not is_list and isinstance(value, dict):
-            kept[name] = _known(value, schema, inner, here, where, found)
+            kept[name] = _known(value, schema, inner, here, where, messages)
         elif inner is not None and is_list and isinstance(value, list):
             kept[name] = [
-                _known(element, schema, inner, (*here, index), where, found)
+                _known(element, schema, inner, (*here, index), where, messages)
                 if isinstance(element, dict)
                 else element
                 for index, element in enumerate(value)
@@ -211,7 +211,7 @@ def _unknown(path: problems.Path, value: Any, schema: type[Config]) -> str:
     if outer:
         return problems.unknown_key(schema, path)
     name = str(name)
-    is_repeated = isinstance(value, list) and any(isinstance(one, dict) for one in value)
+    is_repeated = isinstance(value, list) and any(isinstance(element, dict) for element in value)
     if isinstance(value, dict) or is_repeated:
         return problems.unknown_section(schema, name)
     return problems.without_section(schema, name)
@@ -247,37 +247,37 @@ def parse_overrides(arguments: Sequence[str], schema: type[BaseModel]) -> list[O
         if not name:
             overrides.append(_refused((), f"{argument!r} names no key; write --section.key value"))
             continue
-        given = value if has_value else None
-        if given is None and index < len(arguments) and not arguments[index].startswith("--"):
-            given = arguments[index]
+        text = value if has_value else None
+        if text is None and index < len(arguments) and not arguments[index].startswith("--"):
+            text = arguments[index]
             index += 1
-        overrides.append(_override(tuple(name.replace("-", "_").split(".")), given, schema))
+        overrides.append(_override(tuple(name.replace("-", "_").split(".")), text, schema))
     return overrides
 
 
-def _override(path: tuple[str, ...], given: str | None, schema: type[BaseModel]) -> Override:
+def _override(path: tuple[str, ...], text: str | None, schema: type[BaseModel]) -> Override:
     negated = (*path[:-1], path[-1].removeprefix("no_"))
     type_ = type_at(schema, path)
     if type_ is None and negated != path and type_at(schema, negated) is bool:
-        if given is not None:
-            return _refused(negated, f"--{'.'.join(path)} takes no value, given {given!r}")
+        if text is not None:
+            return _refused(negated, f"--{'.'.join(path)} takes no value, given {text!r}")
         return Override(path=negated, value=False)
     if type_ is None and get_origin(type_at(schema, path[:1])) is dict and len(path) > 1:
-        return Override(path=path, value=_free_form(given))
+        return Override(path=path, value=_free_form(text))
     if type_ is None:
         return _refused(path, _unknown_override(path, schema))
     section, is_list = section_in(type_)
     if section is not None and not is_list:
         example = f"{'.'.join(path)}.{next(iter(section.model_fields))}"
         return _refused(path, f"{'.'.join(path)}: a section; set one of its keys, as --{example}")
-    if given is None:
+    if text is None:
         if type_ is bool:
             return Override(path=path, value=True)
         return _refused(path, wrong_type(path, "no value", type_))
     try:
-        return Override(path=path, value=_value(given, type_))
+        return Override(path=path, value=_value(text, type_))
     except (ValidationError, tomli.TOMLDecodeError):
-        return _refused(path, wrong_type(path, f'"{given}"', type_))
+        return _refused(path, wrong_type(path, f'"{text}"', type_))
 
 
 def _value(text: str, type_: Any) -> Any:
@@ -299,14 +299,14 @@ def _toml_value(text: str) -> Any:
     return tomli.loads(f"value = {text}")["value"]
 
 
-def _free_form(given: str | None) -> Any:
+def _free_form(text: str | None) -> Any:
     """Parse a value of a table without a schema: as TOML if it is valid, else as text."""
-    if given is None:
+    if text is None:
         return True
     try:
-        return _toml_value(given)
+        return _toml_value(text)
     except tomli.TOMLDecodeError:
-        return given
+        return text
 
 
 def _unknown_override(path: tuple[str, ...], schema: type[BaseModel]) -> str:

@@ -31,18 +31,18 @@ def help_text(
 ) -> str:
     """Return the text of `--help`, wrapped to `width` columns: `usage` and all keys, or those of
     `sections`. Raises ConfigError for an unknown section."""
-    found = list(groups(schema))
+    shown = list(groups(schema))
     lines = [usage.rstrip(), "", *textwrap.wrap(_FORMS, width)]
     if sections:
         names = [name.strip("[]") for name in sections]
         for name in names:
-            if not any(_is_in(group, [name]) for group in found):
+            if not any(_is_in(group, [name]) for group in shown):
                 *outer, _ = path = tuple(name.split("."))
                 unknown = unknown_key(schema, path) if outer else unknown_section(schema, name)
                 raise ConfigError(unknown)
-        found = [_only(group, names) for group in found if _is_in(group, names)]
+        shown = [_only(group, names) for group in shown if _is_in(group, names)]
         lines = []
-    for group in found:
+    for group in shown:
         lines += ["", group.header]
         lines += textwrap.wrap(group.meaning, width)
         for key in group.keys:

@@ -1,4 +1,4 @@
-"""What a live run may change when it moves to another mesh."""
+"""Keys that a live run may change when it moves to another mesh."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -54,13 +54,13 @@ _RESIZABLE = "a resize changes [parallelism] and training.local_batch_size only.
 def _flat(config: Config) -> dict[tuple[str, ...], Any]:
     """Return the values by section and key; a key that an extension has added may have no
     section."""
-    found: dict[tuple[str, ...], Any] = {}
+    flat: dict[tuple[str, ...], Any] = {}
     for section, values in config.model_dump().items():
         if isinstance(values, dict):
-            found |= {(section, key): value for key, value in values.items()}
+            flat |= {(section, key): value for key, value in values.items()}
         else:
-            found[section,] = values
-    return found
+            flat[section,] = values
+    return flat
 
 
 def _may_resize(section: str, key: str = "") -> bool:

@@ -40,13 +40,13 @@ def known_files(wanted: Path | None = None) -> str:
     """Return a sentence with the TOML files in `configs/` and in the folder of `wanted`, closest
     names first."""
     folders = [_CONFIGS] if wanted is None else [wanted.parent, _CONFIGS]
-    found = {str(file): file for folder in folders for file in sorted(folder.glob("*.toml"))}
+    files = {str(file): file for folder in folders for file in sorted(folder.glob("*.toml"))}
     if wanted is not None:
-        nearest = get_close_matches(wanted.stem, {file.stem for file in found.values()}, n=3)
-        names = [name for stem in nearest for name, file in found.items() if file.stem == stem]
+        nearest = get_close_matches(wanted.stem, {file.stem for file in files.values()}, n=3)
+        names = [name for stem in nearest for name, file in files.items() if file.stem == stem]
         if names:
             return f"Did you mean {' or '.join(names)}?"
-    return f"There are {', '.join(found)}." if found else ""
+    return f"There are {', '.join(files)}." if files else ""
 
 
 def _tables(section: BaseModel) -> dict[str, Any]:

@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
     "fault_tolerance.process_group_timeout_ms": 10000,
 }
-"""Of shared keys whose defaults differ. The reference lists them."""
+"""Defaults of shared keys where they differ. The reference lists them."""
 
 KEYS = {
     "job": "config_file dump_folder description print_config save_config_file custom_config_module",

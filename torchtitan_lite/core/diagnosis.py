@@ -22,7 +22,7 @@ from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.output_files import OutputFaults, RecordFile
 
 RANK, PARENT, WRITER = "rank", "parent of the ranks", "checkpoint writer"
-LIGHTHOUSE, NOTIFIER = "lighthouse", "leave notifier"
+LIGHTHOUSE, NOTIFIER = "lighthouse", "departure notifier"
 """Kinds of processes."""
 
 
@@ -71,7 +71,7 @@ class Diagnosis:
 
     cause: Cause
     text: str
-    """What was observed, for display."""
+    """Observation, for display."""
     rank: int | None = None
     """Rank in its replica; None for a process that belongs to none."""
     replica: int | None = None

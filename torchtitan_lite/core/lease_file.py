@@ -1,4 +1,4 @@
-"""A small file by which processes of several machines agree who holds it, in a folder or in an
+"""A small file by which processes of several machines agree on its holder, in a folder or in an
 object store.
 
 File locks are not needed, because those of shared filesystems do not always work: one process
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.urls import local_path
+from torchtitan_lite.core.urls import join, local_path
 
 _SETTLE_S = 1.0
 """After a write that is not conditional, time in which another process that has seen no file may
@@ -32,7 +32,7 @@ class NoHardLinks(OSError):
 
 @dataclass(frozen=True)
 class Sight:
-    """What a reader saw."""
+    """State of a lease file as a reader saw it."""
 
     content: bytes
     stamp: Hashable
@@ -44,8 +44,7 @@ class LeaseFile(Protocol):
 
     where: str
     unchanged: tuple[Hashable, float] | None
-    """The stamp that was seen last by a reader who waits for a change, and since when
-    (time.monotonic())."""
+    """Stamp that a reader waiting for a change has seen last, and since when (time.monotonic())."""
     renew_s: float
     """Interval between renewals by its holder."""
     lost_s: float
@@ -89,8 +88,8 @@ def lease_files(folder: str, pattern: str) -> list[LeaseFile]:
     """Return the files whose names match a glob pattern in a folder or at a URL. Raises OSError."""
     if (path := local_path(folder)) is not None:
         return [_LocalFile(file) for file in sorted(path.glob(pattern))]
-    root = _StoredFile(f"{folder.rstrip('/')}/{pattern}")
-    return [_StoredFile(f"{folder.rstrip('/')}/{name}") for name in root.matching()]
+    names = _StoredFile(join(folder, pattern)).matching()
+    return [_StoredFile(join(folder, name)) for name in names]
 
 
 def open_lease_file(folder: str, name: str) -> LeaseFile:
@@ -98,7 +97,7 @@ def open_lease_file(folder: str, name: str) -> LeaseFile:
     not installed."""
     if (path := local_path(folder)) is not None:
         return _LocalFile(path / name)
-    return _StoredFile(f"{folder.rstrip('/')}/{name}")
+    return _StoredFile(join(folder, name))
 
 
 class _LocalFile:
@@ -222,10 +221,10 @@ class _StoredFile:
         try:
             from fsspec.core import url_to_fs
 
-            found, self._path = url_to_fs(url)
+            filesystem, self._path = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"{url} cannot be opened: {error}") from None
-        self._fs: Any = found
+        self._fs: Any = filesystem
         self._count = 0
 
     def look(self) -> Sight | None:

@@ -15,7 +15,7 @@ EXTRAS = {
     "vllm": "vllm",
     "wandb": "wandb",
 }
-"""By import name. The versions are in `[project.optional-dependencies]` of pyproject.toml."""
+"""Extras by import name. Versions are in `[project.optional-dependencies]` of pyproject.toml."""
 
 _DISTRIBUTIONS = {"google.protobuf": "protobuf", "grpc": "grpcio"}
 """Names on PyPI that differ from the import name."""

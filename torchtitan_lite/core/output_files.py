@@ -70,7 +70,7 @@ class OutputFaults:
         if self.is_failing:
             return
         seconds = time.monotonic() - self._since_s
-        written, lost = (sum(getattr(one, key) for one in self._outputs.values())
+        written, lost = (sum(getattr(output, key) for output in self._outputs.values())
                          for key in ("late", "lost"))  # fmt: skip
         self.report(
             f"Outputs can be written again after {seconds:.0f} s: {written} records were written "
@@ -78,8 +78,8 @@ class OutputFaults:
         )
         values = {"seconds": seconds, "written_late": written, "lost": lost}
         self._ended.append(values | {"outputs": sorted(self._outputs)})
-        for one in self._outputs.values():
-            one.late = 0
+        for output in self._outputs.values():
+            output.late = 0
 
     def lose(self, name: str, error: OSError) -> None:
         """Record that a file which is written once was not written."""
@@ -108,9 +108,9 @@ class OutputFaults:
     def summary(self) -> list[str]:
         """Return one line per output whose records are lost or still wait."""
         return [
-            f"{name}: {one.lost + one.waiting} records not written ({one.error})"
-            for name, one in sorted(self._outputs.items())
-            if one.lost + one.waiting
+            f"{name}: {output.lost + output.waiting} records not written ({output.error})"
+            for name, output in sorted(self._outputs.items())
+            if output.lost + output.waiting
         ]
 
 

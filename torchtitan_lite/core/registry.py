@@ -73,10 +73,10 @@ def register_dataset(
 
     Raises ConfigError if another function has that name.
     """
-    given = Dataset(documents=documents, version=version)
-    if REGISTRY.datasets.get(name, given) != given or name in REGISTRY.online_datasets:
+    dataset = Dataset(documents=documents, version=version)
+    if REGISTRY.datasets.get(name, dataset) != dataset or name in REGISTRY.online_datasets:
         raise ConfigError(f'The data set "{name}" is registered twice.')
-    REGISTRY.datasets[name] = given
+    REGISTRY.datasets[name] = dataset
 
 
 def register_online_dataset(name: str, open: Callable[[str | None], Any]) -> None:
@@ -124,7 +124,7 @@ def register_storage(scheme: str, filesystem: type) -> None:
     """
     if REGISTRY.storages.get(scheme, filesystem) != filesystem:
         raise ConfigError(f'The storage "{scheme}://" is registered twice.')
-    # Only who registers a storage needs the package.
+    # Only registering a storage needs the package.
     import fsspec
 
     REGISTRY.storages[scheme] = filesystem

@@ -28,6 +28,7 @@ from torchtitan_lite.core.lease_file import (
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.outputs import replica_folder
 from torchtitan_lite.core.rank.processes import start_ticks
+from torchtitan_lite.core.urls import local_path, split
 
 _NAME = "lease.json"
 _SUPERVISOR = "TORCHTITAN_LITE_SUPERVISOR"
@@ -81,7 +82,7 @@ class FolderInUse(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class LeasePlaces:
-    """Where a run has its leases."""
+    """Locations of the leases of a run."""
 
     folder: Path
     """The run's folder."""
@@ -91,7 +92,7 @@ class LeasePlaces:
     """Those that must be free: of a run without replicas for a replica, and the reverse. Raises
     OSError."""
     missing: str = ""
-    """Where there is no lease, because fsspec does not know the storage."""
+    """Location without a lease, because fsspec does not know its storage."""
 
 
 def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -> LeasePlaces:
@@ -100,7 +101,8 @@ def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -
     without checkpoints."""
     own = dump_folder if replica is None else replica_folder(dump_folder, replica)
     held, missing = [open_lease_file(str(own), _NAME)], ""
-    root = checkpoint_root.removeprefix("file://")
+    path = local_path(checkpoint_root) if checkpoint_root else None
+    root = checkpoint_root if path is None else str(path)
     if root:
         name = _NAME if replica is None else f"replica_{replica:03d}.{_NAME}"
         try:
@@ -111,8 +113,8 @@ def lease_places(dump_folder: Path, checkpoint_root: str, replica: int | None) -
     def other() -> Sequence[LeaseFile]:
         if replica is not None:
             return [open_lease_file(folder, _NAME) for folder in (str(dump_folder), root) if folder]
-        found = lease_files(str(dump_folder), f"replica_*/{_NAME}")
-        return found + (lease_files(root, f"replica_*.{_NAME}") if root else [])
+        leases = lease_files(str(dump_folder), f"replica_*/{_NAME}")
+        return leases + (lease_files(root, f"replica_*.{_NAME}") if root else [])
 
     return LeasePlaces(folder=dump_folder, held=tuple(held), other=other, missing=missing)
 
@@ -303,7 +305,7 @@ class _HeldLease:
     def _renew(self, on_loss: Callable[[str], None]) -> None:
         file = self.file
         while not self._is_released.wait(file.renew_s):
-            # While a storage does not answer, nobody takes the lease over there.
+            # While a storage does not answer, no process takes over the lease there.
             with self._renewing, suppress(OSError):
                 if self._is_released.is_set():
                     return
@@ -320,7 +322,7 @@ class _HeldLease:
 
 
 def occupant(file: LeaseFile, sight: Sight | None, instance: str) -> LeaseHolder | None:
-    """Return who holds the lease that was seen; None if nobody does, or a process of `instance`.
+    """Return the holder of the lease that was seen; None if it is free or held by `instance`.
     Blocks until a holder on another machine has renewed it, or counts as lost. Raises OSError."""
     while sight is not None:
         holder = _parse(sight)
@@ -343,8 +345,7 @@ def taken_over(places: Sequence[str]) -> str:
     the former process, whose saves count. If the storage does not answer, the lease counts as
     held."""
     for place in places:
-        folder, _, name = place.rpartition("/")
-        file = open_lease_file(folder, name)
+        file = open_lease_file(*split(place))
         with suppress(OSError):
             sight = file.look()
             holder = None if sight is None else _parse(sight)
@@ -422,7 +423,7 @@ def _parse(sight: Sight) -> LeaseHolder | None:
 
 
 def _in_use(file: LeaseFile, holder: LeaseHolder) -> FolderInUse:
-    """Return the error that says who uses a folder, and what to do."""
+    """Return the error that names the user of a folder and the remedy."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since_s))
     return FolderInUse(
         f"{file.where.rpartition('/')[0]} is in use by process {holder.stop_pid} on {holder.host} "

@@ -33,3 +33,18 @@ def local_path(location: str) -> Path | None:
     if is_url(location) and not location.startswith("file://"):
         return None
     return Path(location.removeprefix("file://"))
+
+
+def join(folder: str, name: str) -> str:
+    """Return the location of `name` in a folder or at a URL."""
+    start, mark, path = folder.rpartition("://")
+    return f"{start}{mark}{path.rstrip('/')}/{name}"
+
+
+def split(location: str) -> tuple[str, str]:
+    """Return the folder or the URL that a location is in, and its name there."""
+    start, mark, path = location.rpartition("://")
+    folder, _, name = path.rstrip("/").rpartition("/")
+    # The parent of a folder directly below "/" is "/".
+    folder = folder or ("/" if path.startswith("/") else "" if mark else ".")
+    return f"{start}{mark}{folder}", name

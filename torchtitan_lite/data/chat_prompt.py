@@ -24,7 +24,7 @@ class ChatPrompt:
 
     messages: Messages
     ids: Sequence[int]
-    """With special tokens, as in training: nothing is to be added."""
+    """Ids with the special tokens, as in training: nothing is to be added."""
     stop_ids: frozenset[int]
     """The token that ends the assistant's turn; empty if the template has none."""
 
@@ -49,7 +49,7 @@ def chat_prompt(
         special_text for special_text in tokenizer.special_texts if behind.startswith(special_text)
     ]
     ids, *end = (ids.tolist() for ids, _, _ in tokenizer.encode_rendered([text, *ends]))
-    return ChatPrompt(messages, ids, frozenset(one[0] for one in end if len(one) == 1))
+    return ChatPrompt(messages, ids, frozenset(end_ids[0] for end_ids in end if len(end_ids) == 1))
 
 
 def first_question(

@@ -114,13 +114,13 @@ class ChatTemplate:
         """Render a conversation with `variables`; `add_generation_prompt` appends the header of the
         assistant's next message. Raises TemplateRejection."""
         template = self._compiled.template
-        given = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        given |= {
+        inputs = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        inputs |= {
             "messages": [_with_reasoning(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return template.render(given)
+            return template.render(inputs)
         # A template is a program: besides Jinja's errors, any expression may raise.
         except Exception as error:
             raise TemplateRejection(f"{type(error).__name__}: {error}") from error

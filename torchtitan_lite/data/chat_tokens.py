@@ -50,7 +50,7 @@ def tokenize_conversations(
             why = "the template writes a list of parts as Python text: join their texts"
             unusable.add(conversation.place, why)
             continue
-        has_calls = any(one.get("tool_calls") for one in conversation.messages)
+        has_calls = any(message.get("tool_calls") for message in conversation.messages)
         if has_calls and "tool_calls" not in chosen.source:
             what = f"have tool calls, and {chosen.name} does not read them"
             unusable.remark(conversation.place, what)

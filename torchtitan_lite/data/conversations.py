@@ -90,22 +90,22 @@ def _conversation(
 
 def _variables(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the template's variables in a row. Raises ValueError."""
-    given = {name: values[name] for name in names if values.get(name) is not None}
-    more = _parsed(_MORE_VARIABLES, given.pop(_MORE_VARIABLES, {}))
+    variables = {name: values[name] for name in names if values.get(name) is not None}
+    more = _parsed(_MORE_VARIABLES, variables.pop(_MORE_VARIABLES, {}))
     if not isinstance(more, dict):
         raise ValueError(f"{_MORE_VARIABLES} is {kind_of(more)}, not an object")
-    given |= more
+    variables |= more
     for name in _LISTS:
-        listed = _parsed(name, given.pop(name, None))
+        listed = _parsed(name, variables.pop(name, None))
         if listed is None:
             continue
         if not isinstance(listed, list):
             raise ValueError(f"{name} is {kind_of(listed)}, not a list")
-        given[name] = [_parsed(name, one) for one in listed]
-        for one in given[name]:
-            if not isinstance(one, dict):
-                raise ValueError(f"{name} contains {kind_of(one)}, not only objects")
-    return given
+        variables[name] = [_parsed(name, element) for element in listed]
+        for element in variables[name]:
+            if not isinstance(element, dict):
+                raise ValueError(f"{name} contains {kind_of(element)}, not only objects")
+    return variables
 
 
 def _parsed(name: str, value: Any) -> Any:
@@ -122,8 +122,8 @@ def _parsed(name: str, value: Any) -> Any:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(element) for element in value] if isinstance(value, list) else value
 
 
 def _problem_of(messages: Any) -> str | None:

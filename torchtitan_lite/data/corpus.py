@@ -54,7 +54,7 @@ class Corpus:
     streaming: bool
     max_unusable_fraction: float
     reader: Callable[[], Iterable[Any]] | None = None
-    """Of a registered data set."""
+    """Reader of a registered data set."""
 
     def rows(self, columns: Collection[str], state: Mapping[str, Any] | None = None) -> RowStream:
         """Return the rows from `state` on, by default all, with those of `columns` that exist.

@@ -134,9 +134,9 @@ class ValidationData:
     def _read(self, indices: np.ndarray) -> Blocks:
         blocks = Blocks.empty(len(indices), self._seq_len)
         owner = np.searchsorted(self._ends, indices, side="right")
-        for number, part in enumerate(self._parts):
-            rows = (owner == number) & (indices != FILLER)
+        for index, part in enumerate(self._parts):
+            rows = (owner == index) & (indices != FILLER)
             if rows.any():
-                first = int(self._ends[number]) - part.num_blocks
+                first = int(self._ends[index]) - part.num_blocks
                 blocks.put(rows, part.read(indices[rows] - first))
         return blocks

@@ -62,7 +62,7 @@ class DataLoader:
             [source.weight for source in sources],
             [source.shuffle_window for source in sources],
         )
-        self._prefetches = not any(isinstance(one.blocks, OnlineBlocks) for one in sources)
+        self._prefetches = not any(isinstance(source.blocks, OnlineBlocks) for source in sources)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: tuple[_Request, Future[list[Microbatch]]] | None = None
         self._state_wait_s = 0.0
@@ -94,9 +94,9 @@ class DataLoader:
         if not any(isinstance(source.blocks, StreamedBlocks) for source in self._sources):
             return self._state(cursor)
         started = time.perf_counter()
-        found = self._thread.submit(self._state, cursor).result()
+        state = self._thread.submit(self._state, cursor).result()
         self._state_wait_s += time.perf_counter() - started
-        return found
+        return state
 
     def take_state_wait_s(self) -> float:
         """Return the seconds that `state` has waited for the stream since the last call."""
@@ -191,9 +191,9 @@ class DataLoader:
             differences.append(f"debug.seed was {state['seed']}, now {self._seed}")
         if len(saved) != len(now):
             differences.append(f"there were {len(saved)} corpora, now {len(now)}")
-        for number, (before, after) in enumerate(zip(saved, now, strict=False)):
+        for index, (before, after) in enumerate(zip(saved, now, strict=False)):
             differences += [
-                f"corpus {number} had {key} {before.get(key)}, now {after.get(key)}"
+                f"corpus {index} had {key} {before.get(key)}, now {after.get(key)}"
                 for key in before | after
                 if before.get(key) != after.get(key)
             ]

@@ -41,7 +41,7 @@ def share_streams_on_node() -> "NodeStreams | None":
     if dist.get_world_size() == 1:
         return None
     scope, key, listener = abstract_socket_scope(), secrets.randbits(62), None
-    ranks = [rank for rank, other in enumerate(all_gather_ints(scope)) if other == scope]
+    ranks = [rank for rank, rank_scope in enumerate(all_gather_ints(scope)) if rank_scope == scope]
     if len(ranks) > 1 and dist.get_rank() == ranks[0]:
         # Before the others learn the name, so that they can connect at once.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,7 +64,7 @@ class _SharedStream:
         self._runs: Iterator[TokenRun] | None = None
         self._next_position = 0
         self._held: dict[int, tuple[TokenRun, set[int]]] = {}
-        """By position: a run, and the ranks that have taken it."""
+        """Run of tokens and the ranks that have taken it, by position."""
         self._num_held_tokens = 0
 
     def take(self, origin: Origin, rank: int) -> TokenRun:

@@ -60,8 +60,8 @@ class OnlineBlocks:
             raise DataError(
                 f"{self._name}: read returned {len(samples)} samples instead of {len(blocks)}."
             )
-        for row, (number, sample) in enumerate(zip(blocks, samples, strict=True)):
-            self._check(int(number), sample)
+        for row, (index, sample) in enumerate(zip(blocks, samples, strict=True)):
+            self._check(int(index), sample)
             length = len(sample.tokens)
             result.tokens[row, :length] = sample.tokens
             result.are_targets[row, :length] = sample.are_targets
@@ -71,8 +71,8 @@ class OnlineBlocks:
                 result.values[name][row, :length] = values
         return result
 
-    def _check(self, number: int, sample: OnlineSample) -> None:
-        where, length = f"{self._name}: sample {number}", len(sample.tokens)
+    def _check(self, index: int, sample: OnlineSample) -> None:
+        where, length = f"{self._name}: sample {index}", len(sample.tokens)
         if length > self._seq_len + 1:
             raise DataError(
                 f"{where} has {length} tokens, more than training.seq_len + 1 = {self._seq_len + 1}"

@@ -66,7 +66,7 @@ def open_data(
     """
     cache_folder = Path(config.cache_folder).expanduser().absolute()
     settings = config.resolved_corpora()
-    opened_corpora = [None if is_online(one) else open_corpus(one) for one in settings]
+    opened_corpora = [None if is_online(corpus) else open_corpus(corpus) for corpus in settings]
     corpora = [corpus for corpus in opened_corpora if corpus is not None]
     if hf_assets_path is None and not corpora:
         raise DataError(

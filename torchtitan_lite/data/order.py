@@ -76,12 +76,12 @@ class SampleOrder:
             period = self._windows[corpus] if size is None else size
             if (size is None and period == 1) or not here.any():
                 continue
-            number = own[here] // period
-            permuted = permute(own[here] % period, period, self._key(corpus, number))
+            period_index = own[here] // period
+            permuted = permute(own[here] % period, period, self._key(corpus, period_index))
             if size is None:
-                blocks[here] = number * period + permuted
+                blocks[here] = period_index * period + permuted
             else:
-                epochs[here], blocks[here] = number, permuted
+                epochs[here], blocks[here] = period_index, permuted
         return corpora, epochs, blocks
 
     def corpus_samples_before(self, cursor: int, corpus: int) -> int:

@@ -1,9 +1,9 @@
 """The rows of local data files, one by one, each with its file and its line or number.
 
-Values are read as they are written: no type is inferred from a text, and columns that nobody needs
-are not read. Invariant: every row is returned, with its damage if it cannot be read; a file that
-cannot be read raises DataError. `pyarrow` and `fsspec` are imported when a file is read, because a
-start with a warm token cache does not need them.
+Values are read as they are written: no type is inferred from a text, and columns that are not
+needed are not read. Invariant: every row is returned, with its damage if it cannot be read; a file
+that cannot be read raises DataError. `pyarrow` and `fsspec` are imported when a file is read,
+because a start with a warm token cache does not need them.
 """
 
 import io
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     damage: str = ""
     """Why the row cannot be read, if so."""
     remedy: str = ""
-    """What must be, and what to do: the end of the sentence."""
+    """End of the error's sentence: what is needed, and what to change."""
     columns: Sequence[str] = ()
     """All columns, of which `values` has those that are needed."""
 
@@ -65,12 +65,12 @@ def read_rows(
     file that cannot be read."""
     first, skipped = start
     read = _READERS.get(format, partial(_table_rows, format=format, columns=columns))
-    for number, file in enumerate(files[first:], start=first):
+    for file_index, file in enumerate(files[first:], start=first):
         refuse_pointer(file)
         index = 0
         for index, row in enumerate(read(file), start=1):
             if index > skipped:
-                yield (number, index), row
+                yield (file_index, index), row
         # Positions of earlier releases count on into the next file.
         skipped = max(0, skipped - index)
 
@@ -305,7 +305,7 @@ def _arrow_batches(file: Path, columns: Collection[str]) -> Iterator[tuple[list[
             batches: Any = pyarrow.ipc.open_stream(stream)
         except pyarrow.ArrowInvalid:
             reader = pyarrow.ipc.open_file(stream)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
         for batch in batches:
             names = batch.schema.names
             needed = batch.select([name for name in names if name in columns])
@@ -337,7 +337,7 @@ def _opened(file: Path) -> Iterator[Any]:
             yield stream
     except _DECOMPRESSION_ERRORS as error:
         if file.suffix.lower() not in (".zst", ".zip", *_COMPRESSIONS):
-            # Of pyarrow: what is inside of the file is damaged.
+            # Raised by pyarrow: the contents of the file are damaged.
             raise
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(

@@ -156,9 +156,9 @@ def _conversations(
     for batch in _batches(conversations, lambda conversation: len(conversation.text)):
         tokenized = tokenize_conversations(tokenizer, template, batch, unusable)
         documents = [
-            _Document(one.conversation.text, one.ids, one.target_bounds)
-            for one in tokenized
-            if len(one.target_bounds)
+            _Document(encoded.conversation.text, encoded.ids, encoded.target_bounds)
+            for encoded in tokenized
+            if len(encoded.target_bounds)
         ]
         count += len(tokenized)
         left_out += len(tokenized) - len(documents)

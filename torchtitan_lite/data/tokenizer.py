@@ -274,9 +274,9 @@ def _add_tokens_of_config(inner: Any, config: Any, config_file: Path) -> None:
         named += [*(config.get("additional_special_tokens") or ())]
         more = config.get("extra_special_tokens") or ()
         named += [*(more.values() if isinstance(more, dict) else more)]
-        named = [{"content": one} if isinstance(one, str) else one for one in named]
+        named = [{"content": token} if isinstance(token, str) else token for token in named]
         # A named token is special; a listed one has its own flag.
-        candidates = [*by_id, *({**one, "special": True} for one in named)]
+        candidates = [*by_id, *({**token, "special": True} for token in named)]
         existing = {token.content for token in inner.get_added_tokens_decoder().values()}
         for token in candidates:
             if token["content"] in existing:

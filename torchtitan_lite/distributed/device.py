@@ -77,9 +77,9 @@ class Accelerator:
     memory_bytes: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To the other GPUs of a node, in one direction: NVLink, or PCIe without it."""
+    """Bandwidth to the other GPUs of a node, in one direction: NVLink, or PCIe without it."""
     network_bytes_per_s: float = 50e9
-    """To other nodes, per GPU: 400 Gb/s, which is a property of the machine, not of the GPU."""
+    """Bandwidth to other nodes, per GPU: 400 Gb/s, a property of the machine, not of the GPU."""
     per_node: int = 8
 
 
@@ -166,7 +166,11 @@ def detect_device(name: str = "auto") -> Device:
     torch.cuda.set_device(torch_device)
     device_name = torch.cuda.get_device_name(torch_device)
     kind = next(
-        (one for one in ACCELERATORS.values() if any(part in device_name for part in one.names)),
+        (
+            accelerator
+            for accelerator in ACCELERATORS.values()
+            if any(part in device_name for part in accelerator.names)
+        ),
         None,
     )
     return Device(
@@ -183,7 +187,7 @@ def have_peer_access() -> bool:
     requires."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return num_devices > 1 and all(
-        torch.cuda.can_device_access_peer(0, other) for other in range(1, num_devices)
+        torch.cuda.can_device_access_peer(0, peer) for peer in range(1, num_devices)
     )
 
 
@@ -196,7 +200,7 @@ def _peak_resident_kib() -> int:
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
-        # As when no descriptor is free: a measurement must not end training.
+        # For example, no descriptor is free: a measurement must not end training.
         return peak
     # Some sandboxes do not report it.
     match = re.search(r"VmHWM:\s*(\d+) kB", status)

@@ -99,18 +99,18 @@ def resolve_degrees(config: ParallelismConfig, world_size: int) -> ParallelDims:
 
 def _dense_degrees(config: ParallelismConfig, world_size: int) -> ParallelDims:
     replicate, shard = config.data_parallel_replicate_degree, config.data_parallel_shard_degree
-    others = (
+    other_degrees = (
         config.pipeline_parallel_degree
         * replicate
         * config.context_parallel_degree
         * config.tensor_parallel_degree
     )
-    product = others * (shard if shard > 0 else max(1, world_size // others))
+    product = other_degrees * (shard if shard > 0 else max(1, world_size // other_degrees))
     if product != world_size:
         shown = "what is left" if shard == -1 else str(shard)
         remedies = [f"start {product} processes"]
-        if world_size % others == 0:
-            remedies.insert(0, f"set data_parallel_shard_degree = {world_size // others}")
+        if world_size % other_degrees == 0:
+            remedies.insert(0, f"set data_parallel_shard_degree = {world_size // other_degrees}")
         raise MeshError(
             f"pipeline ({config.pipeline_parallel_degree}) x data_parallel_replicate ({replicate})"
             f" x data_parallel_shard ({shown}) x context ({config.context_parallel_degree})"
@@ -121,7 +121,7 @@ def _dense_degrees(config: ParallelismConfig, world_size: int) -> ParallelDims:
     return ParallelDims(
         pp=config.pipeline_parallel_degree,
         dp_replicate=replicate,
-        dp_shard=product // others,
+        dp_shard=product // other_degrees,
         cp=config.context_parallel_degree,
         tp=config.tensor_parallel_degree,
     )

@@ -30,9 +30,9 @@ def address_for_others(host: str, port: int) -> str:
     """Return the address of this machine on the route to `host` that other machines can reach too:
     the name of this machine may resolve to a loopback address, which they cannot. Raises
     OSError."""
-    found = address_toward(host, port)
-    if not ipaddress.ip_address(found).is_loopback or names_loopback(host):
-        return found
+    address = address_toward(host, port)
+    if not ipaddress.ip_address(address).is_loopback or names_loopback(host):
+        return address
     # The interface of the default route: no packet is sent to this address (RFC 5737).
     return address_toward("192.0.2.1", port)
 
@@ -46,26 +46,26 @@ def names_loopback(host: str) -> bool:
 def address_of_interface(interface: str) -> str:
     """Return an address of the interface with this name, IPv4 if it has one, or `interface` itself
     if it is an address. Raises ValueError."""
-    found = psutil.net_if_addrs()
-    if interface not in found:
+    interfaces = psutil.net_if_addrs()
+    if interface not in interfaces:
         try:
             return str(ipaddress.ip_address(interface))
         except ValueError:
             raise ValueError(
                 f"{interface!r} is neither an address nor an interface of this machine: "
-                f"{', '.join(sorted(found))}."
+                f"{', '.join(sorted(interfaces))}."
             ) from None
     for family in (socket.AF_INET, socket.AF_INET6):
-        for one in found[interface]:
-            if one.family == family:
-                return one.address.partition("%")[0]
+        for entry in interfaces[interface]:
+            if entry.family == family:
+                return entry.address.partition("%")[0]
     raise ValueError(f"Interface {interface} has no address.")
 
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface with `address`; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
-        if address in (one.address.partition("%")[0] for one in addresses):
+        if address in (entry.address.partition("%")[0] for entry in addresses):
             return name
     return None
 
@@ -116,13 +116,13 @@ def cut_connections(which: Collection[int] | None = None) -> None:
 def seconds_since_data(which: Collection[int]) -> float:
     """Return the seconds since any of the TCP connections with these inodes received data; infinity
     if none of them is open."""
-    found = math.inf
+    shortest_s = math.inf
     for _, connection in _open_connections(which):
         with suppress(OSError):
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA + 4)
             (last_ms,) = struct.unpack_from("I", info, _LAST_DATA)
-            found = min(found, last_ms / 1000)
-    return found
+            shortest_s = min(shortest_s, last_ms / 1000)
+    return shortest_s
 
 
 def _open_connections(
@@ -139,12 +139,12 @@ def _open_connections(
                 continue
             duplicate = os.dup(descriptor)
             try:
-                one = socket.socket(fileno=duplicate)
+                connection = socket.socket(fileno=duplicate)
             except OSError:
                 # A socket's name that was opened with O_PATH.
                 os.close(duplicate)
                 continue
-            with one:
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    yield status.st_ino, one
+            with connection:
+                is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    yield status.st_ino, connection

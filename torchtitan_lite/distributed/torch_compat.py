@@ -162,9 +162,9 @@ def lru_caches(*prefixes: str) -> "Iterator[_lru_cache_wrapper[Any]]":
                 # `isinstance` would ask some objects of torch for their class, and make them warn.
                 is_class = issubclass(type(value), type)
                 members = vars(value).values() if is_class else ()
-                for one in (value, *members):
-                    is_wrapped = type(one) in (classmethod, staticmethod)
-                    function = one.__func__ if is_wrapped else one
+                for member in (value, *members):
+                    is_wrapped = type(member) in (classmethod, staticmethod)
+                    function = member.__func__ if is_wrapped else member
                     if type(function) is _lru_cache_wrapper:
                         yield function
 
@@ -413,8 +413,8 @@ def redistribute_on_all_ranks(
     parts: Sequence[torch.Tensor],
     mesh_shape: tuple[int, ...],
     shape: Sequence[int],
-    given: Placements,
-    wanted: Placements,
+    src_placements: Placements,
+    dst_placements: Placements,
 ) -> list[torch.Tensor]:
     """Return the result of `DTensor.redistribute` on the shards of all ranks, computed in this
     process. The world is that of `fake_process_group`, and the mesh contains its ranks in order.
@@ -431,12 +431,12 @@ def redistribute_on_all_ranks(
         tensor = DTensor.from_local(
             local,
             DeviceMesh("cpu", ranks),
-            given,
+            src_placements,
             run_check=False,
             shape=torch.Size(shape),
             stride=stride,
         )
-        moved: Any = tensor.redistribute(placements=wanted).to_local()
+        moved: Any = tensor.redistribute(placements=dst_placements).to_local()
     return [moved._local_tensors[rank] for rank in range(len(parts))]
 
 
@@ -604,7 +604,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         value = value.values()
     elif not isinstance(value, list | tuple):
         return []
-    return [tensor for one in value for tensor in tensors_in(one)]
+    return [tensor for element in value for tensor in tensors_in(element)]
 
 
 def entered_record_function(operation: Any, args: Sequence[Any]) -> str | None:
@@ -631,9 +631,9 @@ class ImplicitRedistributions(DebugMode):
     of backward. A debug mode also covers backward. Needed until DTensor has such a public switch.
     """
 
-    def __init__(self, found: Callable[[str, Placements, Placements], None]) -> None:
+    def __init__(self, report: Callable[[str, Placements, Placements], None]) -> None:
         super().__init__()
-        self._found = found
+        self._report = report
         self._operation = ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -652,9 +652,9 @@ class ImplicitRedistributions(DebugMode):
         if isinstance(arg, int):
             source, target = src_placement.placements, dst_placement.placements
             if source != target:
-                self._found(self._operation, source, target)
+                self._report(self._operation, source, target)
         elif not is_explicit and _node_is_from_local():
-            self._found("the gradient of DTensor.from_local", src_placement, dst_placement)
+            self._report("the gradient of DTensor.from_local", src_placement, dst_placement)
         yield
 
     def record_output_placements(self, output_spec: object) -> None:

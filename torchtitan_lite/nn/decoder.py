@@ -188,7 +188,7 @@ PLAIN_OUTPUT = OutputDims()
 class OutputProjection(nn.Module):
     """Hidden states -> logits, or -> the loss when one is given."""
 
-    def __init__(self, dim: int, vocab_size: int, dims: OutputDims) -> None:
+    def __init__(self, dim: int, vocab_size: int, dims: OutputDims = PLAIN_OUTPUT) -> None:
         super().__init__()
         self.soft_cap = dims.soft_cap
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))

@@ -87,6 +87,13 @@ def with_adapters(spec: ModelSpec, config: LoRAConfig) -> ModelSpec:
     )
 
 
+def adapted_layers(spec: ModelSpec) -> list[str]:
+    """Return the names of the layers that have an adapter in the model of a spec."""
+    with torch.device("meta"):
+        model = spec.build()
+    return [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
+
+
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Add each update to the weight of its layer, and zero it, in place. The shards of an adapter

@@ -12,7 +12,7 @@ from torchtitan_lite.distributed.torch_compat import foreach_norm
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor, int]]:
     """Return this rank's shard of each gradient, and how many ranks hold the same shard."""
-    found = []
+    gradients = []
     for parameter in parameters:
         gradient = align_gradient(parameter)
         if gradient is None:
@@ -22,10 +22,10 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tens
             for axis, placement in enumerate(gradient.placements):
                 if placement.is_replicate():
                     holders *= gradient.device_mesh.size(axis)
-            found.append((gradient.to_local(), holders))
+            gradients.append((gradient.to_local(), holders))
         else:
-            found.append((gradient, 1))
-    return found
+            gradients.append((gradient, 1))
+    return gradients
 
 
 def square_norm(gradients: list[tuple[torch.Tensor, int]]) -> torch.Tensor:

@@ -48,10 +48,10 @@ def build_lr_scheduler(
     if config.decay_ratio is not None:
         wanted = round(total * config.decay_ratio)
     decay = min(wanted, total - warmup)
-    given = {"warmup_steps": (config.warmup_steps, warmup), "decay_ratio": (wanted, decay)}
+    phases = {"warmup_steps": (config.warmup_steps, warmup), "decay_ratio": (wanted, decay)}
     shortened = [
         f"{key} has {used:,} instead of {asked:,} steps"
-        for key, (asked, used) in given.items()
+        for key, (asked, used) in phases.items()
         if used < asked and key in config.model_fields_set
     ]
     if shortened:

@@ -30,7 +30,7 @@ EMA = "ema"
 """The slot with the moving average of a parameter."""
 
 _LR_RATIO = "lr_ratio"
-"""Of a group, its learning rate relative to the schedule's."""
+"""Key of a group: its learning rate relative to the schedule's."""
 
 MakeOptimizer = Callable[[list[dict[str, Any]], list[nn.Parameter]], torch.optim.Optimizer]
 """Builds a torch optimizer, from groups with this rank's shard in place of each parameter, and the
@@ -108,7 +108,9 @@ def _groups(
     by_decay: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
     for name, parameter in parameters:
         by_decay[0.0 if _matches(name, undecayed) else weight_decay].append(parameter)
-    return [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
+    return [
+        {"params": params, "weight_decay": decay} for decay, params in by_decay.items() if params
+    ]
 
 
 def element_wise_optimizer(

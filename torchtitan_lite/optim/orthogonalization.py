@@ -90,7 +90,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Which rank orthogonalizes which matrix, and when."""
+    """Assignment of matrices to the ranks that orthogonalize them, in order."""
 
     matrices: tuple[Matrix, ...]
     ranks: tuple[int, ...]
@@ -126,19 +126,19 @@ def assign_matrices(
     """Assign the matrices of parameters to owners: balanced by FLOPs, and such that few bytes move.
     `specs` are of two dims, or of three: a stack of matrices, each with an owner of its own.
     `costs` are those of planning the exchanges."""
-    found: list[tuple[int, TensorSpec, int | None]] = []
-    for number, spec in enumerate(specs):
+    located: list[tuple[int, TensorSpec, int | None]] = []
+    for parameter, spec in enumerate(specs):
         shape = spec.shape[-2:]
         if len(spec.shape) == 2:
-            found.append((number, TensorSpec(spec.layout, shape, iteration.dtype), None))
+            located.append((parameter, TensorSpec(spec.layout, shape, iteration.dtype), None))
             continue
         for index in range(spec.shape[0]):
             layout, local_index = spec.layout.of_element(spec.shape, index)
-            found.append((number, TensorSpec(layout, shape, iteration.dtype), local_index))
+            located.append((parameter, TensorSpec(layout, shape, iteration.dtype), local_index))
     holders = {holder for spec in specs for holder in spec.layout.mesh.holders}
     ranks = tuple(sorted(holder for holder in holders if isinstance(holder, int)))
-    flops = [iteration.flops((spec.shape[0], spec.shape[1])) for _, spec, _ in found]
-    owners = choose_owners([spec for _, spec, _ in found], flops, ranks)
+    flops = [iteration.flops((spec.shape[0], spec.shape[1])) for _, spec, _ in located]
+    owners = choose_owners([spec for _, spec, _ in located], flops, ranks)
     matrices = [
         Matrix(
             parameter=parameter,
@@ -149,7 +149,7 @@ def assign_matrices(
             bucket=None,
             costs=costs,
         )
-        for (parameter, spec, local_index), work, owner in zip(found, flops, owners, strict=True)
+        for (parameter, spec, local_index), work, owner in zip(located, flops, owners, strict=True)
     ]
     return Assignment(matrices=tuple(_in_buckets(matrices, bucket_bytes)), ranks=ranks)
 
@@ -226,26 +226,26 @@ class ShardedOrthogonalization:
             torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._slot_bytes
         ]
         parts = [[matrix.shard(shards, rank) for matrix in bucket] for bucket in buckets]
-        wholes = [_views(bucket, rank, slots[number % 2]) for number, bucket in enumerate(buckets)]
+        wholes = [_views(bucket, rank, slots[index % 2]) for index, bucket in enumerate(buckets)]
 
-        def gather(number: int) -> "_Started":
-            exchange = self._exchanges[number][0]
-            return background.start(partial(exchange.run, parts[number], wholes[number]))
+        def gather(index: int) -> "_Started":
+            exchange = self._exchanges[index][0]
+            return background.start(partial(exchange.run, parts[index], wholes[index]))
 
-        def scatter(number: int) -> "_Started":
-            exchange = self._exchanges[number][1]
-            return background.start(partial(exchange.run, wholes[number], parts[number]))
+        def scatter(index: int) -> "_Started":
+            exchange = self._exchanges[index][1]
+            return background.start(partial(exchange.run, wholes[index], parts[index]))
 
-        gathered = [gather(number) for number in range(len(buckets[:2]))]
+        gathered = [gather(index) for index in range(len(buckets[:2]))]
         self._orthogonalize(local)
         scattered: list[_Started] = []
-        for number in range(len(buckets)):
-            gathered[number].wait()
-            self._orthogonalize(wholes[number])
-            scattered.append(scatter(number))
-            if number + 2 < len(buckets):
+        for index in range(len(buckets)):
+            gathered[index].wait()
+            self._orthogonalize(wholes[index])
+            scattered.append(scatter(index))
+            if index + 2 < len(buckets):
                 # Into the slot that is sent before it.
-                gathered.append(gather(number + 2))
+                gathered.append(gather(index + 2))
         scattered[-1].wait()
 
     def _orthogonalize(self, matrices: Sequence[torch.Tensor | None]) -> None:
@@ -324,8 +324,8 @@ class _BackgroundThread:
 
     def _serve(self) -> None:
         failure: BaseException | None = None
-        while (found := self._calls.get()) is not None:
-            future, call = found
+        while (queued := self._calls.get()) is not None:
+            future, call = queued
             # After a failure the ranks are no longer in step.
             if failure is None:
                 try:

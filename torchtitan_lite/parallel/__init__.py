@@ -53,7 +53,9 @@ def parallelize(
     compiler could not fuse across it. FSDP goes outside both, so that its collectives stay out of
     the graph.
     """
-    untrained = {name for name, one in model.named_parameters() if not one.requires_grad}
+    untrained = {
+        name for name, parameter in model.named_parameters() if not parameter.requires_grad
+    }
     float8.apply(model, spec, quantization)
     expert.apply(model, spec, mesh, parallelism)
     tensor.apply(model, spec, mesh, parallelism)

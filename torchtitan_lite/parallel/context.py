@@ -366,10 +366,13 @@ class _CarryOverRanks(Carry):
         assert own is not None
         width = own.matrix_ZHEE.shape[-1]
         both = torch.cat([own.matrix_ZHEE, own.offset_ZHEG], dim=-1)
-        maps = [AffineMap(one[..., :width], one[..., width:]) for one in self._of_all_pieces(both)]
+        maps = [
+            AffineMap(joined[..., :width], joined[..., width:])
+            for joined in self._of_all_pieces(both)
+        ]
         states = [torch.zeros_like(maps[0].offset_ZHEG)]
-        for one in maps[:-1]:
-            states.append(one.of(states[-1]))
+        for affine_map in maps[:-1]:
+            states.append(affine_map.of(states[-1]))
         return self._own(states)
 
     def _of_all_pieces(self, x_Z: torch.Tensor) -> list[torch.Tensor]:

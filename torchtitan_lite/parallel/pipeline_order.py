@@ -137,10 +137,10 @@ def simulate(order: PipelineOrder, costs: ActionCosts) -> Timeline:
         for row, done in zip(order.rows, rows, strict=True):
             for action in row[len(done) :]:
                 needed = _needed(action, last)
-                if any(other not in ends for other in needed):
+                if any(dependency not in ends for dependency in needed):
                     break
                 free = [done[-1].end] if done else [0.0]
-                start = max(free + [ends[other] for other in needed])
+                start = max(free + [ends[dependency] for dependency in needed])
                 done.append(Span(action, start, start + costs.of(action)))
                 ends[_gives(action)] = done[-1].end
                 progress = True
@@ -234,13 +234,13 @@ def _actions(cell: str, row: int, column: int) -> list[Action]:
     parts = [cell] if cell else []
     if overlap := _OVERLAP.fullmatch(cell):
         parts = [part.strip() for part in overlap.groups()]
-    found = [_ACTION.fullmatch(part) for part in parts]
-    if not all(found):
+    matches = [_ACTION.fullmatch(part) for part in parts]
+    if not all(matches):
         raise MeshError(
             f'row {row}, column {column}: "{cell}" is not an action. Needed: stage, one of F, B, '
             "I, W, and microbatch, such as 0F3; or (0F3;1B2)OVERLAP_F_B; or nothing."
         )
-    return [Action(int(match[1]), _KINDS[match[2]], int(match[3])) for match in found if match]
+    return [Action(int(match[1]), _KINDS[match[2]], int(match[3])) for match in matches if match]
 
 
 def _check_stages(rows: Iterable[tuple[Action, ...]]) -> None:
@@ -314,6 +314,6 @@ def _check_sequence(order: PipelineOrder) -> None:
 
 def _listed(numbers: Iterable[int]) -> str:
     """Format the first few of `numbers`."""
-    first, *others = sorted(numbers)
-    shown = [first, *others[:9]]
-    return ", ".join(map(str, shown)) + (", ..." if len(others) > 9 else "")
+    first, *remaining = sorted(numbers)
+    shown = [first, *remaining[:9]]
+    return ", ".join(map(str, shown)) + (", ..." if len(remaining) > 9 else "")

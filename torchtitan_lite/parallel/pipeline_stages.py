@@ -28,7 +28,7 @@ class StagePlan:
     ranks: tuple[int, ...]
     """The pp rank that holds each stage."""
     order: PipelineOrder | None = None
-    """From a file; None: the order of torch's schedule of the configured name."""
+    """Order from a file; None for the order of torch's schedule of the configured name."""
 
     def stage_of(self, module: str) -> int:
         """Return the stage that owns a module."""

@@ -14,9 +14,9 @@ class PrecisionPolicy:
     """One for all techniques. Use `precision_policy`."""
 
     parameters: torch.dtype
-    """Of the parameters, their gradients and the optimizer's state."""
+    """Dtype of the parameters, their gradients and the optimizer's state."""
     compute: torch.dtype
-    """Of the parameters in forward and backward, and of hidden states."""
+    """Dtype of the parameters in forward and backward, and of hidden states."""
 
     @property
     def is_mixed(self) -> bool:

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
-from torchtitan_lite.core.errors import MeshError
+from torchtitan_lite.core.errors import ConfigError, MeshError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.torch_compat import overlap_collectives
@@ -78,9 +78,9 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
             module.register_forward_pre_hook(partial(_own_positions, tp))
         elif isinstance(module, AcrossHeads):
             module.register_forward_hook(partial(_gathered_for_heads, tp, stream))
-    for (module, name), others in shared:
-        for other, other_name in others:
-            other.register_parameter(other_name, getattr(module, name))
+    for (module, name), aliases in shared:
+        for owner, alias in aliases:
+            owner.register_parameter(alias, getattr(module, name))
 
 
 def check_plan(model: nn.Module, spec: ModelSpec) -> None:
@@ -161,7 +161,9 @@ def _parallel_style(
 
 def _parents_of(styles: Mapping[str, str], style: str) -> list[str]:
     """Return the modules that hold a linear of this style."""
-    linears = [name.rpartition(".")[0] for name, given in styles.items() if given == style]
+    linears = [
+        name.rpartition(".")[0] for name, module_style in styles.items() if module_style == style
+    ]
     return sorted({linear.rpartition(".")[0] for linear in linears})
 
 
@@ -194,13 +196,13 @@ def _distributed(parameter: torch.Tensor, tp: DeviceMesh, placement: Placement) 
 def _detach_adapters(model: nn.Module) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Remove the adapters from their layers, whose styles would shard them as the weight. Returns A
     and B by the name of the layer."""
-    found = {}
+    detached = {}
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear):
-            found[name] = (module.lora_a, module.lora_b)
+            detached[name] = (module.lora_a, module.lora_b)
             module.register_parameter(LORA_A, None)
             module.register_parameter(LORA_B, None)
-    return found
+    return detached
 
 
 def _shard_adapter(
@@ -312,8 +314,10 @@ class _LinearOnShard(ParallelStyle):
     def _forward(self, module: nn.Module, x_BSD: torch.Tensor) -> torch.Tensor:
         # Each rank has the gradient of its tokens.
         weight, bias = (
-            one.to_local(grad_placements=[Partial()]) if isinstance(one, DTensor) else None
-            for one in (module.weight, module.bias)
+            parameter.to_local(grad_placements=[Partial()])
+            if isinstance(parameter, DTensor)
+            else None
+            for parameter in (module.weight, module.bias)
         )
         assert weight is not None
         out = nn.functional.linear(x_BSD, weight, bias)
@@ -440,9 +444,13 @@ class _Output(ParallelStyle):
         self._placement: Placement = Shard(0) if loss_parallel else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, OutputProjection):
+            raise ConfigError(
+                f'A {type(module).__name__} is sharded as "output", which is for an '
+                "OutputProjection: use that, or another style."
+            )
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, _distributed(parameter, device_mesh, self._placement))
-        assert isinstance(module, OutputProjection)
         module.forward = partial(self._forward, module, device_mesh)
         return module
 

@@ -101,18 +101,18 @@ def _hold_snapshots(config: Config, instance: str) -> list[RunLease]:
     try:
         lease.acquire(waits=False)
     except FolderInUse as error:
-        other = error.holder
+        holder = error.holder
     else:
         return [lease]
-    # Not as the consequence of an error that may pass.
-    if other is None or other.folder == str(folder.resolve()):
-        process = "?" if other is None else other.stop_pid
+    # Outside of `except`, so that no error that may pass is its cause.
+    if holder is None or holder.folder == str(folder.resolve()):
+        process = "?" if holder is None else holder.stop_pid
         raise CheckpointError(
             f"{folder} is in use by another run on this machine: process {process}."
         )
     raise CheckpointError(
-        f"{folder} has the identity of another run, from whose folder {other.folder} it was "
-        f"copied, and which process {other.stop_pid} trains. Delete {folder / 'run_id'}, so that "
+        f"{folder} has the identity of another run, from whose folder {holder.folder} it was "
+        f"copied, and which process {holder.stop_pid} trains. Delete {folder / 'run_id'}, so that "
         "it becomes a run of its own."
     )
 

@@ -65,7 +65,7 @@ class TextGenerator:
         else:
             ids = prompt_ids(self._tokenizer, prompt)
         continuations = self._generator.generate(
-            [Prompt(ids, sample=number) for number in range(count)],
+            [Prompt(ids, sample=index) for index in range(count)],
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature=temperature, seed=self._seed),
             stop_ids=stop_ids,
@@ -88,9 +88,9 @@ def _copy(
     """Copy tensors to those of the same names on another mesh, in one exchange. Each mapping has
     this rank's tensors or shards; plain tensors are replicated on their stage. Every rank must call
     it. Raises LayoutError if the names, shapes or dtypes of all ranks together differ."""
-    given = {name: source_mesh.to_dtensor(tensor) for name, tensor in source.items()}
+    held = {name: source_mesh.to_dtensor(tensor) for name, tensor in source.items()}
     wanted = {name: target_mesh.to_dtensor(tensor) for name, tensor in target.items()}
-    specs = gather_specs(given)
+    specs = gather_specs(held)
     redistribute_state_dict(
-        given, match_layouts(gather_specs(wanted), specs), remote_specs=specs, out=wanted
+        held, match_layouts(gather_specs(wanted), specs), remote_specs=specs, out=wanted
     )

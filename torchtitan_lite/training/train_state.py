@@ -46,9 +46,9 @@ class TrainState:
     """Position in the global order of samples at which the next step begins; a skipped step
     advances it, too."""
     history: History = field(default_factory=History)
-    """What the decision about the next step depends on."""
+    """Statistics on which the decision about the next step depends."""
     outer: OuterState | None = None
-    """Of semi-synchronous replicas only."""
+    """State of the outer optimizer; None unless replicas are semi-synchronous."""
     base: FrozenBase | None = None
     """The frozen weights, if only adapters are trained. They are no part of the state."""
 
@@ -137,4 +137,6 @@ def frozen_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }

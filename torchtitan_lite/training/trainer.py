@@ -182,7 +182,7 @@ def train_step(job: Job) -> StepReport:
         before = state.step, state.cursor
         share = job.replicas.agree()
         if (state.step, state.cursor) != before:
-            # It has healed.
+            # This replica has healed.
             job.ledger.placed(state.step, state.cursor)
         job.checkpoints.set_writer_group(job.replicas.writer_group)
     # Samples in the step, over all replicas. `_apply` moves the cursor, on which they depend.

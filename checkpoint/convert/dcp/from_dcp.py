@@ -25,8 +25,8 @@ from torchtitan_lite.checkpoint.convert.dcp.keys import (
 )
 from torchtitan_lite.checkpoint.format import step_name, tensor_file_name
 from torchtitan_lite.checkpoint.snapshots import model_dims
+from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import Storage
-from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, tensor_bytes
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
@@ -76,13 +76,9 @@ def convert_from_dcp(
             f"{storage.root}/{step_name(step)} already exists. Delete it, or use another folder."
         )
     token = secrets.token_hex(6)
-    storage.begin(step, token)
     try:
-        num_files = 0
-        for batch in _batches(source, matches, file_bytes):
-            _write(storage, step, token, num_files, batch)
-            num_files += 1
-        parts = [storage.read_part(step, token, number) for number in range(num_files)]
+        batches = enumerate(_batches(source, matches, file_bytes))
+        parts = [_write(storage, step, token, number, batch) for number, batch in batches]
         # Training can resume only with optimizer state.
         model_only = not any(match.name.startswith("optimizer.") for match in matches.values())
         base = {
@@ -92,9 +88,9 @@ def convert_from_dcp(
             "values": {} if model_only else {"train_state": {"step": step, "tokens": tokens}},
             "model_only": model_only,
         }
-        storage.commit(step, token, manifest_bytes(build_manifest(step, parts, base)))
+        attempts.commit(storage, step, token, parts, base)
     except BaseException:
-        storage.abandon(step, token)
+        attempts.abandon(storage, step, token)
         raise
     return ConversionResult(
         where=f"{storage.root}/{step_name(step)}",
@@ -230,13 +226,14 @@ def _batches(
 
 def _write(
     storage: Storage, step: int, token: str, number: int, batch: Mapping[str, torch.Tensor]
-) -> None:
-    """Write one file, and announce its part of the manifest."""
+) -> dict[str, Any]:
+    """Write one file, and announce its part of the manifest, which is returned."""
     file = tensor_file_name(number)
     boxes, views = [], []
     for name, tensor in batch.items():
         size = tuple(tensor.shape)
         boxes.append(PartBox(name, DTYPE_NAMES[tensor.dtype], size, 0, tensor.nbytes))
         views.append(tensor_bytes(tensor))
-    written = storage.write_part(step, token, file, boxes, views)
-    storage.put_part(step, token, number, unsharded_part(step, number, file, boxes, written))
+    written = storage.write(step, token, file, boxes, views)
+    part = unsharded_part(step, number, file, boxes, written)
+    return attempts.put_part(storage, step, token, number, part)

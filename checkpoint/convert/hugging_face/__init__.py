@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import (
     match_key,
 )
 from torchtitan_lite.checkpoint.convert.hugging_face.to_hf import HuggingFaceExport, export_tensors
-from torchtitan_lite.checkpoint.convert.hugging_face.to_peft import AdapterExport
+from torchtitan_lite.checkpoint.convert.hugging_face.to_peft import AdapterExport, peft_module_name
 
 __all__ = [
     "BLOCK_BYTES",
@@ -36,6 +36,7 @@ __all__ = [
     "export_tensors",
     "is_hugging_face",
     "match_key",
+    "peft_module_name",
     "read_config",
     "save_assets",
     "saved_assets",

@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     no_tick,
     safetensors_header,
     tensor_names,
-    write_stream,
+    write_safetensors,
 )
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, cast_pieces
 from torchtitan_lite.core.errors import CheckpointError
@@ -147,7 +147,7 @@ class FolderExport(ABC):
 
         def write(shard: ExportFile, tick: Tick) -> None:
             with self.folder.writing(shard.file) as path:
-                write_stream(
+                write_safetensors(
                     self._files,
                     path,
                     shard.boxes,

@@ -30,12 +30,12 @@ from torchtitan_lite.checkpoint.convert.conversion import (
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import CONFIG, copy_assets
 from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.format import step_name, tensor_file_name
+from torchtitan_lite.checkpoint.storage import attempts
+from torchtitan_lite.checkpoint.storage.attempts import Announcements
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, cast, tensor_bytes
-from torchtitan_lite.core.urls import local_path
 from torchtitan_lite.distributed.mesh import ParallelDims
 
 BLOCK_BYTES = 8 << 20
@@ -73,7 +73,7 @@ class HuggingFaceImport:
     @property
     def num_bytes_left(self) -> int:
         """Bytes not written by an earlier attempt."""
-        done = self.storage.parts_present(_STEP, self._token())
+        done = self._written(self._token()).parts
         batches = enumerate(self._batches())
         return sum(self._size(names) for number, names in batches if number not in done)
 
@@ -87,13 +87,12 @@ class HuggingFaceImport:
         if _STEP in self.storage.steps():
             raise TargetExists(f"{self.where} already exists. Delete it, or use another folder.")
         token = self._token()
-        self.storage.begin(_STEP, token)
         with self._alone():
             had_assets = self.assets is not None and self.assets.exists()
             try:
                 self._convert(token, num_workers, written)
             except Exception:
-                self.storage.abandon(_STEP, token)
+                attempts.abandon(self.storage, _STEP, token)
                 if self.assets is not None and not had_assets:
                     Files().rmtree(self.assets)
                 raise
@@ -101,28 +100,34 @@ class HuggingFaceImport:
     def _convert(self, token: str, num_workers: int, written: Callable[[int], None]) -> None:
         if not self.storage.steps():
             # Leftovers of attempts with another source or dtype are useless.
-            self.storage.recover(token)
+            attempts.recover(self.storage, token)
         if self.assets is not None:
             copy_assets(Path(self.source.where), self.assets, Files(), also=(CONFIG,))
         batches = list(self._batches())
-        done = self.storage.parts_present(_STEP, token)
+        done = self._written(token).parts
         for number in done:
             written(self._size(batches[number]))
 
         def write(number: int, tick: Tick) -> None:
             part = self._write(token, number, batches[number], written, tick)
-            self.storage.put_part(_STEP, token, number, part)
+            attempts.put_part(self.storage, _STEP, token, number, part)
 
         todo = [number for number in range(len(batches)) if number not in done]
         run_workers(todo, write, num_workers=num_workers)
-        parts = [self.storage.read_part(_STEP, token, n) for n in range(len(batches))]
-        manifest = build_manifest(_STEP, parts, self._base())
-        self.storage.commit(_STEP, token, manifest_bytes(manifest))
+        announced = self._written(token)
+        parts = [attempts.read_part(self.storage, announced, n) for n in range(len(batches))]
+        attempts.commit(self.storage, _STEP, token, parts, self._base())
+
+    def _written(self, token: str) -> Announcements:
+        return attempts.announcements(self.storage, _STEP, token)
 
     def _alone(self) -> AbstractContextManager[None]:
         """Lock the target against processes of this machine; an object store has no locks."""
-        path = local_path(self.storage.root)
-        return nullcontext() if path is None else lock_folder(path)
+        folder = self.storage.folder
+        if folder is None:
+            return nullcontext()
+        Files().make_folders(folder)
+        return lock_folder(folder)
 
     def _base(self) -> dict[str, Any]:
         return {
@@ -142,7 +147,7 @@ class HuggingFaceImport:
             for name in names:
                 yield self._pieces(name, written)
 
-        places = self.storage.write_stream(_STEP, token, file, boxes, content, tick=tick)
+        places = self.storage.write(_STEP, token, file, boxes, content, tick=tick)
         return unsharded_part(_STEP, number, file, boxes, places)
 
     def _pieces(self, name: str, written: Callable[[int], None]) -> Iterator[memoryview]:

@@ -60,7 +60,7 @@ class AdapterExport(FolderExport):
             )
         self._source = source
         modules = {
-            name: module_name(spec.hugging_face.keys, name) for name in adapted_layers(source)
+            name: peft_module_name(spec.hugging_face.keys, name) for name in adapted_layers(source)
         }
         if spec.num_experts and any(".feed_forward." in name for name in modules):
             logger.warning(
@@ -97,7 +97,7 @@ class AdapterExport(FolderExport):
         self._files.write_file(self.folder.path / CONFIG, json_bytes(self._config))
 
 
-def module_name(keys: Sequence[HuggingFaceKey], layer: str) -> str:
+def peft_module_name(keys: Sequence[HuggingFaceKey], layer: str) -> str:
     """Return the name in transformers of a linear layer of this project. Raises CheckpointError if
     it is a part of another one there."""
     rule, numbers = match_key(keys, f"{layer}.weight")
@@ -105,7 +105,8 @@ def module_name(keys: Sequence[HuggingFaceKey], layer: str) -> str:
     if form is None or not form.is_whole or not form.key.endswith(".weight"):
         raise CheckpointError(
             f"{layer} is not a linear layer of its own in transformers, so its adapter cannot be "
-            "exported. Merge it: torchtitan-lite convert to-hf --merge."
+            "exported. Export merged weights: torchtitan-lite convert to-hf --merge; or leave the "
+            "layer out of lora.targets."
         )
     (key,) = expand_key(form, numbers, ())
     return key.removesuffix(".weight")

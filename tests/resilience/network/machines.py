@@ -124,7 +124,8 @@ class Machines:
         return self.log(name).read_text()
 
     def processes(self, name: str) -> set[int]:
-        """Return the processes of a machine, parked or training, that have imported everything."""
+        """Return the processes of a machine, on standby or training, that have imported
+        everything."""
         found = set()
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.agents[name].pid).children():

@@ -9,12 +9,10 @@ import torch
 import xxhash
 from torch.distributed.tensor import Shard
 
+from torchtitan_lite.checkpoint.format import MANIFEST
+from torchtitan_lite.checkpoint.storage import attempts
+from torchtitan_lite.checkpoint.storage.attempts import manifest_bytes
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.checkpoint.storage.manifest_json import (
-    MANIFEST,
-    build_manifest,
-    manifest_bytes,
-)
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES
 from torchtitan_lite.distributed.redistribute import HolderMesh, Layout, layout_to_json
@@ -29,7 +27,7 @@ def write_checkpoint(root: Path | str, step: int) -> dict[str, torch.Tensor]:
     sharded = Layout(HolderMesh((2,), TWO_FILES, ("dp_shard",)), [Shard(0)])
     first = Layout(HolderMesh((), TWO_FILES[:1]), [])
     storage = open_storage(str(root))
-    storage.begin(step, _TOKEN)
+    parts = []
     for rank, file in enumerate(TWO_FILES):
         described: dict[str, Any] = {}
         boxes: list[PartBox] = []
@@ -51,7 +49,7 @@ def write_checkpoint(root: Path | str, step: int) -> dict[str, torch.Tensor]:
                 described[name] = entry
             if tensor.numel() == 0:
                 described[name] = entry
-        written = storage.write_part(step, _TOKEN, file, boxes, views)
+        written = storage.write(step, _TOKEN, file, boxes, views)
         places = (box for entry in described.values() for box in entry["boxes"])
         for box, place in zip(places, written, strict=True):
             box |= {"bytes": [place.first, place.end], "xxh3": place.xxh3}
@@ -61,15 +59,14 @@ def write_checkpoint(root: Path | str, step: int) -> dict[str, torch.Tensor]:
             "layouts": [layout_to_json(sharded), layout_to_json(first)],
             "tensors": described,
         }
-        storage.put_part(step, _TOKEN, rank, part)
+        parts.append(attempts.put_part(storage, step, _TOKEN, rank, part))
     base = {
         "mesh": {"dp_shard": 2},
         "values": {"train_state": {"step": step}, "dataloader": {"cursor": 8 * step}},
         "config": {"seed": 1},
         "versions": {"torchtitan_lite": "test"},
     }
-    parts = [storage.read_part(step, _TOKEN, rank) for rank in (0, 1)]
-    storage.commit(step, _TOKEN, manifest_bytes(build_manifest(step, parts, base)))
+    attempts.commit(storage, step, _TOKEN, parts, base)
     return tensors
 
 

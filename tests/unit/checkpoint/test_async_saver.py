@@ -9,7 +9,7 @@ from tests.unit.checkpoint.conftest import Manage, SmallState
 from tests.unit.checkpoint.test_asynchronous import ASYNC, complete, saver_of, steps
 from torchtitan_lite.checkpoint import async_setup
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.background.save import WriterGroup
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.core.errors import CheckpointError

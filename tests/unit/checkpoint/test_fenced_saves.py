@@ -9,7 +9,7 @@ import pytest
 from tests.harness.snapshots import orphan, trainers
 from tests.unit.checkpoint.conftest import Manage, SmallState, run_steps
 from torchtitan_lite.checkpoint import HistoryClaim, RunHistory
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.background.save import WriterGroup
 from torchtitan_lite.core.errors import CheckpointError
 
 _LATE = {"interval": 100, "enable_first_step_checkpoint": False}

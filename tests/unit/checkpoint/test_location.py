@@ -24,6 +24,9 @@ def test_a_step_its_folder_and_its_run_are_accepted(run: Path) -> None:
     assert find_steps(f"{root}/step-9/") == (root, ["step-9"])
     assert newest_step(f"{root}/step-9") == f"{root}/step-9"
     assert newest_step(f"file://{run}") == f"file://{root}/step-10"
+    (run / "checkpoint" / "step-9").rename(run / "renamed")
+    for folder in (f"{run}", f"file://{run}"):
+        assert find_steps(f"{folder}/renamed") == (folder, ["renamed"])
 
 
 def test_relative_paths(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +42,7 @@ def test_the_run_knows_where_it_has_saved(config: str, run: Path, tmp_path: Path
         place = folder if folder.startswith(("/", "file:")) else f"{run}/{folder}"
         write_checkpoint(place, 3)
         (run / config).write_text(f'[checkpoint]\nfolder = "{folder}"\n')
-        assert find_steps(str(run)) == (place, ["step-3"])
+        assert find_steps(str(run)) == find_steps(f"file://{run}") == (place, ["step-3"])
 
 
 @pytest.mark.parametrize("text", ["", "[checkpoint]", "checkpoint = 3", "no TOML", "\xff"])

@@ -28,7 +28,7 @@ from tests.unit.checkpoint.conftest import (
 )
 from torchtitan_lite.checkpoint import sync_saver
 from torchtitan_lite.checkpoint import tensors as tensors_module
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.background.save import WriterGroup
 from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import RetryBackoff
@@ -408,15 +408,15 @@ def test_the_first_replica_commits_once_the_others_have_written(
     for index, manager in enumerate(managers):
         manager.set_writer_group(WriterGroup(index, 2, "abc"))
         states[index].take_step()
-    present, late = LocalStorage.parts_present, threading.Thread(target=managers[1].after_step)
+    listed, late = LocalStorage.announced, threading.Thread(target=managers[1].after_step)
 
-    def parts_present(*given: Any) -> set[int]:
-        found = present(*given)
+    def announced(*given: Any) -> list[str]:
+        found = listed(*given)
         if others_write and late.ident is None:
             late.start()
         return found
 
-    monkeypatch.setattr(LocalStorage, "parts_present", parts_present)
+    monkeypatch.setattr(LocalStorage, "announced", announced)
     monkeypatch.setattr(sync_saver, "_PATIENCE_S", 30.0 if others_write else 0.05)
     managers[0].after_step()
     assert steps_in(managers[0].root) == (["step-1"] if others_write else [])
@@ -612,6 +612,18 @@ def test_a_model_of_the_same_shapes_with_other_dims_is_rejected_by_name(
     assert manage(again, dims=dims, **settings).restore() is not None and again.step == 2
 
 
+def test_weights_below_the_folder_of_the_run_are_of_another_run(
+    manage: Manage, tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    manager = manage(state, dims={"num_heads": 4}, folder="checkpoint/pretrained")
+    run_steps(manager, state, 1)
+    path = f"{manager.root}/step-1"
+    again = manage(SmallState(), dims={"num_heads": 8}, initial_load_path=path)
+    assert again.restore() == path
+    assert any("Training starts from its weights" in one.getMessage() for one in logged.records)
+
+
 def test_a_checkpoint_without_dims_reports_that_only_shapes_were_compared(
     manage: Manage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -697,6 +709,6 @@ def test_leftovers_are_removed_by_the_first_save_only(
     sessions: list[str] = []
     state = SmallState()
     manager = manage(state)
-    monkeypatch.setattr(manager._context.storage, "recover", sessions.append)
+    monkeypatch.setattr(sync_saver.attempts, "recover", lambda _, session: sessions.append(session))
     run_steps(manager, state, 3)
     assert sessions == [manager._context.identity.session]

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 import pytest
 
 from torchtitan_lite.checkpoint import sync_saver
-from torchtitan_lite.checkpoint.background.save import attempt_token
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.background.save import WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.save_context import AttemptTokens
+from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.core.errors import CheckpointError
 
@@ -28,10 +28,10 @@ def test_the_leader_does_not_wait_for_a_part_that_does_not_come(
     monkeypatch.setattr(sync_saver, "_PATIENCE_S", patience_s)
     monkeypatch.setattr(sync_saver.time, "sleep", _waits_longer)
     storage = open_storage(str(tmp_path))
-    storage.begin(7, "ab")
-    storage.put_part(7, "ab", 0, {})
+    storage.write(7, "ab", "", [], [])
+    attempts.put_part(storage, 7, "ab", 0, {})
     if fails:
-        storage.put_failure(7, "ab", 1, "no space")
+        attempts.put_failure(storage, 7, "ab", 1, "no space")
     about: Any = SimpleNamespace(world_size=2)
     with pytest.raises(CheckpointError, match=message):
         sync_saver._wait_for_parts(storage, about, 7, "ab")

@@ -341,7 +341,9 @@ def test_samples_need_validation_and_existing_weights(config, monkeypatch) -> No
     options = ["--validation.enable", "--training.held_out_fraction", "0.01"]
     options += ["--validation.samples", "1", "--training.enable_cpu_offload"]
     check_against(config(*options), 1)
-    monkeypatch.setattr("torchtitan_lite.training.checks.constraints.on_gpu", lambda config: True)
+    monkeypatch.setattr(
+        "torchtitan_lite.training.checks.data_constraints.on_gpu", lambda config: True
+    )
     text = config_error(config(*options))
     assert "validation.samples = 1 needs the weights on the GPU" in text
     assert "training.enable_cpu_offload = true" in text
@@ -374,6 +376,8 @@ def test_locations_are_paths_or_whole_urls(config) -> None:
     assert 'checkpoint.folder: "s3:bucket/run" is not a URL: write s3://bucket/run, or' in text
     assert 'job.dump_folder = "s3://bucket/run" is a URL, and logs' in text
     assert 'training.dataset_path: "gs:/texts" is not a URL' in text
+    text = config_error(config("--job.dump_folder", "s3:bucket/run"))
+    assert 'job.dump_folder: "s3:bucket/run" is not a URL: write s3://bucket/run' in text
 
 
 def test_missing_files_are_all_named(config, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.urls import is_url, local_path
+from torchtitan_lite.core.urls import is_url, join, local_path, split
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,27 @@ def test_a_path_is_local_and_a_url_is_not(location: str, path: str | None) -> No
 def test_a_url_without_slashes_is_not_taken_for_a_folder(location: str, wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
         local_path(location)
+
+
+@pytest.mark.parametrize(
+    ("folder", "location"),
+    [
+        (".", "./step-1"),
+        ("run", "run/step-1"),
+        ("/", "/step-1"),
+        ("/data/run", "/data/run/step-1"),
+        ("file:///", "file:///step-1"),
+        ("file:///data", "file:///data/step-1"),
+        ("s3://bucket", "s3://bucket/step-1"),
+        ("simplecache::s3://bucket/run", "simplecache::s3://bucket/run/step-1"),
+    ],
+)
+def test_a_location_is_its_folder_and_a_name(folder: str, location: str) -> None:
+    assert join(folder, "step-1") == location
+    assert split(location) == split(f"{location}/") == (folder, "step-1")
+
+
+def test_a_name_alone_is_in_the_working_folder_and_in_the_root_of_a_filesystem() -> None:
+    assert split("step-1") == (".", "step-1")
+    assert split("memory://step-1") == ("memory://", "step-1")
+    assert join("/data/", "step-1") == "/data/step-1"

@@ -132,6 +132,7 @@ def test_several_processes_build_once_and_a_warm_start_imports_little(tmp_path: 
     assert finish(start(FIXTURE, None, cache)) == (outputs[0][0], set())
 
 
+@pytest.mark.matrix
 def test_a_killed_build_leaves_nothing(tmp_path: Path, tokenizer_folder: Path) -> None:
     big = tmp_path / "big.jsonl"
     big.write_text(FIXTURE.read_text() * 3000)

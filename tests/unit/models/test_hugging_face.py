@@ -2,6 +2,7 @@
 gradients."""
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -18,6 +19,7 @@ from tests.harness.float64 import in_float64
 from tests.harness.hugging_face import (
     FAMILIES,
     VOCAB_SIZE,
+    add_tokenizer,
     family_rows,
     make_folder,
     make_model,
@@ -27,6 +29,7 @@ from tests.harness.hugging_face import (
     tokens,
     update_config,
 )
+from tests.harness.jobs import FIXTURE
 from tests.harness.tolerances import (
     PRETRAINED_DELTA,
     PRETRAINED_FLOAT64,
@@ -293,12 +296,12 @@ def test_all_that_is_not_supported_is_named_for_each_family(family: str, tmp_pat
         assert problem in str(caught.value)
 
 
-def _starts_in_hf(folder: Path, *more: str) -> Config:
+def _starts_in_hf(folder: Path, *more: str, overrides: Sequence[str] = ()) -> Config:
     (folder / "run.toml").write_text(
         f'[model]\nflavor = "hf"\nhf_assets_path = "{folder}"\n'
         "[checkpoint]\nenable = true\ninitial_load_in_hf = true\n" + "\n".join(more)
     )
-    return load_config(folder / "run.toml")
+    return load_config(folder / "run.toml", overrides)
 
 
 def test_weights_come_from_the_folder_of_the_model_as_in_torchtitan(tmp_path: Path) -> None:
@@ -309,6 +312,24 @@ def test_weights_come_from_the_folder_of_the_model_as_in_torchtitan(tmp_path: Pa
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match="initial_load_in_hf.* has neither model.safetensors nor"):
         _starts_in_hf(tmp_path)
+
+
+def test_adapters_that_peft_cannot_load_are_refused_before_they_are_trained(tmp_path: Path) -> None:
+    save_config(tmp_path, "glm")
+    add_tokenizer(tmp_path)
+    asked = (
+        "last_save_in_hf = true",
+        f'initial_load_path = "{tmp_path}"',
+        '[job]\ndevice = "cpu"',
+        f'[training]\nseq_len = 32\ndataset_path = "{FIXTURE}"',
+        "[lora]",
+    )
+    with_adapters = ["--model.converters=lora", "--checkpoint.initial_load_in_hf=false"]
+    config = _starts_in_hf(tmp_path, *asked, overrides=with_adapters)
+    with pytest.raises(ConfigError, match=r"layers.0.feed_forward.w1 is not a linear layer of its"):
+        check_against(config, 1)
+    targets = 'targets = ["feed_forward.w2", "attention.wo"]'
+    check_against(_starts_in_hf(tmp_path, *asked, targets, overrides=with_adapters), 1)
 
 
 def test_a_checkpoint_is_not_taken_for_a_hugging_face_folder(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.harness.threads import run_on_threads
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.attention import AcrossHeads
+from torchtitan_lite.nn.decoder import OutputProjection
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.lora import AdaptedLinear
 from torchtitan_lite.nn.loss import cross_entropy
@@ -144,7 +145,7 @@ _STYLES: dict[str, Callable[[], nn.Module]] = {
     "rows": lambda: nn.Linear(6, 4),
     "adapted rows": lambda: AdaptedLinear(nn.Linear(6, 4, bias=False), rank=3, scale=0.5),
     "adapted columns": lambda: AdaptedLinear(nn.Linear(6, 4), rank=3, scale=0.5),
-    "output": lambda: nn.Linear(4, 7, bias=False),
+    "output": lambda: OutputProjection(4, 7),
 }
 
 

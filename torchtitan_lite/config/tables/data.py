@@ -170,9 +170,9 @@ class DataConfig(Section):
             if getattr(self, key) != type(self).model_fields[key].default
         }
         if self.corpora and single:
-            given = ", ".join(f"{key} = {value!r}" for key, value in single.items())
+            single_keys = ", ".join(f"{key} = {value!r}" for key, value in single.items())
             raise ValueError(
-                f"got {len(self.corpora)} corpora and also {given}; name the data either in "
+                f"got {len(self.corpora)} corpora and also {single_keys}; name the data either in "
                 f"[[training.corpora]] or in those keys, not in both"
             )
         return self
@@ -187,15 +187,15 @@ class DataConfig(Section):
                 "positive integers, [samples, global batch size]"
             )
         sizes = [size for _, size in self.batch_size_warmup]
-        given = f"batch_size_warmup has global batches of {', '.join(map(str, sizes))}"
+        batches = f"batch_size_warmup has global batches of {', '.join(map(str, sizes))}"
         if self.global_batch_size == -1:
             raise ValueError(
-                f"{given}, and global_batch_size = -1 follows the mesh; set it to the samples per "
-                "step after the warm-up"
+                f"{batches}, and global_batch_size = -1 follows the mesh; set it to the samples "
+                "per step after the warm-up"
             )
         if any(size >= following for size, following in pairwise([*sizes, self.global_batch_size])):
             raise ValueError(
-                f"{given}, then global_batch_size = {self.global_batch_size}; each must be above "
+                f"{batches}, then global_batch_size = {self.global_batch_size}; each must be above "
                 "the one before it"
             )
         return self

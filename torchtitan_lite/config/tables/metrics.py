@@ -11,11 +11,11 @@ from pydantic import AfterValidator
 from torchtitan_lite.config.tables.section import Section, at_least, at_most
 
 
-def _has_text(given: str) -> str:
-    if not given.strip():
+def _has_text(text: str) -> str:
+    if not text.strip():
         # An empty address means all interfaces to a socket.
         raise ValueError('must be an address, such as "127.0.0.1", got ""')
-    return given
+    return text
 
 
 _not_empty = AfterValidator(_has_text)

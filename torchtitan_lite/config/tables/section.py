@@ -57,13 +57,13 @@ def only(value: Any, missing: str) -> Unsupported:
     `value` is the setting that means off; `missing` names the feature in the error.
     """
 
-    def check(given: Any) -> Any:
-        if given != value:
+    def check(setting: Any) -> Any:
+        if setting != value:
             raise ValueError(
                 f"{missing} is not supported by this version; only {toml_literal(value)} "
-                f"is accepted, got {toml_literal(given)}"
+                f"is accepted, got {toml_literal(setting)}"
             )
-        return given
+        return setting
 
     return Unsupported(check)
 
@@ -82,39 +82,39 @@ class BuiltIn(tuple[str, ...]):
 
 def at_least(minimum: float) -> AfterValidator:
     """Require at least `minimum`; the error has the value."""
-    return _bounded(lambda given: given >= minimum, f"at least {minimum}")
+    return _bounded(lambda value: value >= minimum, f"at least {minimum}")
 
 
 def at_most(maximum: float) -> AfterValidator:
     """Require at most `maximum`; the error has the value."""
-    return _bounded(lambda given: given <= maximum, f"at most {maximum}")
+    return _bounded(lambda value: value <= maximum, f"at most {maximum}")
 
 
 def above(minimum: float) -> AfterValidator:
     """Require more than `minimum`; the error has the value."""
-    return _bounded(lambda given: given > minimum, f"greater than {minimum}")
+    return _bounded(lambda value: value > minimum, f"greater than {minimum}")
 
 
 def below(maximum: float) -> AfterValidator:
     """Require less than `maximum`; the error has the value."""
-    return _bounded(lambda given: given < maximum, f"less than {maximum}")
+    return _bounded(lambda value: value < maximum, f"less than {maximum}")
 
 
 def positive_or_minus_one() -> AfterValidator:
     """Require a positive number, or -1 for "the rest"."""
-    return _bounded(lambda given: given == -1 or given > 0, "positive, or -1")
+    return _bounded(lambda value: value == -1 or value > 0, "positive, or -1")
 
 
 def between(low: float, high: float) -> AfterValidator:
     """Require a number in [low, high]; the error has the value."""
-    return _bounded(lambda given: low <= given <= high, f"between {low} and {high}")
+    return _bounded(lambda value: low <= value <= high, f"between {low} and {high}")
 
 
 def _bounded(holds: Callable[[Any], bool], wanted: str) -> AfterValidator:
-    def check(given: Any) -> Any:
-        if not holds(given):
-            raise ValueError(f"must be {wanted}, got {given}")
-        return given
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(f"must be {wanted}, got {value}")
+        return value
 
     return AfterValidator(check)
 
@@ -128,5 +128,5 @@ def toml_literal(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(toml_literal, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {toml_literal(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {toml_literal(inner)}' for key, inner in value.items())}}}"
     return "none" if value is None else str(value)

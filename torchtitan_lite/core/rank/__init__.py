@@ -1,1 +1,1 @@
-"""What a rank and its supervisor owe each other: heartbeats, notices, processes."""
+"""Interface between a rank and its supervisor: heartbeats, supervision, processes."""

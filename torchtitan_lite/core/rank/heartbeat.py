@@ -68,19 +68,19 @@ class HeartbeatWriter:
                 raise OSError(f"{path}: {error}") from None
         if len(self._memory) < self._start + _SLOT_BYTES:
             raise OSError(f"{path} has no slot for rank {rank}.")
-        # Of an earlier attempt in these processes.
+        # An earlier attempt in these processes wrote it.
         self._memory[self._start + _STOPPED_EARLY] = 0
 
     def entered(self, phase: Phase, step: int) -> None:
         """Write a heartbeat. See `phases.PhaseListener`."""
-        number = _PHASES.index(phase)
+        index = _PHASES.index(phase)
         values = _FORMAT.pack(
             _MAGIC,
             os.getpid(),
-            number,
+            index,
             step,
             time.monotonic(),
-            self._limits[number],
+            self._limits[index],
             self._hang_timeout_s,
         )
         slot = values + _CHECKSUM.pack(zlib.crc32(values))
@@ -139,12 +139,12 @@ def parse(slot: bytes) -> Heartbeat | None:
         return None
     if _CHECKSUM.unpack_from(slot, size)[0] != zlib.crc32(slot[:size]):
         return None
-    magic, pid, number, step, since_s, limit_s, hang_timeout_s = _FORMAT.unpack_from(slot)
-    if magic != _MAGIC or number >= len(_PHASES) or step < 0:
+    magic, pid, index, step, since_s, limit_s, hang_timeout_s = _FORMAT.unpack_from(slot)
+    if magic != _MAGIC or index >= len(_PHASES) or step < 0:
         return None
     now_s = time.monotonic()
     if not now_s - _LONGEST_S < since_s <= now_s:
         return None
     if not (limit_s > 0 and 0 < hang_timeout_s < _LONGEST_S):
         return None
-    return Heartbeat(pid, _PHASES[number], step, since_s, limit_s, hang_timeout_s)
+    return Heartbeat(pid, _PHASES[index], step, since_s, limit_s, hang_timeout_s)

@@ -85,8 +85,8 @@ class Subreaper:
     def reap(self, own: Set[int], now_s: float) -> None:
         """Wait for orphans that have exited and kill those that outstay their time; `own` are the
         processes started by this one."""
-        found = set(children_of(os.getpid())) - own
-        living = {pid for pid in found if not _reap(pid)}
+        children = set(children_of(os.getpid())) - own
+        living = {pid for pid in children if not _reap(pid)}
         writers = {pid for pid in living if is_writer(command_line(pid))}
         self.has_writer = bool(writers)
         self._since_s = {pid: self._since_s.get(pid, now_s) for pid in living}
@@ -110,7 +110,7 @@ class ExitStatus:
     """Exit status of a process."""
 
     code: int
-    """As in subprocess: the exit status, or the negative signal number."""
+    """Exit status, or the negative signal number, as in subprocess."""
 
     @property
     def is_clean(self) -> bool:
@@ -133,7 +133,7 @@ def first_failed(statuses: Iterable[tuple[int, ExitStatus]]) -> tuple[int, ExitS
     None if none has failed. A rank that exited with an error has the cause in its log, while one
     that was killed may have been killed because of it."""
     failed = (status for status in statuses if not status[1].is_clean)
-    return min(failed, key=lambda one: (one[1].is_signal, one[0]), default=None)
+    return min(failed, key=lambda status: (status[1].is_signal, status[0]), default=None)
 
 
 def wait_readable(descriptors: Iterable[int], timeout_s: float = 0) -> set[int]:
@@ -176,14 +176,14 @@ def parent_of(pid: int) -> int:
 
 def children_of(pid: int) -> list[int]:
     """Return the children of a process, including zombies; none if the process is gone."""
-    found: list[int] = []
+    children: list[int] = []
     # The process and its threads may exit during the loop.
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):
                 text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
-                found += map(int, text.split())
-    return found
+                children += map(int, text.split())
+    return children
 
 
 def command_line(pid: int) -> list[str]:

@@ -193,7 +193,9 @@ class ServerSessions:
             raise AuthenticationError("The request is altered, or its sender has another secret.")
         with self._lock:
             if proof.ticket not in self._seen:
-                self._seen = {k: one for k, one in self._seen.items() if now_s < one.expires_s}
+                self._seen = {
+                    ticket: seen for ticket, seen in self._seen.items() if now_s < seen.expires_s
+                }
                 self._seen[proof.ticket] = _Seen(expires_s)
             if not self._seen[proof.ticket].add(proof.counter):
                 raise AuthenticationError("The request was received before.")

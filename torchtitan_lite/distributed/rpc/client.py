@@ -134,7 +134,7 @@ class AsyncRpcClient:
 
 
 class _Protocol:
-    """What both kinds of clients do with a session, without I/O."""
+    """Session handling of both kinds of clients, without I/O."""
 
     def __init__(self, address: str, service: str, secret: str, purpose: str) -> None:
         self.address, self.service = address, service

@@ -22,10 +22,10 @@ _MAX_SHOWN_CHARS = 200
 def parse_field(name: str, value: object, pattern: re.Pattern[str]) -> tuple[str, ...]:
     """Return the groups of `pattern` in the field `name`. Raises RpcError, and nothing else, if the
     value is missing, of another type or malformed."""
-    found = pattern.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+    match = pattern.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         raise RpcError(f"{name} is missing or malformed: {printable(value)!r}")
-    return found.groups()
+    return match.groups()
 
 
 def printable(value: object) -> str:

@@ -59,7 +59,7 @@ class Gate:
                 # Short, whatever the folder for temporary files is.
                 server.add_insecure_port(f"unix:/proc/self/fd/{folder}/rpc")
                 await server.start()
-                # Reaches the socket when its name is gone, so that nobody else can.
+                # It reaches the socket when its name is gone, so that no other process can.
                 self._upstream = os.open("rpc", os.O_PATH, dir_fd=folder)
             finally:
                 os.close(folder)

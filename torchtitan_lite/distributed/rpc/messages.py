@@ -27,9 +27,9 @@ def encode(content: dict[str, Any]) -> bytes:
 def decode(content: bytes) -> dict[str, Any]:
     """Parse an object. Raises ValueError."""
     try:
-        found = json.loads(content)
+        message = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"The message is not JSON: {error!r:.100}") from None
-    if not isinstance(found, dict):
+    if not isinstance(message, dict):
         raise ValueError("The message is not an object.")
-    return found
+    return message

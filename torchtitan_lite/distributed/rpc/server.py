@@ -190,7 +190,7 @@ def authenticated_service(
             try:
                 outcome = {RESULT: await answer(content)}
             except CallError as error:
-                # In a signed response, because anybody on the way could forge a gRPC status.
+                # In a signed response: any machine on the way could forge a gRPC status.
                 outcome = {ERROR: error.code.name, MESSAGE: error.message}
             except Exception as error:
                 logger.exception("%s of %s failed", call, service)
@@ -231,13 +231,13 @@ def _listeners(bind: str, name: str) -> list[socket.socket]:
         places = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise RpcError(f"{host} has no address: {error.strerror}.") from None
-    found: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     failures: list[OSError] = []
     for family, _, _, _, place in places:
-        chosen = found[0].getsockname()[1] if found else int(port)
+        chosen = listeners[0].getsockname()[1] if listeners else int(port)
         is_any = place[0] == "::"
         try:
-            found.append(
+            listeners.append(
                 socket.create_server(
                     (place[0], chosen, *place[2:]),
                     family=family,
@@ -248,11 +248,11 @@ def _listeners(bind: str, name: str) -> list[socket.socket]:
         except OSError as error:
             failures.append(error)
     in_use = any(failure.errno == errno.EADDRINUSE for failure in failures)
-    if in_use or not found:
-        for one in found:
-            one.close()
+    if in_use or not listeners:
+        for listener in listeners:
+            listener.close()
         problem = "another process listens there" if in_use else failures[0].strerror
         raise RpcError(
             f"A {name} cannot listen at {bind}: {problem}. Choose another address or port."
         )
-    return found
+    return listeners

@@ -42,7 +42,7 @@ _MIN_BYTES_PER_S = 64 << 10
 """Rate below which a connection counts as lost."""
 _MAX_HEADER_BYTES = 256 << 20
 _UNPROVEN_S = 2.0
-"""Time for which answers without a proof are retried: they may be of somebody else."""
+"""Time for which answers without a proof are retried: they may come from another server."""
 _UNPROVEN_POLL_S = 0.1
 _MAX_PREPARING = 20
 """Maximum time for which a state is prepared, in timeouts of the connection."""
@@ -70,7 +70,7 @@ class _NotReady(RpcError):
 
 class _Unproven(RpcError):
     """Answer without the peer's proof, which decides nothing: the peer does not accept the session
-    any more, it has another secret, or somebody else has answered."""
+    any more, it has another secret, or another server has answered."""
 
 
 class _OutOfRange(RpcError):
@@ -151,7 +151,7 @@ class StateConnection:
         self.serial = 0
         """Number of the offer that the last response was from; 0 without one."""
         self._header_bytes = 0
-        """Of the last header: the next one is expected to be as long."""
+        """Bytes of the last header; the next one is expected to be as long."""
 
     @property
     def url(self) -> str:

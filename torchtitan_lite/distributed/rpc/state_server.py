@@ -52,9 +52,9 @@ _PARTS = re.compile(_PART, re.ASCII)
 MAX_ROWS = 1 << 20
 """Maximum number of rows of a request, over all its ranges."""
 _MAX_RESPONSE_BYTES = 64 << 20
-"""Of a request of several ranges, which are joined in memory."""
+"""Maximum bytes of a request of several ranges, which are joined in memory."""
 MAX_RANGES = 512
-"""Of a request, whose header line is limited."""
+"""Maximum ranges of a request, whose header line is limited."""
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_WAIT_S = 5.0
 """Maximum time of a request that waits for another state."""
@@ -147,7 +147,7 @@ class StateServer:
         far only those to `keep`."""
         server = self._server
         with server.changed:
-            kept = {number: one for number, one in server.offered.items() if number in keep}
+            kept = {served: offer for served, offer in server.offered.items() if served in keep}
             server.last_serial += 1
             server.offered = {**kept, version: _Offer(state, server.last_serial)}
             server.changed.notify_all()
@@ -157,7 +157,9 @@ class StateServer:
         server = self._server
         with server.changed:
             offered = {} if version is None else server.offered
-            server.offered = {number: one for number, one in offered.items() if number != version}
+            server.offered = {
+                served: offer for served, offer in offered.items() if served != version
+            }
             server.changed.notify_all()
         if version is None:
             server.preparing = None
@@ -226,7 +228,7 @@ class _Server(BoundedHTTPServer):
                 self.last_read_s[version] = time.monotonic()
                 if not self.num_readers[version]:
                     del self.num_readers[version]
-                for old in [one for one in self.last_read_s if one not in self.offered]:
+                for old in self.last_read_s.keys() - self.offered.keys():
                     del self.last_read_s[old]
 
 
@@ -310,7 +312,7 @@ class _Handler(BoundedHandler):
             self.connection.sendall(piece)
 
     def _reject(self, session: ServerSession, status: HTTPStatus, prepared: int = 0) -> None:
-        """Send a status with its proof, because anybody on the way could forge one."""
+        """Send a status with its proof, because any machine on the way could forge one."""
         digest = session.response_digest()
         digest.update(signed_head(status, 0, 0, prepared))
         headers = {MAC: digest.hexdigest(), SERIAL: "0", PREPARED: str(prepared)}
@@ -330,18 +332,18 @@ def _rows(text: str, length: int) -> list[range] | None:
     """Return the ranges of bytes of a request; None if they exceed the state or a limit."""
     if _RANGE.fullmatch(text) is None:
         return None
-    found: list[range] = []
+    rows: list[range] = []
     num_bytes = num_rows = 0
-    for number, part in enumerate(_PARTS.finditer(text)):
+    for index, part in enumerate(_PARTS.finditer(text)):
         first, stop = int(part[1]), int(part[2]) + 1
         count, stride = (1, 0) if part[3] is None else (int(part[3]), int(part[4]))
         last = stop + (count - 1) * stride
         num_bytes, num_rows = num_bytes + (stop - first) * count, num_rows + count
         if not (first < stop and count > 0 and last <= length):
             return None
-        if number >= MAX_RANGES or num_rows > MAX_ROWS:
+        if index >= MAX_RANGES or num_rows > MAX_ROWS:
             return None
         if num_rows > 1 and num_bytes > _MAX_RESPONSE_BYTES:
             return None
-        found += [range(first + row * stride, stop + row * stride) for row in range(count)]
-    return found
+        rows += [range(first + row * stride, stop + row * stride) for row in range(count)]
+    return rows

@@ -37,7 +37,7 @@ class Strangers(Generic[_T]):
 
     def add(self, connection: _T, address: str) -> _T | None:
         """Add a connection from `address`, and return the one to close for it, if any."""
-        own = [one for one, other in self._addresses.items() if other == address]
+        own = [known for known, source in self._addresses.items() if source == address]
         displaced = None
         if len(own) >= self._limits.per_address:
             displaced = own[0]

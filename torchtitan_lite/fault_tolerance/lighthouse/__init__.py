@@ -1,5 +1,5 @@
 """Lighthouse: forms the quorums of the replicas and tracks their heartbeats.
 
 It serves torchft's managers (0.2.0) as torchft's own lighthouse does, and in addition accepts
-notices that a replica has left.
+the departures of replicas.
 """

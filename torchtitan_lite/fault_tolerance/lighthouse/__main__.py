@@ -21,7 +21,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a lighthouse until a signal and return the exit status."""
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     # Blocked in all threads and received by sigwait, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     configure_logging()
@@ -31,21 +31,21 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         settings = QuorumSettings(
-            given.min_replicas, given.join_timeout_ms, given.heartbeat_timeout_ms
+            options.min_replicas, options.join_timeout_ms, options.heartbeat_timeout_ms
         )
         token = os.environ.get(TOKEN, "")
         if not token:
             logger.warning(
                 "TORCHTITAN_LITE_TOKEN is not set: this lighthouse serves torchft's managers, and "
                 "accepts unauthenticated clients at %s.",
-                given.bind,
+                options.bind,
             )
         elif problem := secret_problem(token):
             raise LighthouseError(problem)
         # Replicas outlive a lighthouse, and so do the process groups named after its quorum ids: a
         # repeated id would be taken for the same group. Quorums are rarer than one per microsecond.
         first_id = time.time_ns() // 1000
-        with LighthouseService(given.bind, settings, token, first_id=first_id) as service:
+        with LighthouseService(options.bind, settings, token, first_id=first_id) as service:
             print(f"listening on {service.address}", flush=True)
             signal.sigwait(_ENDING)
     except LighthouseError as error:

@@ -1,4 +1,4 @@
-"""Client of a lighthouse for supervisors: leave notices and status."""
+"""Client of a lighthouse for supervisors: departures and status."""
 
 from typing import Any
 

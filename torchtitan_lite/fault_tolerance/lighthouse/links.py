@@ -23,9 +23,9 @@ class LinkReports:
 
     def replace(self, replica_id: str, unreachable: Collection[str]) -> None:
         """Replace the report of a replica; an empty one withdraws it."""
-        others = frozenset(unreachable) - {replica_id}
-        if others:
-            self._unreachable[replica_id] = others
+        peers = frozenset(unreachable) - {replica_id}
+        if peers:
+            self._unreachable[replica_id] = peers
         else:
             self.withdraw(replica_id)
 
@@ -36,8 +36,8 @@ class LinkReports:
     def forget(self, replica_id: str) -> None:
         """Forget the report of a replica, and the reports about it."""
         self.withdraw(replica_id)
-        for reporter, others in list(self._unreachable.items()):
-            self.replace(reporter, others - {replica_id})
+        for reporter, peers in list(self._unreachable.items()):
+            self.replace(reporter, peers - {replica_id})
 
     def reporters(self) -> list[str]:
         """Return the ids of all replicas with a report."""
@@ -47,10 +47,10 @@ class LinkReports:
         """Return the links between these replicas that at least one of their ends reports."""
         ids = frozenset(among)
         return frozenset(
-            frozenset((reporter, other))
-            for reporter, others in self._unreachable.items()
+            frozenset((reporter, peer))
+            for reporter, peers in self._unreachable.items()
             if reporter in ids
-            for other in others & ids
+            for peer in peers & ids
         )
 
 
@@ -66,13 +66,13 @@ def replicas_to_leave_out(
     broken links the set may not be the smallest.
     """
     neighbors: dict[str, set[str]] = {}
-    for one, other in (sorted(link) for link in broken):
-        neighbors.setdefault(one, set()).add(other)
-        neighbors.setdefault(other, set()).add(one)
+    for first, second in (sorted(link) for link in broken):
+        neighbors.setdefault(first, set()).add(second)
+        neighbors.setdefault(second, set()).add(first)
     step_of = dict(steps)
     # The longest history first.
-    order = sorted(neighbors, key=lambda one: (-step_of[one], one))
-    rank = {one: place for place, one in enumerate(order)}
+    order = sorted(neighbors, key=lambda replica_id: (-step_of[replica_id], replica_id))
+    rank = {replica_id: place for place, replica_id in enumerate(order)}
     if len(order) > _MAX_EXACT:
         return _greedy_cover(neighbors, rank)
     covers = _covers(neighbors, frozenset(), len(order))
@@ -80,7 +80,8 @@ def replicas_to_leave_out(
     return min(
         (cover for cover in covers if len(cover) == smallest),
         key=lambda cover: [
-            (-step_of[one], one) for one in sorted(neighbors.keys() - cover, key=rank.__getitem__)
+            (-step_of[replica_id], replica_id)
+            for replica_id in sorted(neighbors.keys() - cover, key=rank.__getitem__)
         ],
     )
 
@@ -92,26 +93,32 @@ def _covers(
     ones among them."""
     if len(chosen) > bound:
         return []
-    degrees = {one: len(others - chosen) for one, others in neighbors.items() if one not in chosen}
+    degrees = {
+        candidate: len(adjacent - chosen)
+        for candidate, adjacent in neighbors.items()
+        if candidate not in chosen
+    }
     vertex = max(sorted(degrees), key=degrees.__getitem__, default=None)
     if vertex is None or degrees[vertex] == 0:
         return [chosen]
     # A cover contains the vertex, or else all of its neighbors.
-    found = _covers(neighbors, chosen | {vertex}, bound)
-    bound = min([bound, *map(len, found)])
-    found += _covers(neighbors, chosen | neighbors[vertex], bound)
-    return found
+    covers = _covers(neighbors, chosen | {vertex}, bound)
+    bound = min([bound, *map(len, covers)])
+    covers += _covers(neighbors, chosen | neighbors[vertex], bound)
+    return covers
 
 
 def _greedy_cover(neighbors: Mapping[str, set[str]], rank: Mapping[str, int]) -> frozenset[str]:
     cover: set[str] = set()
     while True:
-        degrees = {one: len(neighbors[one] - cover) for one in neighbors.keys() - cover}
-        worst = max(degrees, key=lambda one: (degrees[one], rank[one]))
+        degrees = {
+            candidate: len(neighbors[candidate] - cover) for candidate in neighbors.keys() - cover
+        }
+        worst = max(degrees, key=lambda candidate: (degrees[candidate], rank[candidate]))
         if degrees[worst] == 0:
             break
         cover.add(worst)
-    for one in sorted(cover, key=rank.__getitem__):
-        if neighbors[one] <= cover:
-            cover.remove(one)
+    for member in sorted(cover, key=rank.__getitem__):
+        if neighbors[member] <= cover:
+            cover.remove(member)
     return frozenset(cover)

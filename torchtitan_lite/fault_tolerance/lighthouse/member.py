@@ -1,8 +1,8 @@
 """Statement of a replica about itself, sealed with the secret of the run.
 
-The lighthouse counts a replica, and the others train with it, only if the seal is right. So nobody
-without the secret can join a quorum, claim a step, or name an address from which others would heal,
-even through a lighthouse that checks nothing.
+The lighthouse counts a replica, and the others train with it, only if the seal is right. Therefore
+no process without the secret can join a quorum, claim a step, or name an address from which others
+would heal, even through a lighthouse that checks nothing.
 """
 
 import hmac
@@ -50,8 +50,8 @@ class Member:
     def unseal(text: str, secret: str) -> "Member":
         """Return the statement in `text`. Raises AuthenticationError if the seal is wrong."""
         try:
-            given = json.loads(text)
-            content, seal = given["member"], given["seal"]
+            envelope = json.loads(text)
+            content, seal = envelope["member"], envelope["seal"]
             if not hmac.compare_digest(seal.encode(), _seal(content, secret).encode()):
                 raise AuthenticationError("The statement of a replica has a wrong seal.")
             return _parse(json.loads(content))

@@ -155,10 +155,10 @@ class QuorumRules:
         name, colon, _ = replica_id.rpartition(":")
         if colon:
             # An id that has only sent heartbeats is that of an even newer process.
-            for one in sorted(self._known() - {replica_id} - self._first_heartbeats.keys()):
-                if one.rpartition(":")[:2] == (name, colon):
-                    self._forget(one)
-                    self._record_departures([one], _REPLACED)
+            for known_id in sorted(self._known() - {replica_id} - self._first_heartbeats.keys()):
+                if known_id.rpartition(":")[:2] == (name, colon):
+                    self._forget(known_id)
+                    self._record_departures([known_id], _REPLACED)
         since_s = self._since_s.setdefault(replica_id, now_s)
         self.waiting[replica_id] = WaitingReplica(member, since_s)
         return True
@@ -199,12 +199,18 @@ class QuorumRules:
     def mark_left(self, replica_id: str) -> list[str]:
         """Remove a replica that has left, by its id or its name, which is the part before the first
         colon. Return the known ids that no longer count."""
-        found = sorted(one for one in self._known() if replica_id in (one, one.partition(":")[0]))
-        for one in found:
-            self._forget(one)
+        left_ids = sorted(
+            known_id
+            for known_id in self._known()
+            if replica_id in (known_id, known_id.partition(":")[0])
+        )
+        for left_id in left_ids:
+            self._forget(left_id)
         # A heartbeat may still be in transit. An id without a UUID may return.
-        self._record_departures([one for one in (*found, replica_id) if ":" in one], LEFT)
-        return found
+        self._record_departures(
+            [left_id for left_id in (*left_ids, replica_id) if ":" in left_id], LEFT
+        )
+        return left_ids
 
     def is_healthy(self, replica_id: str, now_s: float) -> bool:
         """Return whether a replica's last heartbeat is still valid."""
@@ -235,10 +241,10 @@ class QuorumRules:
             for replica_id, last_s in self.heartbeats.items()
             if now_s < self._expires_s(last_s) + _FORGET_AFTER_S
         }
-        for one in self._first_heartbeats.keys() - self.heartbeats.keys():
-            del self._first_heartbeats[one]
-        for one in set(self._links.reporters()) - self.heartbeats.keys():
-            self._links.withdraw(one)
+        for expired_id in self._first_heartbeats.keys() - self.heartbeats.keys():
+            del self._first_heartbeats[expired_id]
+        for reporter in set(self._links.reporters()) - self.heartbeats.keys():
+            self._links.withdraw(reporter)
         return quorum
 
     def evaluate(self, now_s: float) -> QuorumDecision:
@@ -246,12 +252,12 @@ class QuorumRules:
         if not self.waiting:
             return QuorumDecision(None, "no replica waits", None)
         live = self._live(now_s)
-        present = [self.waiting[one] for one in sorted(self.waiting.keys() & live)]
+        present = [self.waiting[waiting_id] for waiting_id in sorted(self.waiting.keys() & live)]
         until_s = self._next_expiry_s(live)
         admitted = self._admitted([asking.member for asking in present])
         broken = self._links.broken({member.replica_id for member in admitted})
         left_out = _left_out(admitted, broken)
-        members = tuple(one for one in admitted if one.replica_id not in left_out)
+        members = tuple(member for member in admitted if member.replica_id not in left_out)
         suffix = _describe_left_out(left_out, broken)
 
         def decide(
@@ -260,7 +266,7 @@ class QuorumRules:
             return QuorumDecision(members, reason + suffix, until_s, tuple(sorted(left_out)))
 
         # The members of the last quorum continue at once, together with all that wait.
-        usable = {one.member.replica_id for one in present} - left_out
+        usable = {waiter.member.replica_id for waiter in present} - left_out
         if self.quorum and {*self.quorum.ids} <= usable:
             return decide("all members of the last quorum wait", members)
         needed, num_usable = self.settings.min_replicas, len(usable)
@@ -273,11 +279,11 @@ class QuorumRules:
             return decide(reason, None)
         # A replica without a link to a member would be left out.
         absent = {
-            one
-            for one in live - self.waiting.keys()
-            if not any(one in link for link in self._links.broken({*usable, one}))
+            replica_id
+            for replica_id in live - self.waiting.keys()
+            if not any(replica_id in link for link in self._links.broken({*usable, replica_id}))
         }
-        waited_s = min((one.since_s for one in present), default=now_s)
+        waited_s = min((waiter.since_s for waiter in present), default=now_s)
         join_by_s = waited_s + self.settings.join_timeout_ms / 1000
         if absent and now_s < join_by_s:
             reason = f"{', '.join(sorted(absent))} may still join"
@@ -304,8 +310,8 @@ class QuorumRules:
 
     def _next_expiry_s(self, live: Collection[str]) -> float | None:
         """Return the time at which the next of these ids stops to count by itself."""
-        times_s = [self._expires_s(self.heartbeats[one]) for one in live]
-        times_s += [self._request_by_s(one) for one in self._first_heartbeats.keys() & live]
+        times_s = [self._expires_s(self.heartbeats[live_id]) for live_id in live]
+        times_s += [self._request_by_s(live_id) for live_id in self._first_heartbeats.keys() & live]
         return min(times_s, default=None)
 
     def _request_by_s(self, replica_id: str) -> float:
@@ -341,12 +347,14 @@ def _left_out(members: Sequence[MemberFacts], broken: frozenset[Link]) -> frozen
 
 def _longest(members: Sequence[MemberFacts]) -> str:
     """Return the id of the member with the longest history."""
-    return min(members, key=lambda one: (-one.step, one.replica_id)).replica_id
+    return min(members, key=lambda member: (-member.step, member.replica_id)).replica_id
 
 
 def _describe_left_out(left_out: Collection[str], broken: Collection[Link]) -> str:
     parts = []
-    for one in sorted(left_out):
-        others = sorted(other for link in broken if one in link for other in link if other != one)
-        parts.append(f"{one} is left out, no link to {', '.join(others)}")
+    for left_out_id in sorted(left_out):
+        ends = sorted(
+            end for link in broken if left_out_id in link for end in link if end != left_out_id
+        )
+        parts.append(f"{left_out_id} is left out, no link to {', '.join(ends)}")
     return "".join(f"; {part}" for part in parts)

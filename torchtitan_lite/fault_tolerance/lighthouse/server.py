@@ -16,8 +16,8 @@ from torchtitan_lite.fault_tolerance.lighthouse.servicer import LighthouseServic
 class LighthouseService:
     """Lighthouse at `bind`, "HOST:PORT"; port 0 selects a free one.
 
-    With a secret it serves replicas that have it, and nothing else. Without one it serves torchft's
-    managers, and anybody.
+    With a secret it serves replicas that have it, and nothing else. Without one it serves any
+    client, including torchft's managers.
     """
 
     def __init__(

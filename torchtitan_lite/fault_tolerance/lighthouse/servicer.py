@@ -111,8 +111,8 @@ class LighthouseServicer:
         self._rules.report_links(member.replica_id, _ids(request.get("unreachable")))
         quorum = await self._wait_for_quorum(member)
         if self._sealed is None or self._sealed[0] is not quorum:
-            members = [one for one in quorum.members if isinstance(one, Member)]
-            self._sealed = quorum, [one.seal(self._secret) for one in members]
+            members = [member for member in quorum.members if isinstance(member, Member)]
+            self._sealed = quorum, [member.seal(self._secret) for member in members]
         return {
             "lighthouse": self._instance,
             "quorum_id": quorum.quorum_id,
@@ -227,8 +227,8 @@ class LighthouseServicer:
             self._timer = self._loop.call_at(until_s, self._answer_waiting)
 
 
-def _ids(given: Any) -> list[str]:
-    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+def _ids(ids: Any) -> list[str]:
+    return [id_ for id_ in ids if isinstance(id_, str)] if isinstance(ids, list) else []
 
 
 def _torchft_service(

@@ -358,8 +358,8 @@ class FaultTolerantReplicas:
         self._has_valid_state, self._was_rolled_back = is_source, True
 
     def events(self) -> list[StepEvent]:
-        found, self._events = self._events, []
-        return found
+        events, self._events = self._events, []
+        return events
 
     def close(self) -> None:
         if self._has_left:

@@ -130,23 +130,23 @@ class Fence:
         started_s = time.monotonic()
         while True:
             try:
-                found = self._within_wait(lambda: self._admitted(quorum, started_s))
+                admission = self._within_wait(lambda: self._admitted(quorum, started_s))
                 self._report_success()
             except OSError as error:
                 if self._newest is None or not quorum.has_most_of(self._newest):
                     problem = _text(error)
                     return f"{self._history.folder} is needed to continue the run: {problem}"
                 self._report_failure(error)
-                found = self._newest
+                admission = self._newest
             except CheckpointError as error:
                 raise ReplicaError(str(error)) from None
-            if isinstance(found, HistoryClaim):
+            if isinstance(admission, HistoryClaim):
                 self._expired = None
-                self._adopt(quorum, found)
+                self._adopt(quorum, admission)
                 return ""
-            if found is not None:
+            if admission is not None:
                 if time.monotonic() - started_s >= _WAIT_S:
-                    return found
+                    return admission
                 time.sleep(_POLL_S)
 
     def is_superseded(self) -> bool:
@@ -187,21 +187,21 @@ class Fence:
         to be called again, because another process claimed the token. Raises OSError,
         CheckpointError and ReplicaError."""
         newest = self._history.newest()
-        found = self._decide(quorum, newest, started_s)
+        decision = self._decide(quorum, newest, started_s)
         self._newest = newest
-        if not isinstance(found, HistoryClaim):
-            return found
-        if found is not newest:
+        if not isinstance(decision, HistoryClaim):
+            return decision
+        if decision is not newest:
             if time.monotonic() - started_s >= _CLAIM_WITHIN_S:
                 return "this replica was about to continue the run"
-            if not self._history.try_claim(found):
+            if not self._history.try_claim(decision):
                 return None
-            self._newest = found
-        if found.token != self.token:
+            self._newest = decision
+        if decision.token != self.token:
             # The claim says the same, unless this replica joins it later.
             with suppress(OSError):
-                self._history.record_token(found.token)
-        return found
+                self._history.record_token(decision.token)
+        return decision
 
     def _decide(
         self, quorum: _Quorum, newest: HistoryClaim | None, started_s: float
@@ -305,17 +305,17 @@ class Fence:
         if self._call is not None:
             # Its outcome was for another question.
             self._call.exception(_ANSWER_WITHIN_S)
-        self._call = found = Future[_T]()
+        self._call = future = Future[_T]()
 
         def run() -> None:
             try:
-                found.set_result(access())
+                future.set_result(access())
             except BaseException as error:
-                found.set_exception(error)
+                future.set_exception(error)
 
-        # Not from a pool, whose threads delay the end of the process.
+        # Threads of a pool would delay the end of the process.
         threading.Thread(target=run, name="history access", daemon=True).start()
-        return found.result(_ANSWER_WITHIN_S)
+        return future.result(_ANSWER_WITHIN_S)
 
     def _report_failure(self, error: Exception) -> None:
         """Log the first of consecutive failures."""

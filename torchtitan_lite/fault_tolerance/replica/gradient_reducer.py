@@ -93,7 +93,9 @@ class GradientReducer:
             buckets[-1].append(parameter)
             size += local.nbytes
         self._buckets = buckets
-        self._bucket_of = {one: place for place, bucket in enumerate(buckets) for one in bucket}
+        self._bucket_of = {
+            parameter: place for place, bucket in enumerate(buckets) for parameter in bucket
+        }
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if self._missing is None:
@@ -142,9 +144,10 @@ class GradientReducer:
         self._free[flat.dtype, flat.device].append(whole)
 
 
-def _are_identical(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
-    return len(some) == len(others) and all(
-        one is other for one, other in zip(some, others, strict=True)
+def _are_identical(some: Sequence[nn.Parameter], expected: Sequence[nn.Parameter]) -> bool:
+    return len(some) == len(expected) and all(
+        parameter is expected_parameter
+        for parameter, expected_parameter in zip(some, expected, strict=True)
     )
 
 

@@ -172,10 +172,14 @@ class FlightRecorder:
         record = _recorded()
         if not record:
             return
-        entries = [one for one in record.get("entries", []) if _identity(one) not in self._former]
+        entries = [
+            entry for entry in record.get("entries", []) if _identity(entry) not in self._former
+        ]
         newest = len(entries) - _KEPT_COMPLETED
         try:
-            kept = [one for i, one in enumerate(entries) if i >= newest or not one.get("retired")]
+            kept = [
+                entry for i, entry in enumerate(entries) if i >= newest or not entry.get("retired")
+            ]
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part = self._path.with_suffix(".part")
             part.write_text(json.dumps({**record, "entries": kept}))

@@ -149,7 +149,7 @@ def join(
 
 def _leave(lighthouse: str, replica_id: str, token: str) -> None:
     """Notify the lighthouse, so that no replica waits for this one. torchft's lighthouse does not
-    accept the notice, and notices the missing heartbeats instead."""
+    accept departures, and detects the missing heartbeats instead."""
     with suppress(LighthouseError):
         notify_left(lighthouse, replica_id, token, _LEAVE_TIMEOUT_S)
 

@@ -94,8 +94,8 @@ class AuthenticatedLighthouse:
 
 
 class TorchftLighthouse:
-    """torchft's lighthouse, which serves anybody. The members of its quorums are checked here all
-    the same, but a stranger can prevent quorums."""
+    """torchft's lighthouse, which serves any client. The members of its quorums are checked here
+    all the same, but a stranger can prevent quorums."""
 
     def __init__(self, address: str, secret: str, run_id: str) -> None:
         del run_id
@@ -146,7 +146,7 @@ def _agreed(
 ) -> AgreedQuorum:
     """Check the members of a quorum. Raises RpcError if one of them cannot prove itself."""
     try:
-        members = tuple(sorted((Member.unseal(one, secret) for one in sealed), key=_id_of))
+        members = tuple(sorted((Member.unseal(text, secret) for text in sealed), key=_id_of))
     except AuthenticationError as error:
         raise RpcError(
             f"The lighthouse named a replica that cannot prove itself: {error}"

@@ -73,16 +73,16 @@ def check_compatibility(own: str, quorum: QuorumResult) -> None:
     A lagging replica leaves those that are ahead. If several are equally far ahead, the minority
     leaves; of two equally large groups the first one stays.
     """
-    found = [_fingerprint_in(replica_id) for replica_id in quorum.replica_ids]
-    if set(found) == {own}:
+    fingerprints = [_fingerprint_in(replica_id) for replica_id in quorum.replica_ids]
+    if set(fingerprints) == {own}:
         return
     if quorum.recover_src_replica_rank is not None:
-        wanted = found[quorum.recover_src_replica_rank]
+        wanted = fingerprints[quorum.recover_src_replica_rank]
     elif quorum.max_world_size == 1:
         wanted = own
     else:
         # Counter keeps the order of first occurrence among equal counts.
-        wanted = Counter(found).most_common(1)[0][0]
+        wanted = Counter(fingerprints).most_common(1)[0][0]
     if own != wanted:
         raise ReplicaError(
             f"This replica is incompatible with the quorum: the fingerprint of ranks and settings "
@@ -118,5 +118,5 @@ def check_descriptors() -> None:
             "to be restarted. If the limit of open files is the cause, raise it (ulimit -n)."
         ) from None
     finally:
-        for one in opened:
-            os.close(one)
+        for descriptor in opened:
+            os.close(descriptor)

@@ -57,7 +57,7 @@ _VOTE_RETRY_S = 0.1
 
 @dataclass(frozen=True)
 class ReplicaIdentity:
-    """What a replica states about itself in every quorum."""
+    """Facts that a replica states about itself in every quorum."""
 
     run_id: str
     replica_id: str
@@ -155,7 +155,7 @@ class ReplicaServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _end(self) -> None:
-        # Otherwise the server would wait for the calls of those who watch.
+        # Otherwise the server would wait for the calls of watchers.
         self._has_ended = True
         async with self._changed:
             self._changed.notify_all()
@@ -202,11 +202,11 @@ class ReplicaServer:
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, f"Rank {rank!r} is out of range.")
         future = asyncio.get_running_loop().create_future()
         if rank in round_:
-            # A repeated request: nobody waits for the earlier one any more.
+            # A repeated request: no caller waits for the earlier one any more.
             round_[rank][1].cancel()
         round_[rank] = (request, future)
         if len(round_) == self._identity.world_size:
-            complete = [round_[one] for one in sorted(round_)]
+            complete = [round_[local_rank] for local_rank in sorted(round_)]
             round_.clear()
             self._spawn(finish(complete))
         try:
@@ -281,9 +281,9 @@ class ReplicaServer:
         members = () if self._quorum is None else self._quorum.members
         now_s = time.monotonic()
         silent = [
-            one
-            for one in members
-            if now_s - self._answered_s.get(one.replica_id, now_s) >= _SILENT_S
+            member
+            for member in members
+            if now_s - self._answered_s.get(member.replica_id, now_s) >= _SILENT_S
         ]
 
         async def probe(member: Member) -> None:
@@ -303,11 +303,13 @@ class ReplicaServer:
         async with self._changed:
             self._quorum, self._broken = quorum, None
             self._changed.notify_all()
-        others = [one for one in quorum.members if one.replica_id != self._identity.replica_id]
-        self._answered_s = {other.replica_id: time.monotonic() for other in others}
-        for member in others:
+        peers = [
+            member for member in quorum.members if member.replica_id != self._identity.replica_id
+        ]
+        self._answered_s = {peer.replica_id: time.monotonic() for peer in peers}
+        for member in peers:
             self._unreachable.discard(member.replica_id)
-            self._spawn(self._ping_regularly(quorum.quorum_id, member, len(others)))
+            self._spawn(self._ping_regularly(quorum.quorum_id, member, len(peers)))
 
     async def _break(self, quorum_id: int, reason: str) -> None:
         """Break the quorum, so that the ranks abort what waits for the other replicas."""
@@ -328,11 +330,11 @@ class ReplicaServer:
                 if self._connected_since_s is None:
                     self._connected_since_s = started_s
                 if last.dead - {self._identity.replica_id}:
-                    names = ", ".join(sorted(one.partition(":")[0] for one in last.dead))
+                    names = ", ".join(sorted(dead_id.partition(":")[0] for dead_id in last.dead))
                     await self._break(last.quorum_id, f"{names} sends no heartbeats any more")
                 if not last.is_member and before is not None:
-                    # As after this process was suspended. What it waits for does not come. A quorum
-                    # that was formed meanwhile is not meant.
+                    # For example, this process was suspended. The call that it waits for does not
+                    # arrive. A quorum that was formed meanwhile is not meant.
                     await self._break(before.quorum_id, "the others continued without this replica")
             except RpcError:
                 # A request for a quorum reports it. Training continues meanwhile.
@@ -393,8 +395,8 @@ def quorum_for_rank(quorum: AgreedQuorum, own_id: str, rank: int) -> dict[str, A
     ids = [member.replica_id for member in members]
     own = ids.index(own_id)
     newest = max(member.step for member in members)
-    ahead = [i for i, one in enumerate(members) if one.step == newest]
-    behind = [i for i, one in enumerate(members) if one.step != newest]
+    ahead = [i for i, member in enumerate(members) if member.step == newest]
+    behind = [i for i, member in enumerate(members) if member.step != newest]
     # Each rank has a different donor, so that all donors serve.
     donors = {healing: ahead[(i + rank) % len(ahead)] for i, healing in enumerate(behind)}
     donor = donors.get(own)
@@ -411,7 +413,9 @@ def quorum_for_rank(quorum: AgreedQuorum, own_id: str, rank: int) -> dict[str, A
         "max_world_size": len(ahead),
         "heal": donor is not None,
         "recover_src_replica_rank": donor,
-        "recover_dst_replica_ranks": [one for one, source in donors.items() if source == own],
+        "recover_dst_replica_ranks": [
+            healing for healing, source in donors.items() if source == own
+        ],
         "state_url": None if donor is None else members[donor].state_urls[rank],
     }
 

@@ -121,16 +121,16 @@ class Averaging:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return `NAME.outer_parameter` and `NAME.outer_momentum`; none for LocalSGD."""
-        found = {}
+        tensors = {}
         for mine, outer, fragment in zip(
             self._fragments, self._outer, self._torchft_fragments(), strict=False
         ):
             for (name, parameter), saved in zip(
                 mine.parameters.items(), fragment.original_parameters.values(), strict=True
             ):
-                found[f"{name}.outer_parameter"] = placed_like(saved, parameter)
-                found[f"{name}.outer_momentum"] = outer.state[parameter]["momentum_buffer"]
-        return found
+                tensors[f"{name}.outer_parameter"] = placed_like(saved, parameter)
+                tensors[f"{name}.outer_momentum"] = outer.state[parameter]["momentum_buffer"]
+        return tensors
 
     def _torchft_fragments(self) -> Sequence[Any]:
         """Fragments of DiLoCo. torchft 0.2.0 returns their state only as a pickle or as clones."""
@@ -146,8 +146,8 @@ class Averaging:
 class SemiSynchronousReplicas(FaultTolerantReplicas):
     """This replica among others that are averaged. See `participation.Replicas`."""
 
-    def __init__(self, *given: Any, averaging: Averaging, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *arguments: Any, averaging: Averaging, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._averaging = averaging
         averaging.connect(self._manager)
         self._interval_share: Share | None = None
@@ -307,7 +307,7 @@ class _ManagerAdapter:
     def disallow_state_dict_read(self) -> None:
         """Do nothing, as in `allow_state_dict_read`."""
 
-    def register_state_dict_fn(self, *given: object) -> None:
+    def register_state_dict_fn(self, *arguments: object) -> None:
         """Do nothing: the state is saved and healed through `Averaging.tensors`."""
 
 

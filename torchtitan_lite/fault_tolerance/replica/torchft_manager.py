@@ -100,10 +100,10 @@ class QuorumManager(Manager):
             coordinator.start(config.quorum_timeout_s)
             return _ManagerServer(coordinator)
 
-        def call(given: str, **unused: Any) -> CoordinatorClient:
+        def call(server_address: str, **unused: Any) -> CoordinatorClient:
             # Rank 0 has stored it. Read once: after an abort, the store is out of reach.
             self.full_id = self._store.get(REPLICA_ID_KEY).decode()
-            return CoordinatorClient(given, secret, self.full_id)
+            return CoordinatorClient(server_address, secret, self.full_id)
 
         self._group_lock = threading.Lock()
         """Held while a broken quorum is compared with the current one."""

@@ -102,8 +102,8 @@ class BatchGenerator:
         self._device = mesh.device.torch_device
         self._cache = KeyValueCache(model)
         self._last = LastPosition(model)
-        rotaries = [one for one in model.modules() if isinstance(one, RotaryEmbedding)]
-        self._rotaries = [one for one in rotaries if one.short_length is not None]
+        rotaries = [part for part in model.modules() if isinstance(part, RotaryEmbedding)]
+        self._rotaries = [rotary for rotary in rotaries if rotary.short_length is not None]
         """Those of which all rotations change where a sequence becomes long."""
         self._restore = ExitStack()
         self._restore.callback(self._cache.detach)
@@ -133,7 +133,7 @@ class BatchGenerator:
         max_new_tokens: int,
         sampling: Sampling,
         stop_ids: Collection[int] = (),
-        on_token: Callable[[int, int], None] = lambda number, token: None,
+        on_token: Callable[[int, int], None] = lambda index, token: None,
     ) -> list[Generated]:
         """Generate a continuation of each prompt. Every rank of a tp group must call it with the
         same prompts; other groups may have others. `on_token` is called with the index of the
@@ -153,39 +153,40 @@ class BatchGenerator:
             )
         self._cache.allocate(len(prompts), max(ends))
         draws = [sampling.random_draws(prompt.sample) for prompt in prompts]
-        given = [Generated() for _ in prompts]
+        generated = [Generated() for _ in prompts]
         active = list(range(len(prompts)))
         logits_BV = self._read(prompts)
         while active:
             ids = broadcast_from_first(sampling.next_ids(logits_BV, draws), self._mesh)
-            for number in active:
-                one = given[number]
-                one.stopped = ids[number] in stop_ids
-                if not one.stopped:
-                    one.ids.append(ids[number])
-                    on_token(number, ids[number])
+            for index in active:
+                sequence = generated[index]
+                sequence.stopped = ids[index] in stop_ids
+                if not sequence.stopped:
+                    sequence.ids.append(ids[index])
+                    on_token(index, ids[index])
             active = [
-                number
-                for number in active
-                if not given[number].stopped
-                and lengths[number] + len(given[number].ids) < ends[number]
+                index
+                for index in active
+                if not generated[index].stopped
+                and lengths[index] + len(generated[index].ids) < ends[index]
             ]
             # An ended sequence keeps its row, so that the others keep theirs.
-            places = [n + len(one.ids) - 1 for n, one in zip(lengths, given, strict=True)]
+            places = [
+                n + len(sequence.ids) - 1 for n, sequence in zip(lengths, generated, strict=True)
+            ]
             if active and self._becomes_long(max(places) + 1):
                 self._cache.allocate(len(prompts), max(ends))
-                logits_BV = self._read(
-                    [Prompt([*p.ids, *one.ids]) for p, one in zip(prompts, given, strict=True)]
-                )
+                both = zip(prompts, generated, strict=True)
+                logits_BV = self._read([Prompt([*p.ids, *sequence.ids]) for p, sequence in both])
             elif active:
                 logits_BV = self._forward(
                     _column(ids), _column(places), _column([0] * len(ids))[:, 0]
                 )
-        return given
+        return generated
 
     def _becomes_long(self, length: int) -> bool:
         """Whether sequences of one position less have other rotations, as LongRoPE has."""
-        return any(one.short_length == length - 1 for one in self._rotaries)
+        return any(rotary.short_length == length - 1 for rotary in self._rotaries)
 
     def _read(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Prefill the prompts. Returns the logits after the last token of each."""

@@ -55,7 +55,7 @@ class LoadedModel(ModelFiles):
     """A model with its weights, made by `load_model`."""
 
     model: nn.Module
-    """In eval mode, without gradients. Parameters are DTensors if ranks share the model."""
+    """Model in eval mode, without gradients. Parameters are DTensors if ranks share the model."""
     mesh: Mesh
     """Axes of inference: `tp`, and `dp_replicate` for copies. In a process without a mesh, one of a
     single rank, whose process group is gone."""
@@ -110,7 +110,7 @@ def load_model(
     not support, and UserError for other arguments.
     """
     if dtype is not None and dtype not in _DTYPES:
-        known = ", ".join(str(one) for one in _DTYPES)
+        known = ", ".join(str(choice) for choice in _DTYPES)
         raise UserError(f"dtype = {dtype} is not a dtype of a computation. Use one of {known}.")
     with _world(mesh, device) as world:
         files = open_model(path, world, tokenizer=tokenizer, ema=ema)
@@ -139,8 +139,10 @@ def load_weights(
     """Load the model of `files` onto the ranks of `mesh`, as `load_model` does. Every rank must
     call it."""
     degrees = mesh.degrees
-    others = {"pipeline": degrees.pp, "context": degrees.cp, "expert": degrees.ep}
-    if unsupported := [f"{name} ({degree})" for name, degree in others.items() if degree > 1]:
+    other_degrees = {"pipeline": degrees.pp, "context": degrees.cp, "expert": degrees.ep}
+    if unsupported := [
+        f"{name} ({degree})" for name, degree in other_degrees.items() if degree > 1
+    ]:
         raise MeshError(
             f"The mesh has {' and '.join(unsupported)} parallelism, which inference does not have. "
             f"Start its {mesh.world_size} ranks with tensor and data parallelism alone: "

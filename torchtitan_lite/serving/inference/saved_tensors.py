@@ -42,12 +42,14 @@ class SavedTensor:
         if len(indices) > len(self.shape):
             raise IndexError(f"{self.name} has shape {self.shape}: {len(indices)} indices given.")
         slices = [
-            _contiguous(self.name, one, size)
-            for one, size in zip(indices, self.shape, strict=False)
+            _contiguous(self.name, dim_index, size)
+            for dim_index, size in zip(indices, self.shape, strict=False)
         ]
         slices += [slice(0, size) for size in self.shape[len(indices) :]]
         part = read_tensor(self._snapshot, self.name, slices)
-        return part[tuple(0 if isinstance(one, int) else slice(None) for one in indices)]
+        return part[
+            tuple(0 if isinstance(dim_index, int) else slice(None) for dim_index in indices)
+        ]
 
     def distribute(self, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
         """Read it as a DTensor, with a placement for each axis of `device_mesh`, which has all
@@ -62,7 +64,7 @@ class SavedTensor:
                 f"{self.name}: the mesh has {device_mesh.size()} ranks, but there are {num_ranks}. "
                 "Give a mesh of all ranks; an axis along which they hold the same is Replicate()."
             )
-        opened = sorted({one.decode() for one in all_gather_bytes(self.where.encode())})
+        opened = sorted({where.decode() for where in all_gather_bytes(self.where.encode())})
         if len(opened) > 1:
             raise CheckpointError(
                 f"{self.name}: ranks opened different checkpoints, {' and '.join(opened)}. Name "

@@ -73,10 +73,10 @@ def generate(
             "samples each. Give one prompt with one sample, or leave stream out."
         )
     encoded, stops = encode_prompts(loaded, listed)
-    batch = [Prompt(ids, sample=number) for ids in encoded for number in range(num_samples)]
+    batch = [Prompt(ids, sample=index) for ids in encoded for index in range(num_samples)]
     writer = TextStream(loaded.tokenizer, stream) if stream and loaded.mesh.is_leader else None
 
-    def on_token(number: int, token: int) -> None:
+    def on_token(index: int, token: int) -> None:
         if writer is not None:
             writer.take(token)
 
@@ -95,12 +95,12 @@ def generate(
         writer.close()
     return [
         GeneratedText(
-            prompt=listed[number // num_samples],
-            text=loaded.tokenizer.decode(one.ids),
-            ids=one.ids,
-            ended_by="stop" if one.stopped else "length",
+            prompt=listed[index // num_samples],
+            text=loaded.tokenizer.decode(completion.ids),
+            ids=completion.ids,
+            ended_by="stop" if completion.stopped else "length",
         )
-        for number, one in enumerate(completed)
+        for index, completion in enumerate(completed)
     ]
 
 
@@ -125,8 +125,8 @@ def encode_prompts(
     if chats:
         template = find_template(files.tokenizer_folder)
         answered = [chat_prompt(files.tokenizer, template, chat) for chat in chats]
-        encoded = [one.ids for one in answered]
-        stops = stops.union(*(one.stop_ids for one in answered))
+        encoded = [chat_ids.ids for chat_ids in answered]
+        stops = stops.union(*(chat_ids.stop_ids for chat_ids in answered))
     check_prompts([Prompt(ids) for ids in encoded], files.spec)
     return encoded, stops
 
@@ -141,16 +141,16 @@ def _complete_on_all_ranks(
     complete: Callable[[Sequence[Prompt]], list[Generated]],
     mesh: Mesh,
 ) -> list[Generated]:
-    """Spread a batch over the copies of the model. Returns what all of them generated, on every
+    """Split a batch over the copies of the model, and return what all of them generated, on every
     rank, in the order of `batch`."""
     if mesh.world_size == 1:
         # This process may have no process group.
         return complete(batch)
     own = complete(batch[mesh.batch_rank :: mesh.degrees.batch])
     is_first = mesh.device_mesh.get_local_rank("tp") == 0
-    text = json.dumps([asdict(one) for one in own]) if is_first else ""
+    text = json.dumps([asdict(completion) for completion in own]) if is_first else ""
     copies = [json.loads(part) for part in all_gather_bytes(text.encode()) if part]
     return [
-        Generated(**copies[number % len(copies)][number // len(copies)])
-        for number in range(len(batch))
+        Generated(**copies[index % len(copies)][index // len(copies)])
+        for index in range(len(batch))
     ]

@@ -76,16 +76,16 @@ def open_weights(path: str, mesh: Mesh, *, ema: bool = False) -> Weights:
     Hugging Face folder. With `ema`, their moving average is in their place. All ranks open the
     leader's choice, because a run may save another step meanwhile. Every rank must call it. Raises
     CheckpointError."""
-    found, problem = path, ""
+    chosen, problem = path, ""
     if mesh.is_leader:
         try:
-            found = newest_step(path)
+            chosen = newest_step(path)
         except (UserError, OSError) as error:
             problem = f"{path} cannot be read: {error}"
     problem = broadcast_bytes(problem.encode()).decode()
     if problem:
         raise CheckpointError(problem)
-    folder = broadcast_bytes(found.encode()).decode()
+    folder = broadcast_bytes(chosen.encode()).decode()
     return run_on_all_ranks(lambda: _opened(folder, ema=ema))
 
 
@@ -98,31 +98,32 @@ def tokenizer_of(weights: Weights, folder: str | None) -> TokenizerFiles:
 def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
     """`tokenizer_of` for a single process. Raises DataError if it cannot be found."""
     config = weights.config
-    given = folder or config.model.hf_assets_path
-    if given is not None:
-        if not (Path(given).expanduser() / "tokenizer.json").is_file():
+    tokenizer_folder = folder or config.model.hf_assets_path
+    if tokenizer_folder is not None:
+        if not (Path(tokenizer_folder).expanduser() / "tokenizer.json").is_file():
             whose = "" if folder else f", with which {weights.snapshot.where} was trained,"
             raise DataError(
-                f"The tokenizer folder {given}{whose} has no tokenizer.json. Give --tokenizer DIR "
-                "(in Python tokenizer=DIR), a folder with the tokenizer files of the model."
+                f"The tokenizer folder {tokenizer_folder}{whose} has no tokenizer.json. Give "
+                "--tokenizer DIR (in Python tokenizer=DIR), a folder with the tokenizer files of "
+                "the model."
             )
-        return open_tokenizer(given, (), weights.spec.vocab_size, Path())
+        return open_tokenizer(tokenizer_folder, (), weights.spec.vocab_size, Path())
     cache_folder = Path(config.training.cache_folder).expanduser().absolute()
-    found, why = None, f"it is not in {cache_folder}/tokenizers, or the corpora have changed"
+    files, why = None, f"it is not in {cache_folder}/tokenizers, or the corpora have changed"
     try:
         corpora = [
             open_corpus(resolved_corpus) for resolved_corpus in config.training.resolved_corpora()
         ]
-        found = trained_tokenizer(corpora, weights.spec.vocab_size, cache_folder)
+        files = trained_tokenizer(corpora, weights.spec.vocab_size, cache_folder)
     except DataError as error:
         why = str(error)
-    if found is None:
+    if files is None:
         raise DataError(
             f"{weights.snapshot.where} was trained with a tokenizer made from its corpora, which "
             f"is not accessible: {why}. Give --tokenizer DIR (in Python tokenizer=DIR), the folder "
             "of its tokenizer.json."
         )
-    return found
+    return files
 
 
 def open_saved(folder: str, *, ema: bool = False) -> StoredSnapshot | HuggingFaceSnapshot:
@@ -183,25 +184,25 @@ def run_config(snapshot: StoredSnapshot, *, needs_flavor: bool = False) -> Confi
 def _hugging_face(snapshot: HuggingFaceSnapshot) -> Weights:
     """Return a Hugging Face folder with the config of a run that would train it."""
     model = hugging_face_model(snapshot.folder.config, snapshot.where)
-    found = Weights(snapshot=snapshot, spec=model_spec(model), config=Config(model=model))
-    dtype = str(found.dtype).removeprefix("torch.")
+    weights = Weights(snapshot=snapshot, spec=model_spec(model), config=Config(model=model))
+    dtype = str(weights.dtype).removeprefix("torch.")
     # Computing in float16 is not supported.
     training = {} if dtype == "float16" else {"dtype": dtype}
-    given = {"model": model.model_dump(), "training": training}
-    return replace(found, config=Config.model_validate(given))
+    tables = {"model": model.model_dump(), "training": training}
+    return replace(weights, config=Config.model_validate(tables))
 
 
 def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
     """Return the ids that end a text: the end-of-document token of the tokenizer in `folder`, and
     those in `generation_config.json` beside it (a chat model has several)."""
-    found = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    stops = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
     try:
         settings = json.loads((folder / GENERATION).read_bytes())
     except (OSError, ValueError):
-        return found
+        return stops
     named = settings.get("eos_token_id") if isinstance(settings, dict) else None
     ids = named if isinstance(named, list) else [named]
-    return found | {id_ for id_ in ids if type(id_) is int}
+    return stops | {id_ for id_ in ids if type(id_) is int}
 
 
 def serve(

@@ -38,14 +38,14 @@ def encode_delta(old: memoryview, new: memoryview, itemsize: int) -> bytes | Non
     positions: list[bytes] = []
     for first in range(0, len(after), _BLOCKS_AT_ONCE * _BLOCK):
         chunk = after[first : first + _BLOCKS_AT_ONCE * _BLOCK]
-        found = np.flatnonzero(before[first : first + len(chunk)] != chunk)
-        budget -= len(found) * (itemsize + _POSITION.itemsize)
+        changed = np.flatnonzero(before[first : first + len(chunk)] != chunk)
+        budget -= len(changed) * (itemsize + _POSITION.itemsize)
         if budget < 0:
             return None
-        per_block = np.bincount(found // _BLOCK, minlength=_num_blocks(len(chunk)))
+        per_block = np.bincount(changed // _BLOCK, minlength=_num_blocks(len(chunk)))
         counts.append(per_block.astype(_COUNT).tobytes())
-        values.append(chunk[found].tobytes())
-        positions.append((found % _BLOCK).astype(_POSITION).tobytes())
+        values.append(chunk[changed].tobytes())
+        positions.append((changed % _BLOCK).astype(_POSITION).tobytes())
     return b"".join([*counts, *values, *positions])
 
 
@@ -81,7 +81,7 @@ class Delta:
     def apply_to(self, tensor: torch.Tensor, block: Sequence[slice]) -> None:
         """Set the elements that differ in `tensor`, which holds this `block` of the shard, in any
         dtype, on any device and with any strides."""
-        # As integers: torch does not set single elements of all dtypes.
+        # Integers, because torch does not set single elements of all dtypes.
         raw = RAW_DTYPES.get(tensor.dtype.itemsize, tensor.dtype)
         target = tensor.view(raw)
         stride = prod(self._shape[1:])
@@ -128,26 +128,26 @@ class DeltaLink(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def from_json(cls, given: Any) -> Self:
-        """Raises PublishError."""
+    def from_json(cls, values: Any) -> Self:
+        """Parse JSON values. Raises PublishError."""
         if (
-            isinstance(given, list)
-            and len(given) == 3
-            and isinstance(given[0], str)
-            and all(type(number) is int and number >= 0 for number in given[1:])
+            isinstance(values, list)
+            and len(values) == 3
+            and isinstance(values[0], str)
+            and all(type(number) is int and number >= 0 for number in values[1:])
         ):
-            return cls(*given)
-        raise PublishError(f"{given!r} does not describe a delta.")
+            return cls(*values)
+        raise PublishError(f"{values!r} does not describe a delta.")
 
 
 def chain_from(digest: str, links: Iterable[DeltaLink]) -> list[DeltaLink]:
     """Return the deltas, oldest first, that lead from the shard with this checksum to the newest
     one, of `links`, newest first; none if they lead from others only."""
-    found: list[DeltaLink] = []
+    chain: list[DeltaLink] = []
     for link in links:
-        found.append(link)
+        chain.append(link)
         if link.base == digest:
-            return found[::-1]
+            return chain[::-1]
     return []
 
 
@@ -172,14 +172,14 @@ class DeltaHistory:
         links: dict[str, _VersionLink] = {}
         encoded: list[bytes] = []
         start = 0
-        for one in held:
-            base, digest = old_digests[one.name], new_digests[one.name]
-            if base == digest or not one.local_shape:
+        for shard in held:
+            base, digest = old_digests[shard.name], new_digests[shard.name]
+            if base == digest or not shard.local_shape:
                 continue
-            part = slice(one.offset, one.offset + one.bytes)
-            delta = encode_delta(old[part], new[part], DTYPES[one.dtype].itemsize)
+            part = slice(shard.offset, shard.offset + shard.bytes)
+            delta = encode_delta(old[part], new[part], DTYPES[shard.dtype].itemsize)
             if delta is not None:
-                links[one.name] = _VersionLink(digest, DeltaLink(base, start, len(delta)))
+                links[shard.name] = _VersionLink(digest, DeltaLink(base, start, len(delta)))
                 encoded.append(delta)
                 start += len(delta)
         self._versions.appendleft(_VersionDeltas(links, b"".join(encoded)))
@@ -211,7 +211,7 @@ class _VersionLink(NamedTuple):
 
 class _VersionDeltas(NamedTuple):
     links: dict[str, _VersionLink]
-    """By name of the shard."""
+    """Links by name of the shard."""
     encoded: bytes
 
 

@@ -25,9 +25,9 @@ def empty_state_dict(subscriber: Subscriber) -> dict[str, torch.Tensor]:
     published. Raises PublishError if transformers does not have the model."""
     rules = _key_rules(subscriber)
     return {
-        one.key: torch.zeros(one.shape, dtype=one.dtype, device="cpu")
+        tensor.key: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         for group in export_tensors(rules, subscriber.tensors, None)
-        for one in group
+        for tensor in group
     }
 
 
@@ -78,8 +78,8 @@ def hugging_face_targets(
             tensor = tensor[form.rows[0] : form.rows[0] + spec.shape[0]]
         if form.transposed:
             tensor = tensor.transpose(-2, -1)
-        number, count = form.part
-        targets.append(Target(name, tensor.chunk(count, dim=-2)[number] if count > 1 else tensor))
+        index, count = form.part
+        targets.append(Target(name, tensor.chunk(count, dim=-2)[index] if count > 1 else tensor))
     left = [key for key, tensor in state_dict.items() if tensor.data_ptr() not in filled]
     if lacking or left:
         raise PublishError(
@@ -110,7 +110,7 @@ def _key_rules(subscriber: Subscriber) -> list[HuggingFaceKey]:
     try:
         return [
             HuggingFaceKey(
-                name=str(one["name"]),
+                name=str(key["name"]),
                 forms=tuple(
                     HuggingFaceForm(
                         key=str(form["key"]),
@@ -119,10 +119,10 @@ def _key_rules(subscriber: Subscriber) -> list[HuggingFaceKey]:
                         scales=form["scales"],
                         rows=form["rows"] and (int(form["rows"][0]), int(form["rows"][1])),
                     )
-                    for form in one["forms"]
+                    for form in key["forms"]
                 ),
             )
-            for one in known["keys"]
+            for key in known["keys"]
         ]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise PublishError(f"{subscriber.where} describes its model wrongly: {error!r}") from None

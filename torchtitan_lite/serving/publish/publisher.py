@@ -228,10 +228,10 @@ class Publisher:
     def _agree(self, has_slot: bool, step: int) -> bool:
         """Return whether all ranks have a slot: they publish a version, or none. Warns of errors
         since the last call, and of a version that is skipped."""
-        found = all_gather_ints(_HAS_SLOT * has_slot + _HAS_PROBLEM * bool(self._problem))
-        is_free = all(number & _HAS_SLOT for number in found)
+        flags = all_gather_ints(_HAS_SLOT * has_slot + _HAS_PROBLEM * bool(self._problem))
+        is_free = all(flag & _HAS_SLOT for flag in flags)
         warning = ""
-        if any(number & _HAS_PROBLEM for number in found):
+        if any(flag & _HAS_PROBLEM for flag in flags):
             warning = first_message(self._problem)
             self._problem = ""
         elif not is_free:
@@ -267,7 +267,7 @@ class Publisher:
             self._problem = f"The last version is not published: rank {self._mesh.rank}: {error!r}"
 
     def _wait_for_slot(self) -> tuple[int | None, SlotLock | None]:
-        """As `_free_slot`, after a wait if configured."""
+        """Return as `_free_slot`, after a wait if configured."""
         slot, lock = self._free_slot()
         if self._config.when_in_use == "wait":
             deadline = time.monotonic() + self._config.max_wait_s
@@ -370,7 +370,7 @@ class Publisher:
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of a model by name, a tied one once."""
-    return {name.removeprefix("model."): one for name, one in model_tensors(model).items()}
+    return {name.removeprefix("model."): tensor for name, tensor in model_tensors(model).items()}
 
 
 def describe_model(spec: ModelSpec, dims: Mapping[str, Any]) -> dict[str, Any]:

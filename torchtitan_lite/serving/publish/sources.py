@@ -68,10 +68,10 @@ Content = torch.Tensor | tuple[Delta, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What a subscriber has received of one part."""
+    """Data that a subscriber has received from one rank."""
 
     contents: Sequence[Content]
-    """Of each block that it wants."""
+    """Content of each wanted block."""
     num_bytes: int
 
 
@@ -89,9 +89,9 @@ class Announcement:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read the file of a run. Raises OSError, KeyError and PublishError."""
-        found = read_json((folder / PUBLISHED_FILE).read_bytes())
-        run_id, session = str(found["run_id"]), str(found["session"])
-        return cls(folder=folder, run_id=run_id, session=session, url=found["url"])
+        published = read_json((folder / PUBLISHED_FILE).read_bytes())
+        run_id, session = str(published["run_id"]), str(published["session"])
+        return cls(folder=folder, run_id=run_id, session=session, url=published["url"])
 
     def is_current(self) -> bool:
         """Return whether the run has not been started again, as far as known."""
@@ -172,12 +172,12 @@ class _SharedPart:
     def receive(
         self, wanted: Sequence[Block], held: Mapping[str, str], is_cancelled: Callable[[], bool]
     ) -> Received:
-        found: list[torch.Tensor] = []
+        contents: list[torch.Tensor] = []
         for name, block in wanted:
             shard = self._held[name]
             raw = self._data[shard.offset : shard.offset + shard.bytes]
-            found.append(tensor_from_bytes(raw, DTYPES[shard.dtype], shard.local_shape)[block])
-        return Received(contents=found, num_bytes=sum(block.nbytes for block in found))
+            contents.append(tensor_from_bytes(raw, DTYPES[shard.dtype], shard.local_shape)[block])
+        return Received(contents=contents, num_bytes=sum(block.nbytes for block in contents))
 
     def release(self) -> None:
         self._lock.release()
@@ -189,7 +189,7 @@ class SharedMemorySource:
     is_remote: ClassVar[bool] = False
 
     def __init__(self, path: Path, announcement: Announcement) -> None:
-        """Raises DamagedSnapshot and OSError."""
+        """Open the region at `path`. Raises DamagedSnapshot and OSError."""
         self._path, self._inode = path, path.stat().st_ino
         self._announcement = announcement
         self._is_announced, self._announced_s = True, time.monotonic()
@@ -255,7 +255,7 @@ class _ServedPart:
     def __init__(
         self, connection: StateConnection, version: int, description: RegionDescription
     ) -> None:
-        """Raises RpcError and VersionGone."""
+        """Read the header of a version. Raises RpcError and VersionGone."""
         self._connection, self._version = connection, version
         connection.select(version)
         header = connection.fetch_header()
@@ -283,7 +283,9 @@ class _ServedPart:
                 continue
             shard = self._held[name]
             dtype = DTYPES[shard.dtype]
-            blocks.append(torch.empty([one.stop - one.start for one in block], dtype=dtype))
+            blocks.append(
+                torch.empty([dim_slice.stop - dim_slice.start for dim_slice in block], dtype=dtype)
+            )
             if not blocks[-1].numel():
                 continue
             first = self._data_start + shard.offset
@@ -304,13 +306,15 @@ class _ServedPart:
         num_bytes: dict[str, int] = defaultdict(int)
         for name, block in wanted:
             itemsize = DTYPES[self._held[name].dtype].itemsize
-            num_bytes[name] += prod(one.stop - one.start for one in block) * itemsize
-        found: dict[str, list[DeltaLink]] = {}
+            num_bytes[name] += (
+                prod(dim_slice.stop - dim_slice.start for dim_slice in block) * itemsize
+            )
+        chains: dict[str, list[DeltaLink]] = {}
         for name in self._chains.keys() & held.keys() & num_bytes.keys():
             chain = chain_from(held[name], self._chains[name])
             if chain and sum(link.num_bytes for link in chain) < num_bytes[name]:
-                found[name] = chain
-        return found
+                chains[name] = chain
+        return chains
 
     def _decoded(self, name: str, chain: Sequence[memoryview]) -> tuple[Delta, ...]:
         shard = self._held[name]
@@ -352,7 +356,7 @@ class ServerSource:
         self._session = description.session
 
     def versions(self) -> list[int]:
-        """Raises PublishError if the server does not answer."""
+        """Return the complete versions. Raises PublishError if the server does not answer."""
         status = read_header(self._status)
         self._session = status.get("session")
         return [int(version) for version in status.get("versions", ())]
@@ -378,24 +382,26 @@ class ServerSource:
             raise VersionGone(str(error)) from None
 
 
-def _chains_from_json(given: Any) -> dict[str, list[DeltaLink]]:
-    """Raises PublishError."""
-    if not isinstance(given, dict) or not all(isinstance(one, list) for one in given.values()):
+def _chains_from_json(chains: Any) -> dict[str, list[DeltaLink]]:
+    """Parse the deltas of a version, by name. Raises PublishError."""
+    if not isinstance(chains, dict) or not all(
+        isinstance(links, list) for links in chains.values()
+    ):
         raise PublishError("A publisher describes deltas by something else than lists.")
-    return {name: [DeltaLink.from_json(link) for link in links] for name, links in given.items()}
+    return {name: [DeltaLink.from_json(link) for link in links] for name, links in chains.items()}
 
 
 def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> list[ByteRows]:
     """Return the rows of a block of a contiguous tensor of `shape`, as few as possible, in the
     order of the block."""
-    sizes = [one.stop - one.start for one in block]
+    sizes = [dim_slice.stop - dim_slice.start for dim_slice in block]
     strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     # A row spans the dims from `inner` on: all but the first of them are whole.
     inner = len(shape)
     while inner > 0 and (inner == len(shape) or sizes[inner] == shape[inner]):
         inner -= 1
     length = prod(sizes[inner:]) * itemsize
-    first = sum(one.start * stride for one, stride in zip(block, strides, strict=True))
+    first = sum(dim_slice.start * stride for dim_slice, stride in zip(block, strides, strict=True))
     if inner == 0:
         return [ByteRows(first, length)]
     outer = [0]
@@ -436,12 +442,12 @@ def _requests(rows: Sequence[ByteRows]) -> Iterator[tuple[int, int]]:
     """Yield [first, stop) of the rows of each request: at most 8 MiB together, MAX_RANGES and
     MAX_ROWS."""
     first = num_bytes = num_rows = 0
-    for number, one in enumerate(rows):
-        num_bytes, num_rows = num_bytes + one.num_bytes, num_rows + one.num_rows
+    for index, row in enumerate(rows):
+        num_bytes, num_rows = num_bytes + row.num_bytes, num_rows + row.num_rows
         is_full = num_bytes > _REQUEST_BYTES or num_rows > MAX_ROWS
-        if number > first and (is_full or number - first >= MAX_RANGES):
-            yield first, number
-            first, num_bytes, num_rows = number, one.num_bytes, one.num_rows
+        if index > first and (is_full or index - first >= MAX_RANGES):
+            yield first, index
+            first, num_bytes, num_rows = index, row.num_bytes, row.num_rows
     if first < len(rows):
         yield first, len(rows)
 
@@ -455,7 +461,7 @@ class Publication:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What the first rank tells of the model."""
+        """Model and configuration as published by the first rank."""
         return self.ranks[0].description.config
 
     @property
@@ -492,7 +498,7 @@ class Publication:
                     futures += [pool.submit(run, rank) for rank in ranks]
                     done = wait(futures, return_when=FIRST_EXCEPTION).done
                     # Before the others are cancelled, so that it is none of their errors.
-                    error = next(filter(None, (one.exception() for one in done)), None)
+                    error = next(filter(None, (finished.exception() for finished in done)), None)
                 finally:
                     cancelled.set()
             if error is not None:
@@ -538,12 +544,12 @@ def open_publication(source: str, secret: str) -> Publication:
             "give the URL of its first rank."
         ) from None
     folder = existing_run_folder(announcement.run_id)
-    found = {} if folder is None else region_files(folder, PUBLISHED)
+    files = {} if folder is None else region_files(folder, PUBLISHED)
     sources: list[SharedMemorySource] = []
     with suppress(DamagedSnapshot, FileNotFoundError):
-        sources = [SharedMemorySource(one, announcement) for one in found.values()]
+        sources = [SharedMemorySource(file, announcement) for file in files.values()]
     # An earlier start, of more ranks or on this machine alone, may have been killed.
-    sources = [one for one in sources if one.description.session == announcement.session]
+    sources = [region for region in sources if region.description.session == announcement.session]
     world_size = sources[0].description.world_size if sources else 0
     if sources and len(sources) == world_size:
         return Publication(where=str(folder), ranks=tuple(sources))
@@ -572,10 +578,10 @@ def _served(url: str, secret: str) -> Publication:
     try:
         ranks = tuple(
             ServerSource(
-                PeerEndpoint(str(one["url"]), secret, PURPOSE, _ANSWER_S),
-                RegionDescription.from_dict(one["description"], slot_bytes=one["slot_bytes"]),
+                PeerEndpoint(str(rank["url"]), secret, PURPOSE, _ANSWER_S),
+                RegionDescription.from_dict(rank["description"], slot_bytes=rank["slot_bytes"]),
             )
-            for one in index["ranks"]
+            for rank in index["ranks"]
         )
         if not ranks:
             raise KeyError("ranks")

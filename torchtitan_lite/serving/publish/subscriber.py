@@ -138,8 +138,8 @@ class Subscription:
             self.subscriber.publication.wait(left_s, num_retries)
 
     def _newest(self) -> int:
-        found = self.subscriber.newest()
-        self._seen = _NO_VERSION if found is None else found
+        newest = self.subscriber.newest()
+        self._seen = _NO_VERSION if newest is None else newest
         return self._seen
 
     @torch.no_grad()
@@ -156,20 +156,20 @@ class Subscription:
         if smallest != largest:
             return None
         with ExitStack() as stack:
-            found: list[_Pinned] = []
+            pins: list[_Pinned] = []
 
             def pin() -> int:
                 self._plan(publication)
                 self.problem = ""
                 try:
-                    found.append(self._pinned(publication, version, stack))
+                    pins.append(self._pinned(publication, version, stack))
                 except VersionGone as error:
                     self.problem = str(error)
-                return len(found)
+                return len(pins)
 
             if not _together(agree, pin):
                 return None
-            (pinned,) = found
+            (pinned,) = pins
             if before is not None:
                 _together(agree, lambda: before() or 0)
             # If a copy fails in any process, the targets hold no version.
@@ -190,14 +190,14 @@ class Subscription:
             return
         tensors = self.subscriber.tensors
         reads: list[_Read] = []
-        for number, target in enumerate(self.targets):
+        for index, target in enumerate(self.targets):
             spec = tensors.get(target.name)
             if spec is None:
                 raise PublishError(
                     f"{publication.where} publishes no tensor {target.name!r}. It publishes "
                     f"{', '.join(list(tensors)[:3])} and others."
                 )
-            reads += _reads_of(target, spec, number)
+            reads += _reads_of(target, spec, index)
         # Each rank is asked for all its blocks at once.
         self._reads = sorted(reads, key=attrgetter("rank"))
         self._planned, self._digests = publication, {}
@@ -224,7 +224,7 @@ class Subscription:
         def receive(rank: int, is_cancelled: Callable[[], bool]) -> Received:
             blocks = [(read.name, read.source) for read in wanted[rank]]
             names = {name for name, _ in blocks if (rank, name) in self._digests}
-            # Of tensors of other types, such as quantized ones, single elements cannot be set.
+            # Single elements of tensors of other types, such as quantized ones, cannot be set.
             names -= {read.name for read in wanted[rank] if type(read.into) is not torch.Tensor}
             held = {name: self._digests[rank, name] for name in names}
             return parts[rank].receive(blocks, held, is_cancelled)
@@ -233,9 +233,9 @@ class Subscription:
         return _Pinned(
             digests=digests,
             reads=reads,
-            contents=[content for one in received for content in one.contents],
+            contents=[content for rank_blocks in received for content in rank_blocks.contents],
             num_bytes_unchanged=total - sum(read.num_bytes for read in reads),
-            num_bytes_received=sum(one.num_bytes for one in received),
+            num_bytes_received=sum(rank_blocks.num_bytes for rank_blocks in received),
         )
 
 
@@ -246,7 +246,7 @@ class _Pinned:
     digests: dict[tuple[int, str], str]
     reads: Sequence[_Read]
     contents: Sequence[Content]
-    """Of each read: received, or in the publisher's shared memory."""
+    """Content of each read: received, or in the publisher's shared memory."""
     num_bytes_unchanged: int
     num_bytes_received: int
 
@@ -328,9 +328,9 @@ class Subscriber:
         run that was restarted is found again."""
         if not self._has_ended:
             with suppress(PublishError):
-                found = self.publication.newest()
+                version = self.publication.newest()
                 if self.publication.is_current():
-                    return found
+                    return version
             if not self.publication.is_current():
                 # While it is mapped, its memory is not free for the run that restarts.
                 self.publication.close()
@@ -357,11 +357,11 @@ class Subscriber:
             stack.callback(publication.close)
             tensors = _tensors_of(publication)
             for name in sorted({*self.tensors, *tensors}):
-                found, before = _kind_of(tensors.get(name)), _kind_of(self.tensors.get(name))
-                if found != before:
+                now, before = _kind_of(tensors.get(name)), _kind_of(self.tensors.get(name))
+                if now != before:
                     raise ModelChanged(
                         f"{publication.where} publishes another model since its restart: {name} "
-                        f"is {found}, and was {before}."
+                        f"is {now}, and was {before}."
                     )
             stack.pop_all()
         self.publication.close()
@@ -377,20 +377,20 @@ def _kind_of(spec: TensorSpec | None) -> str:
 
 
 def _tensors_of(publication: Publication) -> dict[str, TensorSpec]:
-    found: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
     for rank in publication.ranks:
         about = rank.description
-        layouts = [layout_from_json(given) for given in about.layouts]
+        layouts = [layout_from_json(description) for description in about.layouts]
         for held in about.tensors:
             spec = TensorSpec(layouts[held.layout], held.shape, DTYPES[held.dtype])
-            if found.setdefault(held.name, spec) != spec:
+            if specs.setdefault(held.name, spec) != spec:
                 raise PublishError(f"{publication.where}: ranks disagree about {held.name}.")
-    return dict(sorted(found.items()))
+    return dict(sorted(specs.items()))
 
 
-def _reads_of(target: Target, spec: TensorSpec, number: int) -> list[_Read]:
+def _reads_of(target: Target, spec: TensorSpec, target_index: int) -> list[_Read]:
     """Return the blocks of a target. Replicas of a block are read from one holder, another one for
-    each `number` of a target. Raises LayoutError if the target does not fit."""
+    each `target_index` of a target. Raises LayoutError if the target does not fit."""
     layout, shape, tensor = spec.layout, spec.shape, target.tensor
     first: tuple[slice, ...] = ()
     if target.row is not None:
@@ -411,7 +411,7 @@ def _reads_of(target: Target, spec: TensorSpec, number: int) -> list[_Read]:
             f"has {list(expected)} of {list(shape)}."
         )
     return [
-        _read(target.name, tensor, block, first, number, spec.dtype.itemsize)
+        _read(target.name, tensor, block, first, target_index, spec.dtype.itemsize)
         for block in held_blocks(layout, wanted, tuple(shape), holder)
     ]
 
@@ -421,10 +421,10 @@ def _read(
     tensor: torch.Tensor,
     block: HeldBlock,
     first: tuple[slice, ...],
-    number: int,
+    index: int,
     itemsize: int,
 ) -> _Read:
-    rank = block.holders[number % len(block.holders)]
+    rank = block.holders[index % len(block.holders)]
     assert isinstance(rank, int)
     into = tensor.detach()[block.target]
     return _Read(

@@ -88,7 +88,7 @@ class PublishedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As in the base class, which waits for an accelerator and so raises on a CPU."""
+        """Update the weights. The base class waits for an accelerator, and so raises on a CPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -129,6 +129,6 @@ def _smallest(value: int) -> int:
     group = get_world_group()
     if group.world_size == 1:
         return value
-    found = torch.tensor(value, device="cpu")
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=group.cpu_group)
-    return int(found)
+    smallest = torch.tensor(value, device="cpu")
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group.cpu_group)
+    return int(smallest)

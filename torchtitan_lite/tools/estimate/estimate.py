@@ -42,7 +42,7 @@ class Estimate:
     world_size: int
     degrees: ParallelDims
     num_parameters: int
-    """Of the model."""
+    """Parameters of the model."""
     checkpoint_bytes: int
     """Weights and optimizer state of all ranks."""
     num_microbatches: int
@@ -52,7 +52,7 @@ class Estimate:
     host_bytes: float
     """Memory that CPU offload keeps on the host, per rank."""
     traffic: Mapping[str, Traffic]
-    """By axes of the mesh, per step, of the rank that communicates most."""
+    """Traffic per step of the rank that communicates most, by axes of the mesh."""
     flops: float
     """FLOPs of the rank that computes most, recomputation included."""
     bubble: float
@@ -97,20 +97,22 @@ def estimate(
     spec = trained_spec(config)
     step = trace_mesh(config, spec, degrees, accelerator, extrapolate=extrapolate)
     sizes = sizes_of(config, spec)
-    found = None
+    mesh_search = None
     if accelerator is not None and search:
         model = MeshModel(config, spec, sizes, accelerator)
 
-        def trace(other: ParallelDims) -> MeshStep:
-            if other == degrees:
+        def trace(mesh_degrees: ParallelDims) -> MeshStep:
+            if mesh_degrees == degrees:
                 return step
-            chosen = with_degrees(config, other)
-            return trace_mesh(chosen, spec, other, accelerator, extrapolate=extrapolate)
+            chosen = with_degrees(config, mesh_degrees)
+            return trace_mesh(chosen, spec, mesh_degrees, accelerator, extrapolate=extrapolate)
 
-        found = search_meshes(model, step, trace, world_size, accelerator.memory_bytes)
+        mesh_search = search_meshes(model, step, trace, world_size, accelerator.memory_bytes)
     whole = model_on_meta(config, spec)
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
-    num_saved = sum(one.numel() for one in whole.parameters() if one.requires_grad)
+    num_saved = sum(
+        parameter.numel() for parameter in whole.parameters() if parameter.requires_grad
+    )
     slots = max(rank.slots for rank in step.ranks)
     return Estimate(
         model=f"{spec.name} {spec.flavor}",
@@ -128,44 +130,48 @@ def estimate(
         bubble=step.bubble,
         memory_bytes=None if accelerator is None else accelerator.memory_bytes,
         time=None if accelerator is None else step.time,
-        search=found,
+        search=mesh_search,
         assumptions=(*_extrapolation(step.ranks, spec), *assumptions),
     )
 
 
 def _estimated(config: Config, accelerator: Accelerator | None) -> tuple[Config, list[str]]:
     """Return the configuration that is traced, and how it differs from the given one."""
-    model, training, found = config.model, config.training, []
+    model, training, assumptions = config.model, config.training, []
     parallelism, compilation = config.parallelism, config.compile
     if accelerator is not None:
-        found += _time_assumptions(compilation.covers("model"))
+        assumptions += _time_assumptions(compilation.covers("model"))
         if training.mixed_precision_param == "auto":
             training = training.model_copy(update={"mixed_precision_param": "bfloat16"})
     if compilation.covers("model"):
-        found.append("Compiled blocks: memory is that of the uncompiled step, which is more.")
+        assumptions.append("Compiled blocks: memory is that of the uncompiled step, which is more.")
     elif accelerator is not None:
-        found.append("Without compile, operations run as on the CPU: some are fused on a GPU.")
+        assumptions.append(
+            "Without compile, operations run as on the CPU: some are fused on a GPU."
+        )
     if _takes_flex(config, is_gpu=accelerator is not None):
         model = model.model_copy(update={"attention_backend": "sdpa", "attention_mask": "causal"})
-        found.append("FlexAttention is traced as causal attention, which has no mask in memory.")
+        assumptions.append(
+            "FlexAttention is traced as causal attention, which has no mask in memory."
+        )
     elif model_spec(model).document_mask:
-        found.append("Document masks take S x S bytes per sample, as SDPA needs them.")
+        assumptions.append("Document masks take S x S bytes per sample, as SDPA needs them.")
     if model.uses_float8:
         kept = [
             converter for converter in model.converters if converter != "quantize.linear.float8"
         ]
         model = model.model_copy(update={"converters": kept})
-        found.append("quantize.linear.float8 is not part of the estimate.")
+        assumptions.append("quantize.linear.float8 is not part of the estimate.")
     if parallelism.enable_async_tensor_parallel:
         parallelism = parallelism.model_copy(update={"enable_async_tensor_parallel": False})
-        found.append("Tensor parallelism does not overlap with computation.")
+        assumptions.append("Tensor parallelism does not overlap with computation.")
     if model_spec(model).num_experts:
-        found.append("Routers send every expert the same number of tokens.")
+        assumptions.append("Routers send every expert the same number of tokens.")
     if training.enable_cpu_offload:
-        found.append("Weights, gradients and optimizer state are on the host.")
+        assumptions.append("Weights, gradients and optimizer state are on the host.")
     if training.batch_size_warmup:
-        found.append("The step is one after training.batch_size_warmup.")
-    found.append(
+        assumptions.append("The step is one after training.batch_size_warmup.")
+    assumptions.append(
         "Peaks are of live tensors. What an allocator reserves beyond them is not part of it: "
         f"a step fits if its peak is at most {MEMORY_LIMIT:.0%} of the device."
     )
@@ -177,7 +183,7 @@ def _estimated(config: Config, accelerator: Accelerator | None) -> tuple[Config,
             "job": config.job.model_copy(update={"device": "cpu"}),
             "validation": config.validation.model_copy(update={"enable": False}),
         }
-    ), found
+    ), assumptions
 
 
 def _time_assumptions(is_compiled: bool) -> list[str]:
@@ -199,14 +205,14 @@ def _takes_flex(config: Config, *, is_gpu: bool) -> bool:
 
 def _by_axis(rank: RankStep) -> dict[str, Traffic]:
     total: Work = rank.schedule + rank.update
-    found: dict[str, Traffic] = {}
+    by_axis: dict[str, Traffic] = {}
     for (axis, _, _), traffic in total.traffic.items():
-        found[axis] = found.get(axis, Traffic()) + traffic
-    return found
+        by_axis[axis] = by_axis.get(axis, Traffic()) + traffic
+    return by_axis
 
 
 def _num_bytes(rank: RankStep) -> float:
-    return sum(one.num_bytes for one in _by_axis(rank).values())
+    return sum(traffic.num_bytes for traffic in _by_axis(rank).values())
 
 
 def _extrapolation(ranks: tuple[RankStep, ...], spec: ModelSpec) -> list[str]:

@@ -54,9 +54,9 @@ class RankStep:
     stages: tuple[int, ...]
     """Pipeline stages of the rank, from 0."""
     num_stages: int
-    """Of the pipeline; 1 without one."""
+    """Stages of the pipeline; 1 without one."""
     points: tuple[Point, ...]
-    """In the order of time; those of the first microbatches."""
+    """Points of the first microbatches, in the order of time."""
     schedule: Work
     """Forward and backward of all microbatches."""
     update: Work
@@ -220,20 +220,20 @@ def _aligned(place: Place, depth: int) -> Place | None:
     count from the last one before the first backward, and earlier ones are left out: the first of
     all gathers the weights. The first two backwards have the most microbatches in flight; later
     ones count from the end, where gradients are reduced."""
-    unit, phase, number = place
+    unit, phase, index = place
     if unit == ROOT:
         # What runs before the first unit runs once per step.
         return place
     if phase == "forward":
-        number -= depth - 1
-        return None if number < 0 else (unit, phase, number)
-    return (unit, phase, number) if number < 2 else (unit, f"last {phase}", number - depth)
+        index -= depth - 1
+        return None if index < 0 else (unit, phase, index)
+    return (unit, phase, index) if index < 2 else (unit, f"last {phase}", index - depth)
 
 
 def _stages_of(config: Config, spec: ModelSpec, degrees: ParallelDims, pp_rank: int) -> _RankStages:
     prefix = spec.blocks.removesuffix("*")
     if degrees.pp == 1:
-        blocks = [f"{prefix}{number}" for number in range(spec.num_layers)]
+        blocks = [f"{prefix}{layer}" for layer in range(spec.num_layers)]
         modules, numbers = [spec.stage_units or blocks], [0]
     else:
         plan = plan_stages(spec, config.parallelism)

@@ -19,7 +19,7 @@ Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "bu
 KINDS: tuple[Kind, ...] = (
     *("weights", "optimizer", "gradients", "buffers", "activations", "logits"),
 )
-"""In the order of the picture: what lives longest first."""
+"""Kinds in the order of the picture: the longest-lived first."""
 
 ByKind = Mapping[Kind, float]
 """Bytes."""
@@ -62,9 +62,9 @@ class StorageLog:
     def set_kind(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Change the kind of the storages of `tensors`, also in the past."""
         for tensor in tensors:
-            found = self._live.get(id(local_tensor(tensor).untyped_storage()))
-            if found is not None:
-                found.kind = kind
+            storage = self._live.get(id(local_tensor(tensor).untyped_storage()))
+            if storage is not None:
+                storage.kind = kind
 
     def sums(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
         """Return the live bytes [time, kind], in the order of `KINDS`."""

@@ -27,7 +27,7 @@ class TimeEstimate:
 
     step_s: float
     compute_s: float
-    """Of the rank with most work, as `exposed_s`."""
+    """Computation of the rank with most work, as is `exposed_s`."""
     exposed_s: float
     """Communication beside which nothing is computed, without the bubble."""
     bubble_s: float

@@ -47,7 +47,7 @@ _PIPELINE_DISTANCE = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What the terms need of a model and its training."""
+    """Sizes of a model and its training that the terms need."""
 
     block: float
     """Parameters of a block without its experts."""
@@ -124,9 +124,9 @@ class MeshModel:
         self._sizes = sizes
         self._accelerator = accelerator
         self._terms: dict[ParallelDims, dict[str, float]] = {}
-        """Of the candidates: memory by kind, and seconds by kind; not scaled."""
+        """Memory and seconds of the candidates by kind, not scaled."""
         self._factors: dict[ParallelDims, dict[str, float]] = {}
-        """Of the traced meshes: traced over predicted, for each term that the mesh has."""
+        """Traced over predicted value of the traced meshes, for each term of the mesh."""
         self._is_valid: dict[ParallelDims, bool] = {}
 
     def fit(self, step: MeshStep) -> None:
@@ -147,7 +147,7 @@ class MeshModel:
 
     def predict(self, degrees: ParallelDims) -> MeshPrediction:
         """Predict a mesh. It may be an invalid one."""
-        # Of equally near meshes the one that was traced first.
+        # Among equally near meshes, the one that was traced first wins.
         nearest = sorted(self._factors, key=lambda traced: _distance(traced, degrees))
         factors_by_distance = [self._factors[traced] for traced in nearest]
         term = {
@@ -390,11 +390,11 @@ class MeshModel:
         return each * count
 
 
-def _distance(one: ParallelDims, other: ParallelDims) -> float:
+def _distance(first: ParallelDims, second: ParallelDims) -> float:
     """Return how different two meshes are: doublings of degrees."""
-    sizes = zip(_sizes(one), _sizes(other), strict=True)
+    sizes = zip(_sizes(first), _sizes(second), strict=True)
     doublings = sum(abs(math.log2(a / b)) for a, b in sizes)
-    return doublings + _PIPELINE_DISTANCE * ((one.pp > 1) != (other.pp > 1))
+    return doublings + _PIPELINE_DISTANCE * ((first.pp > 1) != (second.pp > 1))
 
 
 def _sizes(degrees: ParallelDims) -> tuple[int, ...]:

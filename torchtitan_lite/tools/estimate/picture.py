@@ -48,13 +48,13 @@ def memory_picture(estimate: Estimate) -> str:
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="24" font-size="15">{escape(title)}</text>',
     ]
-    for number in range(round(limit / unit_bytes / step) + 1):
-        height = y(number * step * unit_bytes)
+    for index in range(round(limit / unit_bytes / step) + 1):
+        height = y(index * step * unit_bytes)
         parts += [
             f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{height:.1f}" y2="{height:.1f}" '
             'stroke="#e2e8f0"/>',
             f'<text x="{_LEFT - 8}" y="{height + 4:.1f}" text-anchor="end">'
-            f"{number * step:g} {unit}</text>",
+            f"{index * step:g} {unit}</text>",
         ]
     parts += _areas(points, x, y)
     parts += _phases(points, x)
@@ -63,8 +63,8 @@ def memory_picture(estimate: Estimate) -> str:
         f'<circle cx="{x(peak.position):.1f}" cy="{y(top):.1f}" r="4" fill="none" '
         'stroke="#dc2626" stroke-width="2"/>'
     )
-    for number, kind in enumerate(reversed(KINDS)):
-        height = _TOP + 20 * number
+    for index, kind in enumerate(reversed(KINDS)):
+        height = _TOP + 20 * index
         parts += [
             f'<rect x="{_WIDTH - _RIGHT + 16}" y="{height}" width="12" height="12" '
             f'fill="{_COLORS[kind]}"/>',
@@ -90,24 +90,24 @@ def _areas(points: Sequence[Point], x, y) -> list[str]:
 
 def _phases(points: Sequence[Point], x) -> list[str]:
     """Mark where forward, backward, reduction and optimizer begin."""
-    found, before = [], ""
+    elements, before = [], ""
     at = -100.0
     for point in points:
         if point.phase == before or point.phase == "start":
             continue
         before = point.phase
         place = x(point.position)
-        found.append(
+        elements.append(
             f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM + 6}" '
             'stroke="#475569" stroke-dasharray="3 3"/>'
         )
         row = 0 if place - at > 60 else 14
         at = place
-        found.append(
+        elements.append(
             f'<text x="{place + 3:.1f}" y="{_HEIGHT - _BOTTOM + 18 + row}" fill="#475569">'
             f"{escape(point.phase)}</text>"
         )
-    return found
+    return elements
 
 
 def _tick(top: float) -> float:

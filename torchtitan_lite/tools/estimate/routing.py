@@ -64,7 +64,7 @@ class BalancedRouting:
         with outside_of_fake_tensors():
             values = operation(
                 *(self._real(argument) for argument in args),
-                **{name: self._real(one) for name, one in kwargs.items()},
+                **{name: self._real(argument) for name, argument in kwargs.items()},
             )
         return self._fake(values)
 
@@ -72,7 +72,7 @@ class BalancedRouting:
         if isinstance(value, torch.Tensor):
             return self._values[id(value)][1]
         if isinstance(value, list | tuple):
-            return type(value)(self._real(one) for one in value)
+            return type(value)(self._real(element) for element in value)
         if isinstance(value, torch.device):
             return torch.device("cpu")
         return value
@@ -84,7 +84,7 @@ class BalancedRouting:
             self._set(tensor, value)
             return tensor
         if isinstance(value, list | tuple):
-            return type(value)(self._fake(one) for one in value)
+            return type(value)(self._fake(element) for element in value)
         return value
 
     def _set(self, tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -74,20 +74,20 @@ def _following(
     """Return the mesh to trace next; None: there is none. It is the fastest one that is predicted
     to fit and, once `_MIN_ROWS` are traced that fit, to be faster than they. If none fits, and none
     is predicted to fit: the one that is predicted to be smallest, and smaller than all traced."""
-    fitting = [one for one in traced.values() if one.fits(memory_bytes)]
+    fitting = [step for step in traced.values() if step.fits(memory_bytes)]
     predictions = model.predictions(world_size, traced)
     limit = MEMORY_LIMIT * memory_bytes
     candidates = [prediction for prediction in predictions if prediction.peak_bytes <= limit]
     if len(fitting) >= _MIN_ROWS:
-        best = min(map(_speed_rank, ((one.degrees, one.time.tokens_per_s) for one in fitting)))
+        best = min(map(_speed_rank, ((step.degrees, step.time.tokens_per_s) for step in fitting)))
         candidates = [
             candidate for candidate in candidates if _predicted_rank(candidate)[:2] < best
         ]
     chosen = _first_valid(model, sorted(candidates, key=_predicted_rank))
     if chosen is None and not fitting:
-        smallest = min((one.fullest.peak_bytes for one in traced.values()), default=float("inf"))
+        smallest = min((step.fullest.peak_bytes for step in traced.values()), default=float("inf"))
         smaller = [prediction for prediction in predictions if prediction.peak_bytes < smallest]
-        chosen = _first_valid(model, sorted(smaller, key=lambda one: one.peak_bytes))
+        chosen = _first_valid(model, sorted(smaller, key=lambda prediction: prediction.peak_bytes))
     return chosen
 
 
@@ -95,16 +95,19 @@ def _num_layers(step: MeshStep) -> int:
     return sum(sum(rank.traced_blocks) for rank in step.ranks)
 
 
-def _first_valid(model: MeshModel, found: Iterable[MeshPrediction]) -> ParallelDims | None:
-    return next((one.degrees for one in found if model.is_valid(one.degrees)), None)
+def _first_valid(model: MeshModel, predictions: Iterable[MeshPrediction]) -> ParallelDims | None:
+    return next(
+        (prediction.degrees for prediction in predictions if model.is_valid(prediction.degrees)),
+        None,
+    )
 
 
 def _rank_of(step: MeshStep) -> tuple[float, int, float]:
     return (*_speed_rank((step.degrees, step.time.tokens_per_s)), _size_of(step))
 
 
-def _predicted_rank(one: MeshPrediction) -> tuple[float, int, float]:
-    return (*_speed_rank((one.degrees, one.tokens_per_s)), one.peak_bytes)
+def _predicted_rank(prediction: MeshPrediction) -> tuple[float, int, float]:
+    return (*_speed_rank((prediction.degrees, prediction.tokens_per_s)), prediction.peak_bytes)
 
 
 def _size_of(step: MeshStep) -> float:

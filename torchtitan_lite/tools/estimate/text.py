@@ -34,11 +34,11 @@ def text(estimate: Estimate) -> str:
                 [
                     (
                         axis,
-                        f"{one.count:,.0f}",
-                        f"{one.num_bytes / 1e9:,.3f}",
-                        f"{one.seconds:.4f}" if estimate.time else "-",
+                        f"{traffic.count:,.0f}",
+                        f"{traffic.num_bytes / 1e9:,.3f}",
+                        f"{traffic.seconds:.4f}" if estimate.time else "-",
                     )
-                    for axis, one in estimate.traffic.items()
+                    for axis, traffic in estimate.traffic.items()
                 ],
                 numbers=3,
             ),
@@ -55,7 +55,7 @@ def _facts(estimate: Estimate) -> list[tuple[str, str]]:
     rank = estimate.fullest
     rows = [
         ("parameters", f"{estimate.num_parameters:,}"),
-        ("parameters per rank", f"{max(one.num_parameters for one in estimate.ranks):,}"),
+        ("parameters per rank", f"{max(rank.num_parameters for rank in estimate.ranks):,}"),
         ("checkpoint", f"{estimate.checkpoint_bytes / 1e9:,.2f} GB"),
         ("microbatches per step", f"{estimate.num_microbatches:,}"),
         ("tokens per step", f"{estimate.tokens_per_step:,}"),
@@ -121,7 +121,10 @@ def _search(estimate: Estimate, search: MeshSearch) -> list[str]:
     """Return the paragraphs about other meshes."""
     if not search.meshes:
         return [_nothing_fits(estimate, search)]
-    shown = [*search.meshes, *(one for one in search.too_large if one.degrees == estimate.degrees)]
+    shown = [
+        *search.meshes,
+        *(mesh for mesh in search.too_large if mesh.degrees == estimate.degrees),
+    ]
     best = search.meshes[0].degrees
     end = "No other mesh is predicted to be faster."
     if not search.is_complete:
@@ -212,7 +215,7 @@ def as_values(estimate: Estimate) -> dict[str, Any]:
             }
             for rank in estimate.ranks
         ],
-        "communication": {axis: asdict(one) for axis, one in estimate.traffic.items()},
+        "communication": {axis: asdict(traffic) for axis, traffic in estimate.traffic.items()},
         "time": None if estimate.time is None else asdict(estimate.time),
         **_search_values(estimate),
         "assumptions": list(estimate.assumptions),

@@ -482,10 +482,12 @@ class _MeanOrthogonalization:
 
     def run(self, shards: Sequence[torch.Tensor]) -> None:
         """See `Orthogonalization`."""
-        found = self._assignment
-        count = len(found.ranks)
-        flops = sum(found.flops.values()) / count
-        self._recorder.add_orthogonalization(flops, found.moved_bytes / count, found.ranks)
+        assignment = self._assignment
+        count = len(assignment.ranks)
+        flops = sum(assignment.flops.values()) / count
+        self._recorder.add_orthogonalization(
+            flops, assignment.moved_bytes / count, assignment.ranks
+        )
 
 
 def _units(parts: Sequence[nn.Module], spec: ModelSpec) -> dict[str, str]:

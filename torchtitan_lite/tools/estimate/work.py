@@ -24,7 +24,7 @@ class Traffic:
 
     count: float = 0
     num_bytes: float = 0
-    """As `debug.communication.Collective`: the larger of input and output."""
+    """The larger of input and output, as in `debug.communication.Collective`."""
     seconds: float = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -51,7 +51,7 @@ class Work:
     other_s: float = 0
     """Operations that are limited by the memory bandwidth."""
     traffic: Mapping[tuple[str, str, bool], Traffic] = field(default_factory=dict)
-    """By axes, operation, and whether FSDP overlaps it with computation."""
+    """Traffic by axes, operation, and whether FSDP overlaps it with computation."""
 
     def __add__(self, other: "Work") -> "Work":
         keys = {**self.traffic, **other.traffic}
@@ -68,7 +68,7 @@ class Work:
             flops=self.flops * factor,
             matmul_s=self.matmul_s * factor,
             other_s=self.other_s * factor,
-            traffic={key: one * factor for key, one in self.traffic.items()},
+            traffic={key: amount * factor for key, amount in self.traffic.items()},
         )
 
     def __sub__(self, other: "Work") -> "Work":
@@ -76,8 +76,8 @@ class Work:
 
     def split(self) -> tuple["Work", "Work"]:
         """Return the work without what FSDP overlaps, and that alone."""
-        overlapped = {key: one for key, one in self.traffic.items() if key[2]}
-        exposed = {key: one for key, one in self.traffic.items() if not key[2]}
+        overlapped = {key: amount for key, amount in self.traffic.items() if key[2]}
+        exposed = {key: amount for key, amount in self.traffic.items() if not key[2]}
         return replace(self, traffic=exposed), Work(traffic=overlapped)
 
     @property
@@ -87,7 +87,7 @@ class Work:
 
     def communication_s(self, *, overlapped: bool) -> float:
         """Return the seconds of the collectives that are, or are not, FSDP's."""
-        return sum(one.seconds for key, one in self.traffic.items() if key[2] is overlapped)
+        return sum(amount.seconds for key, amount in self.traffic.items() if key[2] is overlapped)
 
     @property
     def seconds(self) -> float:

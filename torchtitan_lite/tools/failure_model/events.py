@@ -33,11 +33,11 @@ class _Planned:
 
 
 class EventStream:
-    """Events that are given in advance, random failures, and the return of lost machines."""
+    """Planned events, random failures, and the return of lost machines."""
 
     def __init__(
         self,
-        given: Iterable[ClusterEvents] = (),
+        planned: Iterable[ClusterEvents] = (),
         *,
         failures: "Iterable[RandomFailures]" = (),
         replacement_s: float = math.inf,
@@ -47,12 +47,12 @@ class EventStream:
         self._count = 0
         self._failures = [failure for failure in failures if failure.is_possible]
         self._replacement_s = replacement_s
-        for one in given:
+        for events in planned:
             for kind in ("rank_lost", "lost", "arrived"):
-                for machine in sorted(getattr(one, kind)):
-                    self._plan(one.at_s, kind, machine)
-        for source, one in enumerate(self._failures):
-            self._plan(one.next_s(0.0), "failure", source)
+                for machine in sorted(getattr(events, kind)):
+                    self._plan(events.at_s, kind, machine)
+        for source, failure in enumerate(self._failures):
+            self._plan(failure.next_s(0.0), "failure", source)
 
     @property
     def next_s(self) -> float:
@@ -63,20 +63,22 @@ class EventStream:
         """Return the next events, all that happen at the same time, and plan the return of those
         of the `present` machines that are lost."""
         at_s = self.next_s
-        found: dict[str, set[int]] = {"rank_lost": set(), "lost": set(), "arrived": set()}
+        happened: dict[str, set[int]] = {"rank_lost": set(), "lost": set(), "arrived": set()}
         while self._planned and self._planned[0].at_s == at_s:
-            one = heapq.heappop(self._planned)
-            if one.kind == "failure":
-                source = self._failures[one.machine]
+            event = heapq.heappop(self._planned)
+            if event.kind == "failure":
+                source = self._failures[event.machine]
                 kind, machine = source.draw()
-                self._plan(source.next_s(at_s), "failure", one.machine)
-                found[kind].add(machine)
+                self._plan(source.next_s(at_s), "failure", event.machine)
+                happened[kind].add(machine)
             else:
-                found[one.kind].add(one.machine)
+                happened[event.kind].add(event.machine)
         if math.isfinite(self._replacement_s):
-            for machine in found["lost"] & present:
+            for machine in happened["lost"] & present:
                 self._plan(at_s + self._replacement_s, "arrived", machine)
-        return ClusterEvents(at_s=at_s, **{key: frozenset(value) for key, value in found.items()})
+        return ClusterEvents(
+            at_s=at_s, **{key: frozenset(value) for key, value in happened.items()}
+        )
 
     def _plan(self, at_s: float, kind: str, machine: int) -> None:
         heapq.heappush(self._planned, _Planned(at_s, self._count, kind, machine))

@@ -93,14 +93,14 @@ def goodput_picture(predictions: Sequence[Prediction], title: str) -> str:
 
 def _labels(ends: Sequence[tuple[float, Strategy, float]], from_x: float) -> list[str]:
     """Name the lines at their ends, without overlaps."""
-    place, found = -math.inf, []
-    for end, strategy, goodput in sorted(ends, key=lambda one: one[0]):
+    place, labels = -math.inf, []
+    for end, strategy, goodput in sorted(ends, key=lambda line_end: line_end[0]):
         place = max(end, place + _LABEL_HEIGHT)
         color = _COLORS[strategy.name]
-        found += [
+        labels += [
             f'<line x1="{from_x + 6:.1f}" x2="{from_x + 22:.1f}" y1="{end:.1f}" '
             f'y2="{place:.1f}" stroke="{color}"/>',
             f'<text x="{from_x + 26:.1f}" y="{place + 4:.1f}" fill="{color}">'
             f"{goodput * 100:.1f} % {escape(strategy.title)}</text>",
         ]
-    return found
+    return labels

@@ -62,19 +62,19 @@ class ReplicatedJob:
         """Whether the state of the job, all of whose replicas have died, is only in storage."""
         self._start_replicas()
         # The begin of a job is no recovery.
-        self._live, self._starting = [one.machines for one in self._starting], []
+        self._live, self._starting = [replica.machines for replica in self._starting], []
 
     def run(self, events: EventStream, until_s: float) -> TimeShares:
         """Simulate until a time, and return where the time went since the begin."""
         while self._now_s < until_s:
-            ready_s = min((one.ready_s for one in self._starting), default=math.inf)
+            ready_s = min((replica.ready_s for replica in self._starting), default=math.inf)
             next_s = min(events.next_s, ready_s, until_s)
             self._advance(next_s)
             if events.next_s == next_s < until_s:
                 self._apply(events.pop(self._present))
             elif ready_s == next_s:
-                for one in [one for one in self._starting if one.ready_s == next_s]:
-                    self._join(one)
+                for replica in [replica for replica in self._starting if replica.ready_s == next_s]:
+                    self._join(replica)
         return self.shares
 
     @property
@@ -101,7 +101,7 @@ class ReplicatedJob:
         if self._is_elastic:
             capacity = len(self._present)
         stalled_s = min(max(0.0, self._stalled_until_s - self._now_s), seconds)
-        starting = sum(len(one.machines) for one in self._starting)
+        starting = sum(len(replica.machines) for replica in self._starting)
         self.shares.recovering += machines * stalled_s + starting * seconds
         self.shares.waiting += (capacity - machines - starting) * seconds
         trained = machines * (seconds - stalled_s)
@@ -114,17 +114,17 @@ class ReplicatedJob:
         self._history.append((until_s, self._work))
         self._forget()
 
-    def _apply(self, found: ClusterEvents) -> None:
-        lost = found.lost & self._present
-        hit = lost | found.rank_lost & self._present
-        dead = [one for one in self._live if not one.isdisjoint(hit)]
+    def _apply(self, events: ClusterEvents) -> None:
+        lost = events.lost & self._present
+        hit = lost | events.rank_lost & self._present
+        dead = [replica for replica in self._live if not replica.isdisjoint(hit)]
         if dead:
             self._abort_step()
-        self._present -= found.lost
-        self._present |= found.arrived
+        self._present -= events.lost
+        self._present |= events.arrived
         if dead:
-            self._live = [one for one in self._live if one.isdisjoint(hit)]
-        self._starting = [one for one in self._starting if one.machines.isdisjoint(hit)]
+            self._live = [replica for replica in self._live if replica.isdisjoint(hit)]
+        self._starting = [replica for replica in self._starting if replica.machines.isdisjoint(hit)]
         if dead and self._live:
             self._stall(self._times.replica_stall_s)
         elif dead:
@@ -166,7 +166,7 @@ class ReplicatedJob:
         self._history.append((self._now_s, self._work))
 
     def _work_at(self, at_s: float) -> float:
-        place = bisect_right(self._history, at_s, key=lambda one: one[0])
+        place = bisect_right(self._history, at_s, key=lambda entry: entry[0])
         if place == len(self._history):
             return self._work
         (from_s, before), (to_s, after) = self._history[place - 1], self._history[place]
@@ -182,12 +182,12 @@ class ReplicatedJob:
         saves = math.floor((self._now_s - times.write_s - began_s) / cycle_s) - 1
         if saves > 0:
             at_s = began_s + saves * cycle_s
-            kept = [one for one in self._history if one[0] > at_s]
+            kept = [entry for entry in self._history if entry[0] > at_s]
             self._history = [(at_s, self._work_at(at_s)), *kept]
 
     def _start_replicas(self) -> None:
         """Start replicas on the machines that belong to none."""
-        taken = set[int]().union(*self._live, *(one.machines for one in self._starting))
+        taken = set[int]().union(*self._live, *(replica.machines for replica in self._starting))
         free = sorted(self._present - taken)
         count = self._times.machines_per_replica
         while len(free) >= count and len(self._live) + len(self._starting) < self._num_replicas:

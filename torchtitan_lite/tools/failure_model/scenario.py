@@ -68,21 +68,21 @@ class Scenario:
     """Time without a change after which a job takes machines that have arrived (traces)."""
 
     restart_s: float = _measured("restart_s")
-    """From the death of a rank until all ranks, started again, train."""
+    """Time from the death of a rank until all ranks, restarted, train."""
     spare_s: float = _measured("spare_s")
-    """From the death of a rank until a warm spare has replaced it."""
+    """Time from the death of a rank until a warm spare has replaced it."""
     replica_stall_s: float = _measured("replica_stall_s")
     """Stall of the other replicas when one of them dies, beyond the aborted step."""
     replica_restart_s: float = _measured("replica_restart_s")
-    """From the restart of a replica to its first step, without the transfer of a large state."""
+    """Time from the restart of a replica to its first step, without transfer of a large state."""
     donor_stall_s: float = _measured("donor_stall_s")
     """Stall when a replica rejoins."""
     torchft_stall_s: float = _measured("torchft_stall_s")
-    """As `replica_stall_s`, of a trainer on torchft."""
+    """`replica_stall_s` of a trainer on torchft."""
     torchft_restart_s: float = _measured("torchft_restart_s")
-    """As `replica_restart_s`, of a trainer on torchft."""
+    """`replica_restart_s` of a trainer on torchft."""
     torchft_donor_stall_s: float = _measured("torchft_donor_stall_s")
-    """As `donor_stall_s`, of a trainer on torchft."""
+    """`donor_stall_s` of a trainer on torchft."""
     heal_mib_per_s: float = _measured("heal_mib_per_s")
     """Rate at which a rank receives its state from a rank of a donor or a buddy."""
     load_mib_per_s: float = _measured("load_mib_per_s")
@@ -106,7 +106,7 @@ class Scenario:
 
 def overridden(scenario: Scenario, values: Mapping[str, str]) -> Scenario:
     """Return the scenario with values given by name. Raises UserError that names each problem."""
-    known = {one.name: one for one in fields(Scenario)}
+    known = {setting.name: setting for setting in fields(Scenario)}
     changes: dict[str, Any] = {}
     problems: list[str] = []
     for name, text in values.items():
@@ -137,6 +137,7 @@ def overridden(scenario: Scenario, values: Mapping[str, str]) -> Scenario:
 def described(scenario: Scenario) -> Iterable[tuple[str, float, str]]:
     """Yield the name, the value and the source of each input; a value that differs from the
     default is "given"."""
-    for one in fields(Scenario):
-        value = getattr(scenario, one.name)
-        yield one.name, value, one.metadata[_SOURCE] if value == one.default else "given"
+    for setting in fields(Scenario):
+        value = getattr(scenario, setting.name)
+        source = setting.metadata[_SOURCE] if value == setting.default else "given"
+        yield setting.name, value, source

@@ -28,7 +28,7 @@ _HOURS_WITHOUT_FAILURES = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Where the time of a job goes under a strategy."""
+    """Time of a job by kind under a strategy."""
 
     strategy: Strategy
     num_ranks: int
@@ -68,7 +68,7 @@ def predict(
             "of a machine. Set ranks_per_replica."
         )
     strategies = list(strategies)
-    if num_ranks % per_replica and any(one.replicas is not None for one in strategies):
+    if num_ranks % per_replica and any(strategy.replicas is not None for strategy in strategies):
         raise UserError(
             f"{num_ranks} ranks are not a multiple of the {per_replica} ranks of a replica. Give a "
             "multiple, or set ranks_per_replica."

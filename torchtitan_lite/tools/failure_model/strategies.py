@@ -6,13 +6,13 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """What a job does when a rank or a machine is lost."""
+    """Reaction of a job to the loss of a rank or a machine."""
 
     name: str
     """Word for the command line and for files."""
     title: str
     replicas: Literal["torchft", "ours"] | None = None
-    """Whose replicas train, if the job has replicas."""
+    """Implementation of replicas, if the job has replicas."""
     in_place: bool = False
     """Whether a warm spare replaces a dead rank while the other ranks keep their processes."""
     snapshots: bool = False

@@ -12,7 +12,7 @@ def table(predictions: Sequence[Prediction], *, first: str = "ranks") -> list[st
     strategies = list(dict.fromkeys(prediction.strategy for prediction in predictions))
     rows = [[first, *(strategy.name for strategy in strategies)]]
     for num_ranks in dict.fromkeys(prediction.num_ranks for prediction in predictions):
-        found = {
+        by_strategy = {
             prediction.strategy: prediction
             for prediction in predictions
             if prediction.num_ranks == num_ranks
@@ -20,7 +20,7 @@ def table(predictions: Sequence[Prediction], *, first: str = "ranks") -> list[st
         rows.append(
             [
                 f"{num_ranks:,}",
-                *(f"{found[strategy].shares.goodput:.2%}" for strategy in strategies),
+                *(f"{by_strategy[strategy].shares.goodput:.2%}" for strategy in strategies),
             ]
         )
     return _aligned(rows)

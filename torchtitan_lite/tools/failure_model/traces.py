@@ -101,13 +101,13 @@ def slots(trace: Trace, num_replicas: int, ranks: int) -> Iterator[tuple[float, 
     joins the replica with the fewest machines, and is unused if all replicas are full."""
     members: list[set[int]] = [set() for _ in range(num_replicas)]
     for at_s, present in trace.states():
-        for one in members:
-            one &= present
+        for machines in members:
+            machines &= present
         for machine in sorted(present.difference(*members)):
             smallest = min(members, key=len)
             if len(smallest) < ranks:
                 smallest.add(machine)
-        yield at_s, {str(number): len(one) for number, one in enumerate(members)}
+        yield at_s, {str(replica): len(machines) for replica, machines in enumerate(members)}
 
 
 def _parsed(path: Path, number: int, line: str) -> tuple[int, str, str]:

@@ -19,7 +19,7 @@ from torchtitan_lite.tools.failure_model.time_shares import TimeShares
 
 
 class StateSource(IntEnum):
-    """Where a job resumes from; the later ones lose more."""
+    """Source from which a job resumes; the later ones lose more."""
 
     SNAPSHOT = 0
     BUDDY = 1
@@ -165,19 +165,19 @@ class WholeJob:
     def _newest_durable(self) -> float:
         return self._saved if self._now_s >= self._save_durable_s else self._durable
 
-    def _apply(self, found: ClusterEvents) -> None:
-        if found.lost & self._present or found.arrived - self._present:
+    def _apply(self, events: ClusterEvents) -> None:
+        if events.lost & self._present or events.arrived - self._present:
             self._changed_s = self._now_s
         hit = [
-            one
-            for one in found.lost | found.rank_lost
-            if one in self._present and one in self._places
+            machine
+            for machine in events.lost | events.rank_lost
+            if machine in self._present and machine in self._places
         ]
-        lost = found.lost.intersection(hit)
-        self._present -= found.lost
-        self._present |= found.arrived
+        lost = events.lost.intersection(hit)
+        self._present -= events.lost
+        self._present |= events.arrived
         if hit:
-            self._lost_positions |= {self._places[one] for one in lost}
+            self._lost_positions |= {self._places[machine] for machine in lost}
             self._resume_from(self._source_for())
             self._form()
         elif self._ready_s is not None and math.isinf(self._ready_s):
@@ -193,7 +193,7 @@ class WholeJob:
             return StateSource.STORAGE
         gone = self._lost_positions | self._without_copy
         count = len(self._members)
-        have_buddy = all((one + 1) % count not in gone for one in self._lost_positions)
+        have_buddy = all((position + 1) % count not in gone for position in self._lost_positions)
         return StateSource.BUDDY if have_buddy else StateSource.STORAGE
 
     @property
@@ -249,7 +249,7 @@ class WholeJob:
                 self._resume_from(StateSource.STORAGE)
             survivors = [member for member in self._members if member in self._present]
             self._members = (survivors + idle)[: self._num_to_use]
-            self._places = {one: place for place, one in enumerate(self._members)}
+            self._places = {member: place for place, member in enumerate(self._members)}
             self._lost_positions = set(range(len(self._members)))
             self._buddy_work = 0.0
         if not self._members:
@@ -273,7 +273,7 @@ class WholeJob:
         """Save, and start again on more machines. The state is saved before the job stops."""
         self._save(self._times.write_s)
         self._members += self._idle[: self._num_to_add]
-        self._places = {one: place for place, one in enumerate(self._members)}
+        self._places = {member: place for place, member in enumerate(self._members)}
         self._lost_positions = set(range(len(self._members)))
         self._source, self._buddy_work = StateSource.STORAGE, 0.0
         self._recover(self._times.write_s + self._times.restart_s)

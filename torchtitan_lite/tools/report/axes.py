@@ -31,7 +31,7 @@ def curve_axes(runs: Sequence[RunFiles], steps: Sequence[Sequence[int]]) -> dict
         ("Time", f"time since the first step ({unit})", [r.elapsed_s for r in runs], per_unit),
     ):
         if all(used):
-            x = [_at(one, values, per) for one, values in zip(steps, used, strict=True)]
+            x = [_at(run_steps, values, per) for run_steps, values in zip(steps, used, strict=True)]
             axes[label] = (title, x)
     if len(axes) == 1:
         return {}

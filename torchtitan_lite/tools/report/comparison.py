@@ -61,19 +61,21 @@ class Comparison:
     last_steps: tuple[int | None, int | None]
     """Last committed step of the first and of the other run; None: no committed step."""
     differences: Mapping[str, tuple[StepDifference, ...]]
-    """By name in COMPARED, one per common step."""
+    """Differences by name in COMPARED, one per common step."""
     budgets: tuple[EqualBudget, ...]
-    """At equal tokens and in equal time, where both runs record them."""
+    """Comparisons at equal tokens and in equal time, where both runs record them."""
     config: tuple[tuple[str, str, str], ...]
     """Keys of the config that differ, with both values; an empty text if not set."""
 
     def first_difference(self, name: str) -> StepDifference | None:
         """Return the values at the first step where the two differ; None if they are equal."""
-        return next((one for one in self.differences[name] if one.relative > 0), None)
+        return next(
+            (difference for difference in self.differences[name] if difference.relative > 0), None
+        )
 
     def largest(self, name: str) -> StepDifference | None:
         """Return the largest relative difference; None without common steps."""
-        return max(self.differences[name], key=lambda one: one.relative, default=None)
+        return max(self.differences[name], key=lambda difference: difference.relative, default=None)
 
     def exceeds(self, limit: float) -> str | None:
         """Return why the runs differ by more than `limit` or end at different steps, as one
@@ -96,7 +98,7 @@ class Comparison:
         differences = [
             (name, worst) for name in COMPARED if (worst := self.largest(name)) is not None
         ]
-        name, worst = max(differences, key=lambda one: one[1].relative)
+        name, worst = max(differences, key=lambda largest: largest[1].relative)
         if worst.relative <= limit:
             return None
         return (
@@ -107,7 +109,7 @@ class Comparison:
 
 def compare(first: RunFiles, other: RunFiles) -> Comparison:
     """Compare `other` with `first`."""
-    left, right = ({one.step: one for one in run.merged} for run in (first, other))
+    left, right = ({record.step: record for record in run.merged} for run in (first, other))
     steps = tuple(sorted(left.keys() & right.keys()))
     return Comparison(
         first=first.label,
@@ -137,7 +139,7 @@ def _equal_budgets(first: RunFiles, other: RunFiles) -> Iterator[EqualBudget]:
 def _loss_at(run: RunFiles, used: Mapping[int, float], amount: float) -> float | None:
     """Return the mean loss of the last steps that end within `amount`; None if there is none or it
     is not finite."""
-    losses = [one["loss"] for one in run.merged if used.get(one.step, math.inf) <= amount]
+    losses = [record["loss"] for record in run.merged if used.get(record.step, math.inf) <= amount]
     finite = [loss for loss in losses[-_MEAN_STEPS:] if loss is not None]
     return sum(finite) / len(finite) if len(finite) == len(losses[-_MEAN_STEPS:]) > 0 else None
 

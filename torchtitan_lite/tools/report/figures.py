@@ -35,7 +35,7 @@ KIND_COLORS = {
     "lost": "#dc2626",
     "idle": "#fb923c",
 }
-"""By kind of time, in the order of the bar."""
+"""Colors by kind of time, in the order of the bar."""
 _MARKERS = {
     "fault": ("x", "#dc2626", 12),
     "error": ("x-thin-open", "#7f1d1d", 12),
@@ -121,7 +121,7 @@ def curve_figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 def speed_figures(runs: Sequence[RunFiles]) -> list[Figure]:
     """Draw throughput, MFU, step time, memory and replicas."""
-    has_replicas = any((one["num_replicas"] or 1) > 1 for run in runs for one in run.merged)
+    has_replicas = any((record["num_replicas"] or 1) > 1 for run in runs for record in run.merged)
     return _known(
         _merged("Throughput", runs, "tokens_per_second", "tokens/s", from_zero=True, digits="~s"),
         _merged(
@@ -138,7 +138,7 @@ def speed_figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
     """Load of the busiest expert by router, and idle experts. Empty for dense models."""
-    loaded = [run for run in runs if any(one.router_load for one in run.merged)]
+    loaded = [run for run in runs if any(record.router_load for record in run.merged)]
     if not loaded:
         return []
     figures = [_merged("Idle experts", runs, "idle_experts", "experts", from_zero=True)]
@@ -148,9 +148,9 @@ def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
             Curve(
                 run.label,
                 [
-                    (one.step, max(one.router_load.values()))
-                    for one in run.merged
-                    if one.router_load
+                    (record.step, max(record.router_load.values()))
+                    for record in run.merged
+                    if record.router_load
                 ],
                 COLORS[place % len(COLORS)],
             )
@@ -158,13 +158,17 @@ def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
         ]
         return _known(_curves("Router load, the most uneven router", curves, label), *figures)
     (run,) = loaded
-    names = list(dict.fromkeys(name for one in run.merged for name in one.router_load))
+    names = list(dict.fromkeys(name for record in run.merged for name in record.router_load))
     if len(names) > _MAX_LINES:
         return _known(_router_heatmap(run, names, label), *figures)
     curves = [
         Curve(
             name,
-            [(one.step, one.router_load[name]) for one in run.merged if name in one.router_load],
+            [
+                (record.step, record.router_load[name])
+                for record in run.merged
+                if name in record.router_load
+            ],
             COLORS[place % len(COLORS)],
         )
         for place, name in enumerate(names)
@@ -175,19 +179,19 @@ def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
 def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
     """Draw wall time by cause, one bar per replica."""
     rows = [
-        (account_label(run, one, len(runs) > 1), one)
+        (account_label(run, account, len(runs) > 1), account)
         for run in runs
-        for one in run.goodput
-        if one.wall_s > 0
+        for account in run.goodput
+        if account.wall_s > 0
     ]
     if not rows:
         return None
     rows.reverse()
-    unit, per_unit = time_unit(max(one.wall_s for _, one in rows))
+    unit, per_unit = time_unit(max(account.wall_s for _, account in rows))
     data = []
-    for place, kind in enumerate(ordered_kinds([one for _, one in rows])):
-        seconds = [one.seconds.get(kind, 0.0) for _, one in rows]
-        shares = [s / one.wall_s for s, (_, one) in zip(seconds, rows, strict=True)]
+    for place, kind in enumerate(ordered_kinds([account for _, account in rows])):
+        seconds = [account.seconds.get(kind, 0.0) for _, account in rows]
+        shares = [s / account.wall_s for s, (_, account) in zip(seconds, rows, strict=True)]
         name = kind_name(kind)
         hover = [f"{name}: {s:,.1f} s, {p:.1%}" for s, p in zip(seconds, shares, strict=True)]
         data.append(
@@ -201,7 +205,7 @@ def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
                 "textposition": "inside",
                 "insidetextanchor": "middle",
                 "textangle": 0,
-                "hovertext": [_text(one) for one in hover],
+                "hovertext": [_text(hover_text) for hover_text in hover],
                 "hovertemplate": "%{y}<br>%{hovertext}<extra></extra>",
                 "marker": {"color": KIND_COLORS.get(kind, COLORS[place % len(COLORS)])},
             }
@@ -221,7 +225,7 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
     places = {lane: len(timeline.lanes) - 1 - place for place, lane in enumerate(timeline.lanes)}
     first, unit, per_unit = timeline.first_time, "s", 1.0
     times = [span.end for span in timeline.spans] + [
-        one.time for one in timeline.marks if one.time is not None
+        mark.time for mark in timeline.marks if mark.time is not None
     ]
     if first is not None:
         unit, per_unit = time_unit(max(times) - first)
@@ -254,18 +258,18 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
                 "y": [places[span.lane] for span in spans],
                 "width": 0.36,
                 "marker": {"color": color},
-                "text": [_text(one) for one in hover],
+                "text": [_text(hover_text) for hover_text in hover],
                 "textposition": "none",
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
     for kind, name in KINDS.items():
-        marks = [one for one in timeline.marks if one.kind == kind]
+        marks = [mark for mark in timeline.marks if mark.kind == kind]
         if not marks:
             continue
         symbol, color, size = _MARKERS[kind]
-        by_time.append([elapsed(one.time) for one in marks])
-        by_step.append([one.step for one in marks])
+        by_time.append([elapsed(mark.time) for mark in marks])
+        by_step.append([mark.step for mark in marks])
         for base in bases:
             base.append(None)
         data.append(
@@ -273,8 +277,8 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
                 "type": "scatter",
                 "mode": "markers",
                 "name": name,
-                "y": [places[one.lane] + _OFFSETS.get(kind, 0.0) for one in marks],
-                "text": [_text(_mark_hover(one)) for one in marks],
+                "y": [places[mark.lane] + _OFFSETS.get(kind, 0.0) for mark in marks],
+                "text": [_text(_mark_hover(mark)) for mark in marks],
                 "hovertemplate": f"<b>{name}</b><br>%{{text}}<extra></extra>",
                 "marker": {
                     "symbol": symbol,
@@ -319,7 +323,7 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
 def difference_figure(comparisons: Sequence[Comparison]) -> Figure | None:
     """Draw relative differences from the first run over steps, on a logarithmic axis."""
     curves = []
-    for place, one in enumerate(comparisons):
+    for place, comparison in enumerate(comparisons):
         color = COLORS[(place + 1) % len(COLORS)]
         for name in COMPARED:
             points = [
@@ -327,10 +331,10 @@ def difference_figure(comparisons: Sequence[Comparison]) -> Figure | None:
                     difference.step,
                     difference.relative if 0 < difference.relative < math.inf else None,
                 )
-                for difference in one.differences[name]
+                for difference in comparison.differences[name]
             ]
             style = "solid" if name == "loss" else "dot"
-            label = NAMES[name] if len(comparisons) == 1 else f"{one.other}, {NAMES[name]}"
+            label = NAMES[name] if len(comparisons) == 1 else f"{comparison.other}, {NAMES[name]}"
             curves.append(Curve(label, points, color, style))
     figure = _curves(
         "Relative difference from the first run", curves, "relative difference", is_wide=True
@@ -364,12 +368,12 @@ def kind_name(kind: str) -> str:
     return TIME_NAMES.get(kind, kind.replace("_", " "))
 
 
-def account_label(run: RunFiles, one: Goodput, is_named: bool) -> str:
+def account_label(run: RunFiles, account: Goodput, is_named: bool) -> str:
     """Return the replica, prefixed by its run if there are several."""
-    own = "all ranks" if one.replica is None else f"replica {one.replica}"
+    own = "all ranks" if account.replica is None else f"replica {account.replica}"
     if not is_named:
         return own
-    return run.label if one.replica is None else f"{run.label}, {own}"
+    return run.label if account.replica is None else f"{run.label}, {own}"
 
 
 def duration(seconds: float) -> str:
@@ -524,16 +528,16 @@ def _curves(
     if not drawn:
         return None
     data = []
-    for one in drawn:
-        points = downsample(one.points)
+    for curve in drawn:
+        points = downsample(curve.points)
         data.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers" if one.has_markers or len(points) == 1 else "lines",
-                "name": _text(one.name),
+                "mode": "lines+markers" if curve.has_markers or len(points) == 1 else "lines",
+                "name": _text(curve.name),
                 "x": [step for step, _ in points],
                 "y": [value for _, value in points],
-                "line": {"color": one.color, "width": 1.8, "dash": one.style, "shape": shape},
+                "line": {"color": curve.color, "width": 1.8, "dash": curve.style, "shape": shape},
                 "marker": {"size": 7},
                 "hovertemplate": "%{y:.5~g}" if not digits else "%{y:,.0f}",
             }
@@ -541,7 +545,7 @@ def _curves(
     layout = _layout("step", unit, height=height)
     layout["showlegend"] = len(data) > 1
     if has_axes:
-        runs = [one.run for one in drawn if one.run is not None]
+        runs = [curve.run for curve in drawn if curve.run is not None]
         layout |= curve_axes(runs, [trace["x"] for trace in data])
         # Room for the buttons below plotly's own.
         layout["margin"]["t"] += _BUTTONS_PX

@@ -136,10 +136,10 @@ class _Figures:
     def grid(self, figures: Sequence[Figure | None]) -> str:
         """Lay out two figures per row; a single last one fills its row."""
         existing = [figure for figure in figures if figure is not None]
-        narrow = [one for one in existing if not one.is_wide]
+        narrow = [figure for figure in existing if not figure.is_wide]
         if len(narrow) % 2:
             existing[existing.index(narrow[-1])] = replace(narrow[-1], is_wide=True)
-        cards = "".join(self.place(one) for one in existing)
+        cards = "".join(self.place(figure) for figure in existing)
         return f'<div class="grid">{cards}</div>' if cards else ""
 
     def json(self) -> str:
@@ -180,10 +180,10 @@ def page(runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> str:
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
     )
-    links = "".join(f'<a href="#{one.anchor}">{_escaped(one.title)}</a>' for one in shown)
+    links = "".join(f'<a href="#{part.anchor}">{_escaped(part.title)}</a>' for part in shown)
     body = "".join(
-        f'<section id="{one.anchor}"><h2>{_escaped(one.title)}</h2>{one.content}</section>'
-        for one in shown
+        f'<section id="{part.anchor}"><h2>{_escaped(part.title)}</h2>{part.content}</section>'
+        for part in shown
     )
     cards = "".join(
         _header(run, one_timeline) for run, one_timeline in zip(runs, timelines, strict=True)
@@ -249,7 +249,7 @@ def _facts(run: RunFiles, run_timeline: RunTimeline) -> Iterator[tuple[str, str,
     """Yield name, value and detail of each known fact."""
     model = [run.setting("model", key) for key in ("name", "flavor")]
     if any(model):
-        yield "Model", " ".join(str(one) for one in model if one), ""
+        yield "Model", " ".join(str(word) for word in model if word), ""
     starts = run.events("start")
     if starts:
         values = starts[-1].values
@@ -286,8 +286,8 @@ def _facts(run: RunFiles, run_timeline: RunTimeline) -> Iterator[tuple[str, str,
     if shares := run.known("mfu"):
         yield "MFU", f"{median(shares):.1%}", "median"
     if run.goodput:
-        worst = min(one.goodput for one in run.goodput)
-        best = max(one.goodput for one in run.goodput)
+        worst = min(account.goodput for account in run.goodput)
+        best = max(account.goodput for account in run.goodput)
         shown = f"{best:.1%}" if best - worst < 0.0005 else f"{worst:.1%} to {best:.1%}"
         yield "Goodput", shown, "by replica" if len(run.goodput) > 1 else ""
     faults = sum(mark.kind in ("fault", "error", "machine_fault") for mark in run_timeline.marks)
@@ -301,7 +301,7 @@ def _facts(run: RunFiles, run_timeline: RunTimeline) -> Iterator[tuple[str, str,
 def _duration_s(run: RunFiles, run_timeline: RunTimeline) -> tuple[float | None, str]:
     """Return the wall time of the run, and what it is derived from."""
     if run.goodput:
-        return max(one.wall_s for one in run.goodput), "wall time"
+        return max(account.wall_s for account in run.goodput), "wall time"
     times = run.known("time")
     if times and run_timeline.first_time is not None:
         return max(times) - run_timeline.first_time, "wall time"
@@ -329,18 +329,23 @@ def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
     if not comparisons:
         return ""
     rows = []
-    for one in comparisons:
+    for comparison in comparisons:
         for name in COMPARED:
-            first, largest = one.first_difference(name), one.largest(name)
+            first, largest = comparison.first_difference(name), comparison.largest(name)
             if largest is None:
-                rows.append([one.other, NAMES[name], "no common steps", "", "", ""])
+                rows.append([comparison.other, NAMES[name], "no common steps", "", "", ""])
             elif first is None:
-                common = f"equal at all {len(one.steps):,} common steps"
-                rows.append([one.other, NAMES[name], common, "", "", ""])
+                common = f"equal at all {len(comparison.steps):,} common steps"
+                rows.append([comparison.other, NAMES[name], common, "", "", ""])
             else:
                 rows.append(
                     [
-                        *(one.other, NAMES[name], f"step {first.step:,}", _difference(first)),
+                        *(
+                            comparison.other,
+                            NAMES[name],
+                            f"step {first.step:,}",
+                            _difference(first),
+                        ),
                         *(f"step {largest.step:,}", _difference(largest)),
                     ]
                 )
@@ -354,10 +359,12 @@ def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
     shown = f'<div class="card"><p class="note">{intro}</p>{warning}{table}</div>'
     shown += _budgets(comparisons)
     shown += figures.grid([difference_figure(comparisons)])
-    for one in comparisons:
-        config = _table(["key", one.first, one.other], [list(row) for row in one.config])
-        title = _escaped(f"Config: {one.first} and {one.other}")
-        content = config if one.config else '<p class="note">The configs are equal.</p>'
+    for comparison in comparisons:
+        config = _table(
+            ["key", comparison.first, comparison.other], [list(row) for row in comparison.config]
+        )
+        title = _escaped(f"Config: {comparison.first} and {comparison.other}")
+        content = config if comparison.config else '<p class="note">The configs are equal.</p>'
         shown += f'<div class="card below"><h3>{title}</h3>{content}</div>'
     return shown
 
@@ -386,9 +393,13 @@ def _budgets(comparisons: Sequence[Comparison]) -> str:
     return f'<div class="card below"><p class="note">{note}</p>{_table(heads, rows)}</div>'
 
 
-def _difference(one: StepDifference) -> str:
-    values = (f"{_value(one.first)} and {_value(one.other)}",)
-    return f"{values[0]}, relative {one.relative:.3g}" if one.relative < math.inf else values[0]
+def _difference(difference: StepDifference) -> str:
+    values = (f"{_value(difference.first)} and {_value(difference.other)}",)
+    return (
+        f"{values[0]}, relative {difference.relative:.3g}"
+        if difference.relative < math.inf
+        else values[0]
+    )
 
 
 def _value(value: float | None) -> str:
@@ -399,14 +410,17 @@ def _goodput(figures: _Figures, runs: Sequence[RunFiles]) -> str:
     figure = goodput_figure(runs)
     if figure is None:
         return ""
-    accounts = [(run, one) for run in runs for one in run.goodput]
-    heads = ["kind of time", *(account_label(run, one, len(runs) > 1) for run, one in accounts)]
-    rows = [
-        ["goodput", *(f"{one.goodput:.1%}" for _, one in accounts)],
-        ["wall time", *(duration(one.wall_s) for _, one in accounts)],
+    accounts = [(run, account) for run in runs for account in run.goodput]
+    heads = [
+        "kind of time",
+        *(account_label(run, account, len(runs) > 1) for run, account in accounts),
     ]
-    for kind in ordered_kinds([one for _, one in accounts]):
-        rows.append([kind_name(kind), *(_seconds(one, kind) for _, one in accounts)])
+    rows = [
+        ["goodput", *(f"{account.goodput:.1%}" for _, account in accounts)],
+        ["wall time", *(duration(account.wall_s) for _, account in accounts)],
+    ]
+    for kind in ordered_kinds([account for _, account in accounts]):
+        rows.append([kind_name(kind), *(_seconds(account, kind) for _, account in accounts)])
     note = (
         "Goodput is the share of wall time that went into the computation and communication of "
         "steps that were committed and kept."
@@ -418,21 +432,25 @@ def _goodput(figures: _Figures, runs: Sequence[RunFiles]) -> str:
     )
 
 
-def _seconds(one: Goodput, kind: str) -> str:
-    seconds = one.seconds.get(kind, 0.0)
-    return f"{seconds:,.1f} s ({seconds / one.wall_s:.1%})" if one.wall_s > 0 and seconds else "0 s"
+def _seconds(account: Goodput, kind: str) -> str:
+    seconds = account.seconds.get(kind, 0.0)
+    return (
+        f"{seconds:,.1f} s ({seconds / account.wall_s:.1%})"
+        if account.wall_s > 0 and seconds
+        else "0 s"
+    )
 
 
 def _timelines(
     figures: _Figures, runs: Sequence[RunFiles], timelines: Sequence[RunTimeline]
 ) -> str:
     shown = ""
-    for run, one in zip(runs, timelines, strict=True):
-        figure = timeline_figure(run, one)
+    for run, run_timeline in zip(runs, timelines, strict=True):
+        figure = timeline_figure(run, run_timeline)
         if figure is None:
             continue
         shown += f'<div style="margin-bottom:14px">{figures.place(figure, is_titled=len(runs) > 1)}'
-        shown += _recoveries(one) + _events(one) + "</div>"
+        shown += _recoveries(run_timeline) + _events(run_timeline) + "</div>"
     return shown
 
 
@@ -459,19 +477,19 @@ def _recoveries(run_timeline: RunTimeline) -> str:
 
 def _events(run_timeline: RunTimeline) -> str:
     """Return a table of the events that do not occur in every run."""
-    notable = [one for one in run_timeline.marks if one.kind not in ROUTINE]
+    notable = [mark for mark in run_timeline.marks if mark.kind not in ROUTINE]
     if not notable:
         return ""
     first = run_timeline.first_time
     rows = [
         [
-            "" if one.time is None or first is None else duration(one.time - first),
-            one.lane,
-            "" if one.step is None else f"{one.step:,}",
-            KINDS[one.kind],
-            one.text,
+            "" if mark.time is None or first is None else duration(mark.time - first),
+            mark.lane,
+            "" if mark.step is None else f"{mark.step:,}",
+            KINDS[mark.kind],
+            mark.text,
         ]
-        for one in notable[:_MAX_ROWS]
+        for mark in notable[:_MAX_ROWS]
     ]
     more = len(notable) - _MAX_ROWS
     note = f'<p class="note">{more} more are not listed.</p>' if more > 0 else ""

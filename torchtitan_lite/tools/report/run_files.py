@@ -62,7 +62,7 @@ class Step:
     step: int
     skipped: bool
     values: Mapping[str, float | None]
-    """By name, all of NUMBERS."""
+    """Values by name, all of NUMBERS."""
     router_load: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float | None:
@@ -115,7 +115,7 @@ class Stream:
         """Return the committed steps that were not rolled back, ascending; of a step that was
         run twice, the last record."""
         newest = {step.step: step for step in self.steps if not step.skipped}
-        return [newest[number] for number in sorted(newest)]
+        return [newest[step] for step in sorted(newest)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class Goodput:
     """Fraction of useful time, 0 to 1."""
     wall_s: float
     seconds: Mapping[str, float]
-    """By kind of time."""
+    """Seconds by kind of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +151,9 @@ class RunFiles:
     def __post_init__(self) -> None:
         by_step: dict[int, Step] = {}
         for stream in self.leaders:
-            for one in stream.committed():
-                by_step.setdefault(one.step, one)
-        object.__setattr__(self, "merged", [by_step[number] for number in sorted(by_step)])
+            for record in stream.committed():
+                by_step.setdefault(record.step, record)
+        object.__setattr__(self, "merged", [by_step[step] for step in sorted(by_step)])
 
     @property
     def leaders(self) -> list[Stream]:
@@ -163,19 +163,23 @@ class RunFiles:
     @cached_property
     def tokens(self) -> dict[int, float]:
         """Return the tokens since the start of training at the end of each committed step."""
-        return {one.step: tokens for one in self.merged if (tokens := one["tokens"]) is not None}
+        return {
+            record.step: tokens
+            for record in self.merged
+            if (tokens := record["tokens"]) is not None
+        }
 
     @cached_property
     def elapsed_s(self) -> dict[int, float]:
         """Return the seconds from the begin of the first step to the end of each committed step,
         pauses between attempts included."""
-        ends = [(one, end) for one in self.merged if (end := one["time"]) is not None]
-        start = min((end - (one["step_time_s"] or 0.0) for one, end in ends), default=0.0)
-        return {one.step: end - start for one, end in ends}
+        ends = [(record, end) for record in self.merged if (end := record["time"]) is not None]
+        start = min((end - (record["step_time_s"] or 0.0) for record, end in ends), default=0.0)
+        return {record.step: end - start for record, end in ends}
 
     def known(self, name: str) -> list[float]:
         """Return the values of a field in all committed steps that have one."""
-        return [value for one in self.merged if (value := one[name]) is not None]
+        return [value for record in self.merged if (value := record[name]) is not None]
 
     def events(self, name: str) -> list[RunEvent]:
         """Return all events of that name, by leader."""
@@ -205,10 +209,10 @@ def _run_files(folder: Path) -> RunFiles:
         kind = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {kind}. RUN must be the dump folder of a run (job.dump_folder).")
     problems = _Problems()
-    replicas = sorted((number, path) for number, path in _replica_folders(folder))
+    replicas = sorted((replica, path) for replica, path in _replica_folders(folder))
     places = [(None, folder), *replicas]
     streams = [stream for replica, path in places for stream in _streams(path, replica, problems)]
-    if not any(one.steps or one.events for one in streams):
+    if not any(stream.steps or stream.events for stream in streams):
         problem = "have no valid record" if streams else "do not exist"
         raise UserError(
             f"{folder} is not the dump folder of a run with steps: {METRICS} and "
@@ -218,9 +222,11 @@ def _run_files(folder: Path) -> RunFiles:
     return RunFiles(
         folder=folder,
         label=encodable(folder.resolve().name or str(folder)),
-        streams=sorted(streams, key=lambda one: (one.rank is not None, one.replica or 0)),
+        streams=sorted(streams, key=lambda stream: (stream.rank is not None, stream.replica or 0)),
         goodput=[
-            one for replica, path in places for one in _goodput(path, replica, streams, problems)
+            account
+            for replica, path in places
+            for account in _goodput(path, replica, streams, problems)
         ],
         launcher_events=_launcher_events(folder / LAUNCH_LOGS / LAUNCH_EVENTS, streams, problems),
         config=config,
@@ -249,21 +255,21 @@ class _Problems:
     """Problems in the files."""
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self._texts: list[str] = []
         self._more = 0
 
     def add(self, text: str) -> None:
-        if len(self._found) < _MAX_PROBLEMS:
-            self._found.append(encodable(text))
+        if len(self._texts) < _MAX_PROBLEMS:
+            self._texts.append(encodable(text))
         else:
             self._more += 1
 
     def first(self) -> str:
-        return f" First problem: {self._found[0]}" if self._found else ""
+        return f" First problem: {self._texts[0]}" if self._texts else ""
 
     def listed(self) -> list[str]:
         more = [f"and {self._more} more problems"] if self._more else []
-        return [*self._found, *more]
+        return [*self._texts, *more]
 
 
 def _replica_folders(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -337,11 +343,11 @@ def _cleaned(name: str, value: Any, *, is_json: bool = True, depth: int = 0) -> 
     if isinstance(value, dict):
         prefix = f"{name}." if depth else ""
         return {
-            encodable(key): _cleaned(f"{prefix}{key}", one, is_json=is_json, depth=depth + 1)
-            for key, one in value.items()
+            encodable(key): _cleaned(f"{prefix}{key}", element, is_json=is_json, depth=depth + 1)
+            for key, element in value.items()
         }
     if isinstance(value, list):
-        return [_cleaned(name, one, is_json=is_json, depth=depth + 1) for one in value]
+        return [_cleaned(name, element, is_json=is_json, depth=depth + 1) for element in value]
     is_limited = isinstance(value, int) or (is_json and isinstance(value, float))
     if is_limited and not abs(value) < _LARGEST_NUMBER:
         raise ValueError(f"{name} is too large: {_short(value)}")
@@ -468,7 +474,7 @@ def _launcher_events(path: Path, streams: Sequence[Stream], problems: _Problems)
         named = _LAUNCHED_REPLICA.fullmatch(text)
         values = {"replica": int(named[1]) if named else None, "text": named[2] if named else text}
         events.append(RunEvent("launcher", None, time, values))
-    return _of_this_run(sorted(events, key=lambda one: one.time or 0.0), streams)
+    return _of_this_run(sorted(events, key=lambda event: event.time or 0.0), streams)
 
 
 def _of_this_run(events: list[RunEvent], streams: Sequence[Stream]) -> list[RunEvent]:
@@ -477,8 +483,8 @@ def _of_this_run(events: list[RunEvent], streams: Sequence[Stream]) -> list[RunE
     first = min((stream.timed[0][0] for stream in streams if stream.timed), default=math.inf)
     starts = [
         place
-        for place, one in enumerate(events)
-        if one.values["text"] == LAUNCHER_STARTED and (one.time or 0.0) <= first
+        for place, event in enumerate(events)
+        if event.values["text"] == LAUNCHER_STARTED and (event.time or 0.0) <= first
     ]
     return events[starts[-1] :] if starts else events
 

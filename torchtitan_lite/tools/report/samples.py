@@ -89,7 +89,7 @@ class _Session:
 
 @dataclass
 class _History:
-    """What a replica committed last at each step."""
+    """Last commit of a replica at each step."""
 
     attempts: dict[int, _Attempt] = field(default_factory=dict[int, _Attempt])
     is_placed_after: dict[int, bool] = field(default_factory=dict[int, bool])
@@ -113,19 +113,24 @@ def check_samples(folder: Path) -> SampleCheck:
     histories = [_history(sessions) for sessions in replicas]
     merged = _merged(histories, problems)
     of_replica = [
-        [one for session in sessions for one in session.happened if isinstance(one, _Attempt)]
+        [
+            attempt
+            for session in sessions
+            for attempt in session.happened
+            if isinstance(attempt, _Attempt)
+        ]
         for sessions in replicas
     ]
     by_key: dict[Key, list[list[_Attempt]]] = {}
     for own in of_replica:
         own_by_key: dict[Key, list[_Attempt]] = {}
-        for one in own:
-            own_by_key.setdefault(one.key, []).append(one)
+        for attempt in own:
+            own_by_key.setdefault(attempt.key, []).append(attempt)
         for key, some in own_by_key.items():
             by_key.setdefault(key, []).append(some)
-    attempts = [one for own in of_replica for one in own]
+    attempts = [attempt for own in of_replica for attempt in own]
     first = min(session.step for sessions in replicas for session in sessions)
-    starts = {(one.step, one.cursor) for sessions in replicas for one in sessions}
+    starts = {(session.step, session.cursor) for sessions in replicas for session in sessions}
     dropped = _dropped(attempts, histories)
     samples: dict[int, list[int]] = {}
     end = min(cursor for step, cursor in starts if step == first)
@@ -148,7 +153,7 @@ def check_samples(folder: Path) -> SampleCheck:
                 "are lost"
             )
         num_skipped += max(0, key[2] - end)
-        end = key[2] + max(one.size for own in by_key[key] for one in own)
+        end = key[2] + max(attempt.size for own in by_key[key] for attempt in own)
     kept = set(merged.values())
     return SampleCheck(
         samples=samples,
@@ -164,7 +169,7 @@ def check_samples(folder: Path) -> SampleCheck:
 def _folders(folder: Path) -> Iterator[Path]:
     yield folder
     if folder.is_dir():
-        yield from sorted(one for one in folder.iterdir() if _REPLICA.fullmatch(one.name))
+        yield from sorted(path for path in folder.iterdir() if _REPLICA.fullmatch(path.name))
 
 
 def _sessions(folder: Path, problems: list[str]) -> list[_Session]:
@@ -230,7 +235,7 @@ class _RankReader:
         if event == LEDGER_SESSION:
             self._begin_session(line, step, cursor)
         elif self._session is None:
-            # Of a session that the leader has not recorded.
+            # The leader has not recorded this session.
             return
         elif event == LEDGER_SAMPLES:
             self._begin_attempt(line, step, cursor)
@@ -271,9 +276,11 @@ class _RankReader:
             self._session.happened.append(made)
         self._open = self._attempts[name]
         used = [int(sample) for sample in line["samples"]]
-        others = self._open.by_batch_rank.setdefault(self._batch_rank, used)
-        if others != used:
-            self._problem(f"step {step}: ranks that read the same samples have {used} and {others}")
+        first_used = self._open.by_batch_rank.setdefault(self._batch_rank, used)
+        if first_used != used:
+            self._problem(
+                f"step {step}: ranks that read the same samples have {used} and {first_used}"
+            )
 
     def _end_attempt(self, outcome: str, step: int, cursor: int) -> None:
         if self._open is None:
@@ -286,9 +293,9 @@ class _RankReader:
             self._problem(self._misplaced)
         if attempt.outcome not in (None, outcome):
             self._problem(f"step {attempt.key[1]}: {outcome} and {attempt.outcome}")
-        _, number, start = attempt.key
-        if outcome == LEDGER_COMMITTED and (step, cursor) != (number, start + attempt.size):
-            self._problem(f"step {number} was committed, but the rank is at sample {cursor}")
+        _, own_step, start = attempt.key
+        if outcome == LEDGER_COMMITTED and (step, cursor) != (own_step, start + attempt.size):
+            self._problem(f"step {own_step} was committed, but the rank is at sample {cursor}")
         attempt.outcome, attempt.after = outcome, (step, cursor)
         self._position = step, cursor
 
@@ -300,23 +307,24 @@ def _decide(replicas: Sequence[Sequence[_Session]]) -> int:
     """Decide the attempts without an outcome, and return how many steps are committed by the
     position of a later session alone."""
     attempts = [
-        (place, sessions, one)
+        (place, sessions, attempt)
         for sessions in replicas
         for place, session in enumerate(sessions)
-        for one in session.happened
-        if isinstance(one, _Attempt)
+        for attempt in session.happened
+        if isinstance(attempt, _Attempt)
     ]
-    committed = {one.key for *_, one in attempts if one.outcome == LEDGER_COMMITTED}
+    committed = {attempt.key for *_, attempt in attempts if attempt.outcome == LEDGER_COMMITTED}
     known = _merged([_history(sessions) for sessions in replicas], [])
     recovered: set[Key] = set()
-    for place, sessions, one in attempts:
-        if one.outcome is None and one.key not in committed and one.key[1] not in known:
+    for place, sessions, attempt in attempts:
+        if attempt.outcome is None and attempt.key not in committed and attempt.key[1] not in known:
             later = sessions[place + 1 : place + 2]
-            if any(session.step >= one.key[1] for session in later):
-                recovered.add(one.key)
-    for *_, one in attempts:
-        if one.outcome is None and one.key in committed | recovered:
-            one.outcome, one.after = LEDGER_COMMITTED, (one.key[1], one.key[2] + one.size)
+            if any(session.step >= attempt.key[1] for session in later):
+                recovered.add(attempt.key)
+    for *_, attempt in attempts:
+        if attempt.outcome is None and attempt.key in committed | recovered:
+            attempt.outcome = LEDGER_COMMITTED
+            attempt.after = attempt.key[1], attempt.key[2] + attempt.size
     return len(recovered)
 
 
@@ -325,49 +333,53 @@ def _history(sessions: Sequence[_Session]) -> _History:
     history = _History()
     for session in sessions:
         _go_back(history, session.step)
-        for one in session.happened:
-            if isinstance(one, tuple):
-                _go_back(history, one[0])
-                history.received.append(one)
-            elif one.outcome == LEDGER_COMMITTED:
-                history.attempts[one.key[1]] = one
-                history.is_placed_after[one.key[1]] = False
-            elif one.after is not None and one.after[0] < one.key[1] - 1:
+        for event in session.happened:
+            if isinstance(event, tuple):
+                _go_back(history, event[0])
+                history.received.append(event)
+            elif event.outcome == LEDGER_COMMITTED:
+                history.attempts[event.key[1]] = event
+                history.is_placed_after[event.key[1]] = False
+            elif event.after is not None and event.after[0] < event.key[1] - 1:
                 history.rolled_back += [
-                    kept for step, kept in history.attempts.items() if step > one.after[0]
+                    kept for step, kept in history.attempts.items() if step > event.after[0]
                 ]
-                _go_back(history, one.after[0])
+                _go_back(history, event.after[0])
     return history
 
 
 def _go_back(history: _History, step: int) -> None:
     """Continue from a state after `step`."""
-    for number in [one for one in history.attempts if one > step]:
-        attempt = history.attempts.pop(number)
+    for undone in [attempted for attempted in history.attempts if attempted > step]:
+        attempt = history.attempts.pop(undone)
         history.voided[attempt.key] = attempt
-    history.received = [one for one in history.received if one[0] <= step]
+    history.received = [entry for entry in history.received if entry[0] <= step]
     history.is_placed_after = dict.fromkeys(history.attempts, True)
 
 
 def _merged(histories: Sequence[_History], problems: list[str]) -> dict[int, Key]:
     """Return the attempt of each step that is part of the final state."""
     merged: dict[int, Key] = {}
-    for step in sorted({step for one in histories for step in one.attempts}):
-        found = [(one, one.attempts[step]) for one in histories if step in one.attempts]
-        keys = {attempt.key for _, attempt in found}
+    for step in sorted({step for history in histories for step in history.attempts}):
+        candidates = [
+            (history, history.attempts[step]) for history in histories if step in history.attempts
+        ]
+        keys = {attempt.key for _, attempt in candidates}
         if len(keys) > 1:
             # A replica that went on from another state, or died, has left its own history.
             valid = {
                 attempt.key
-                for history, attempt in found
+                for history, attempt in candidates
                 if not history.is_placed_after[step] and step != max(history.attempts)
             }
             keys = valid or keys
         if len(keys) > 1:
-            keys = {key for key in keys if all(key not in one.voided for one in histories)} or keys
+            keys = {
+                key for key in keys if all(key not in history.voided for history in histories)
+            } or keys
         if len(keys) > 1:
-            newest = max(found, key=lambda one: one[1].time)
-            if step != max(step for one in histories for step in one.attempts):
+            newest = max(candidates, key=lambda candidate: candidate[1].time)
+            if step != max(step for history in histories for step in history.attempts):
                 problems.append(f"step {step} was committed in {len(keys)} histories")
             keys = {newest[1].key}
         (merged[step],) = keys
@@ -379,10 +391,11 @@ def _add_inherited(histories: Sequence[_History], merged: dict[int, Key]) -> Non
     """Add the steps that only their sender committed, before it died and restarted from an older
     state: they are part of the state that another replica had received."""
     ends: dict[tuple[int, int], _Attempt] = {}
-    for one in sorted(
-        (one for history in histories for one in history.voided.values()), key=lambda one: one.time
+    for attempt in sorted(
+        (attempt for history in histories for attempt in history.voided.values()),
+        key=lambda attempt: attempt.time,
     ):
-        ends[one.key[1], one.key[2] + one.size] = one
+        ends[attempt.key[1], attempt.key[2] + attempt.size] = attempt
     for history in histories:
         for step, cursor in history.received:
             while step not in merged and (step, cursor) in ends:
@@ -399,11 +412,11 @@ def _dropped(attempts: Sequence[_Attempt], histories: Sequence[_History]) -> set
         and attempt.after[1] > attempt.key[2]
         and attempt.outcome != LEDGER_COMMITTED
     ]
-    rolled_back = [one for history in histories for one in history.rolled_back]
+    rolled_back = [attempt for history in histories for attempt in history.rolled_back]
     return {
         sample
-        for one in (*skipped, *rolled_back)
-        for sample in range(one.key[2], one.key[2] + one.size)
+        for attempt in (*skipped, *rolled_back)
+        for sample in range(attempt.key[2], attempt.key[2] + attempt.size)
     }
 
 
@@ -414,13 +427,13 @@ def _used(key: Key, attempts: Sequence[Sequence[_Attempt]], problems: list[str])
     for own in attempts:
         # A replica may record its share again, after a restart.
         by_place: dict[tuple[int, int], list[int]] = {}
-        for one in own:
-            for batch_rank, samples in one.by_batch_rank.items():
-                if one.share >= 0:
-                    by_place[one.share, batch_rank] = samples
+        for attempt in own:
+            for batch_rank, samples in attempt.by_batch_rank.items():
+                if attempt.share >= 0:
+                    by_place[attempt.share, batch_rank] = samples
         used += [sample for samples in by_place.values() for sample in samples]
     used.sort()
-    start, size = key[2], max(one.size for own in attempts for one in own)
+    start, size = key[2], max(attempt.size for own in attempts for attempt in own)
     if used != list(range(start, start + size)):
         twice = sorted(sample for sample, times in Counter(used).items() if times > 1)
         missing = sorted(set(range(start, start + size)) - set(used))

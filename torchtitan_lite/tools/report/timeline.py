@@ -50,7 +50,7 @@ _KIND_OF_EVENT = {
 }
 _NOT_SHOWN = frozenset({"books", "goodput", "sample", "samples", "start"})
 _LAUNCHER_KINDS = {"failed": "fault", "given up": "fault", "makes no progress": "hang"}
-"""By prefix of the launcher's text."""
+"""Kinds by prefix of the launcher's text."""
 _EXPECTED = (LAUNCHER_STARTED, "lighthouse: listening")
 """Prefixes of the launcher's texts that occur in every run."""
 _MAX_TEXT_LENGTH = 300
@@ -95,7 +95,7 @@ class Recovery:
     failed_after: int | None
     """Last step of the replica before the failure."""
     seconds: float | None
-    """Until its next step began; None if it ran none."""
+    """Seconds until its next step began; None if it ran none."""
     resumed_at: int | None
     """The first step after the recovery."""
 
@@ -120,10 +120,10 @@ def timeline(run: RunFiles) -> RunTimeline:
     spans = [span for stream in run.leaders for span in _spans(stream, run.launcher_events)]
     marks = [mark for stream in run.leaders for mark in _marks(stream)]
     marks += _launcher_marks(run)
-    marks.sort(key=lambda one: (one.time or 0.0, one.step or 0))
+    marks.sort(key=lambda mark: (mark.time or 0.0, mark.step or 0))
     kept = _downsample(marks)
-    named = {one.lane for one in (*kept, *spans)} | {stream.label for stream in run.streams}
-    times = [one.start for one in spans] + [one.time for one in marks if one.time is not None]
+    named = {item.lane for item in (*kept, *spans)} | {stream.label for stream in run.streams}
+    times = [span.start for span in spans] + [mark.time for mark in marks if mark.time is not None]
     return RunTimeline(
         lanes=tuple(sorted(named, key=_lane_order)),
         marks=tuple(kept),
@@ -193,8 +193,8 @@ def _lane_of_rank(event: RunEvent, stream: Stream) -> str:
     replica, rank = event.values.get("replica"), event.values.get("rank")
     if not isinstance(rank, int) or isinstance(rank, bool):
         return stream.label
-    number = None if stream.replica is None or not isinstance(replica, int) else replica
-    return Stream(replica=number, rank=rank, steps=(), events=()).label
+    replica_number = None if stream.replica is None or not isinstance(replica, int) else replica
+    return Stream(replica=replica_number, rank=rank, steps=(), events=()).label
 
 
 def _launcher_marks(run: RunFiles) -> Iterator[Mark]:
@@ -221,7 +221,7 @@ def _last_step(stream: Stream | None, time: float | None) -> int | None:
     """Return the last step that a replica had run at `time`."""
     if stream is None or time is None:
         return None
-    place = bisect_right(stream.timed, time, key=lambda one: one[0])
+    place = bisect_right(stream.timed, time, key=lambda entry: entry[0])
     return stream.timed[place - 1][2] if place else None
 
 
@@ -257,7 +257,7 @@ def _attempt_starts(stream: Stream, launcher_events: Sequence[RunEvent]) -> list
         began = _process_start(event)
         if event.name != "start" or began is None:
             continue
-        before = [one for one in starts if one <= began]
+        before = [start for start in starts if start <= began]
         # The launcher records the same start slightly earlier, with no step in between.
         if not before or bisect_left(ends, began) != bisect_left(ends, max(before)):
             starts.append(began)
@@ -287,7 +287,7 @@ def _recoveries(run: RunFiles) -> Iterator[Recovery]:
             continue
         stream = streams.get(replica)
         steps = [] if stream is None else stream.timed
-        place = bisect_right(steps, time, key=lambda one: one[0])
+        place = bisect_right(steps, time, key=lambda entry: entry[0])
         begun = steps[place][1:] if place < len(steps) else None
         yield Recovery(
             replica=replica,
@@ -301,15 +301,15 @@ def _recoveries(run: RunFiles) -> Iterator[Recovery]:
 
 def _downsample(marks: Sequence[Mark]) -> list[Mark]:
     by_kind: dict[str, int] = {}
-    for one in marks:
-        by_kind[one.kind] = by_kind.get(one.kind, 0) + 1
+    for mark in marks:
+        by_kind[mark.kind] = by_kind.get(mark.kind, 0) + 1
     strides = {kind: -(-count // _MAX_MARKS) for kind, count in by_kind.items()}
     seen: dict[str, int] = {}
     kept = []
-    for one in marks:
-        place = seen[one.kind] = seen.get(one.kind, -1) + 1
-        if place % strides[one.kind] == 0:
-            kept.append(one)
+    for mark in marks:
+        place = seen[mark.kind] = seen.get(mark.kind, -1) + 1
+        if place % strides[mark.kind] == 0:
+            kept.append(mark)
     return kept
 
 

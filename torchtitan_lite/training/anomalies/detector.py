@@ -25,7 +25,7 @@ _MAD_TO_SIGMA = 1.4826
 
 
 class StepAction(Enum):
-    """What to do with a step. SKIP, STOP and ROLL_BACK have the values of the config."""
+    """Action for a step. SKIP, STOP and ROLL_BACK have the values of the config."""
 
     COMMIT = "commit"
     ABORT = "abort"
@@ -111,7 +111,7 @@ class History:
     @staticmethod
     def of(values: Mapping[str, Any]) -> "History":
         """Restore from `values`; an earlier release may have written fewer."""
-        saved = {one.name: _SAVED_NAMES.get(one.name, one.name) for one in fields(History)}
+        saved = {field.name: _SAVED_NAMES.get(field.name, field.name) for field in fields(History)}
         return History(**{name: values[key] for name, key in saved.items() if key in values})
 
 

@@ -44,7 +44,7 @@ class RankWork:
     microbatches: int
     seconds: float
     data_s: float = 0.0
-    """Of these, waiting for data."""
+    """Part of these in which the rank waited for data."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,15 @@ class SlowRankDetector:
 
     def step(self, work: Sequence[RankWork]) -> list[SlowRank]:
         """Observe a step: `work` of all ranks of all replicas, in a fixed order."""
-        signature = tuple((one.replica, one.rank, one.stage, one.microbatches) for one in work)
+        signature = tuple(
+            (rank_work.replica, rank_work.rank, rank_work.stage, rank_work.microbatches)
+            for rank_work in work
+        )
         if signature != self._work:
             self._begin(signature)
-        if not all(one.seconds > 0 for one in work if one.microbatches):
+        if not all(rank_work.seconds > 0 for rank_work in work if rank_work.microbatches):
             return []
-        self._sum += np.array([[one.seconds, one.data_s] for one in work]).T
+        self._sum += np.array([[rank_work.seconds, rank_work.data_s] for rank_work in work]).T
         if self._sum[0].max() < _MIN_ROW_S:
             return []
         slower, data = self._slower(*self._sum)
@@ -103,9 +106,9 @@ class SlowRankDetector:
     def _slower(self, seconds: np.ndarray, data_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         slower, data = np.zeros(len(seconds)), np.zeros(len(seconds))
         for group in self._groups:
-            others = median_of_others(seconds[group])
-            slower[group] = np.log(seconds[group] / others)
-            data[group] = (data_s[group] - median_of_others(data_s[group])) / others
+            medians_s = median_of_others(seconds[group])
+            slower[group] = np.log(seconds[group] / medians_s)
+            data[group] = (data_s[group] - median_of_others(data_s[group])) / medians_s
         return slower, data
 
     def _begin(self, signature: tuple[tuple[int, int, int, int], ...]) -> None:
@@ -152,7 +155,7 @@ def median_of_others(times: np.ndarray) -> np.ndarray:
     order = np.argsort(times, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(times))
-    ordered, others = times[order], len(times) - 1
+    ordered, num_others = times[order], len(times) - 1
     # Skip the rank itself in the order.
-    low, high = (others - 1) // 2, others // 2
+    low, high = (num_others - 1) // 2, num_others // 2
     return (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2

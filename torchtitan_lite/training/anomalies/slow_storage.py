@@ -57,13 +57,13 @@ class SlowStorageDetector:
     def _changes(self) -> list[tuple[RankId, float]]:
         writes = np.array(list(self._writes.values()))
         fastest, usual = writes.min(axis=1), np.median(writes, axis=1)
-        others = np.stack([median_of_others(column) for column in usual.T], axis=1)
-        times = (fastest / others).min(axis=1)
+        medians_s = np.stack([median_of_others(column) for column in usual.T], axis=1)
+        times = (fastest / medians_s).min(axis=1)
         newly_slow = []
         for place, rank in enumerate(self._writes):
             if times[place] < _NOT_SLOW:
                 self._slow.discard(rank)
-            is_slow = times[place] >= _SLOW and fastest[place, 0] - others[place, 0] >= _NOISE_S
+            is_slow = times[place] >= _SLOW and fastest[place, 0] - medians_s[place, 0] >= _NOISE_S
             if is_slow and rank not in self._slow:
                 self._slow.add(rank)
                 newly_slow.append((rank, float(times[place])))

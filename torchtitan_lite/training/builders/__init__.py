@@ -59,7 +59,7 @@ class Built:
     data: OpenedData
     metrics: Metrics
     goodput_tracker: GoodputTracker | None
-    """On the leader only."""
+    """Goodput tracker; on the leader only."""
     restored_from: str | None
     """Location of the loaded checkpoint or snapshot; None for new weights."""
     text_generator: TextGenerator | None

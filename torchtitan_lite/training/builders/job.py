@@ -111,7 +111,7 @@ def _open_ledger(run: RunContext, restored: RestoredState) -> StepLedger:
     config, mesh = run.config, run.mesh
     if not config.debug.sample_ledger:
         return NoLedger()
-    # Without the launcher nobody knows whether a replica that begins anew joins a run.
+    # Without the launcher it is unknown whether a replica that begins anew joins a run.
     by_hand = config.fault_tolerance.enable and LAUNCHER_PID not in os.environ
     ledger = SampleLedger(
         sample_ledger(run.folder, mesh.rank),

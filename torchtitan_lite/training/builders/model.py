@@ -52,23 +52,23 @@ def with_counted_parameters(spec: ModelSpec, config: Config) -> ModelSpec:
     family states another number."""
     counted = sum(parameter.numel() for parameter in model_on_meta(config, spec).parameters())
     stated = spec.cost
-    if (given := stated(config.training.seq_len).num_params) == counted:
+    if (num_stated := stated(config.training.seq_len).num_params) == counted:
         return spec
     warn_once(
         "The model family %s states %s parameters for %s, but its module has %s, which are used.",
         spec.name,
-        f"{given:,}",
+        f"{num_stated:,}",
         spec.flavor,
         f"{counted:,}",
     )
 
     def cost(seq_len: int) -> ModelCost:
-        one = stated(seq_len)
-        is_dense = one.num_active_params == one.num_params
+        stated_cost = stated(seq_len)
+        is_dense = stated_cost.num_active_params == stated_cost.num_params
         return replace(
-            one,
+            stated_cost,
             num_params=counted,
-            num_active_params=counted if is_dense else one.num_active_params,
+            num_active_params=counted if is_dense else stated_cost.num_active_params,
         )
 
     return replace(spec, cost=cost)

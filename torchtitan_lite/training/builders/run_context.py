@@ -1,4 +1,4 @@
-"""What the builders of a run share."""
+"""Context that the builders of a run share."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class RunContext:
     spec: ModelSpec
     mesh: Mesh
     folder: Path
-    """For the outputs of this replica."""
+    """Folder for the outputs of this replica."""
     faults: OutputFaults
     """Failures of output files."""
     phases: Phases

@@ -1,4 +1,4 @@
-"""What a run lets its model generate: in validations, and at its end."""
+"""Samples that a run lets its model generate: in validations, and at its end."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,13 +30,13 @@ def sample_prompt(config: Config, data: OpenedData, text: str) -> str | ChatProm
             return chat_prompt(tokenizer, template, [{"role": "user", "content": text}])
         return first_question(tokenizer, template, corpora)
 
-    found = run_on_all_ranks(prompt)
-    if found is None:
+    sample = run_on_all_ranks(prompt)
+    if sample is None:
         warn_once(
             "No samples of the model: the chat template accepts no question of the data as a "
             "prompt. Set validation.sample_prompt for those of validations."
         )
-    return found
+    return sample
 
 
 def build_text_generator(

@@ -30,7 +30,7 @@ class RestoredState:
     state: TrainState
     checkpoints: CheckpointManager
     averaging: "Averaging | None"
-    """Of semi-synchronous replicas."""
+    """Averaging of semi-synchronous replicas."""
     restored_from: str | None
     """Location of the loaded checkpoint or snapshot; None for new weights."""
 
@@ -118,7 +118,9 @@ def _load_base(config: Config, spec: ModelSpec, model: nn.Module, mesh: Mesh) ->
         dims=recorded_dims(config.model),
         scale=config.lora.scale,
     )
-    num_params, num_frozen = (one.cost(config.training.seq_len).num_params for one in (spec, base))
+    num_params, num_frozen = (
+        either.cost(config.training.seq_len).num_params for either in (spec, base)
+    )
     logger.info(
         "Adapters have %s of %s parameters.", f"{num_params - num_frozen:,}", f"{num_params:,}"
     )

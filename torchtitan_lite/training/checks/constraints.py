@@ -6,8 +6,6 @@ degrees of parallelism are in `mesh_constraints`.
 
 import os
 from collections.abc import Iterator
-from glob import glob
-from pathlib import Path
 
 import torch
 
@@ -15,20 +13,19 @@ from torchtitan_lite.checkpoint.convert.hugging_face import HuggingFaceFolder, i
 from torchtitan_lite.checkpoint.storage import open_parent_storage
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.tables.data import TEXT_DATASETS, CorpusConfig, DataConfig
 from torchtitan_lite.config.tables.section import toml_literal
 from torchtitan_lite.config.tables.training import CROSS_ENTROPY
-from torchtitan_lite.config.tables.validation import ValidationConfig
 from torchtitan_lite.core.errors import CheckpointError, ConfigError, MeshError
 from torchtitan_lite.core.optional_dependencies import missing
 from torchtitan_lite.core.registry import REGISTRY
-from torchtitan_lite.core.urls import is_url, local_path
 from torchtitan_lite.distributed.mesh import ParallelDims, resolve_degrees
 from torchtitan_lite.distributed.rpc.authentication import TOKEN, secret_problem
 from torchtitan_lite.models import check_family
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.optim.optimizer import name_problem
 from torchtitan_lite.parallel.float8 import unsupported_reason
+from torchtitan_lite.training.checks.checkpoint_constraints import checkpoint_problems
+from torchtitan_lite.training.checks.data_constraints import data_problems
 from torchtitan_lite.training.checks.mesh_constraints import (
     mesh_problems,
     on_gpu,
@@ -49,7 +46,6 @@ def check_against(config: Config, world_size: int) -> None:
         problems += _sequence_length(config, spec)
         problems += _attention(config, spec)
         problems += _predictions(config, spec)
-        problems += _export(config, spec)
     problems += _loss(config, spec, degrees)
     problems += _optimizer(config)
     problems += _compiled(config)
@@ -57,17 +53,10 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _float8(config)
     problems += _lora(config, spec)
     problems += _device(config)
-    problems += _conversations(config)
-    problems += _shuffled_streams(config)
-    problems += _validation(config)
-    problems += _samples(config)
-    problems += _checkpoint(config)
+    problems += data_problems(config)
+    problems += checkpoint_problems(config, spec)
     problems += _anomalies(config)
-    problems += _files(config)
-    problems += _initial_format(config)
-    problems += _folders(config)
     problems += _replicas(config)
-    problems += _publish(config)
     problems += semi_sync_problems(config)
     if problems:
         raise config_error(problems)
@@ -189,12 +178,12 @@ def _float8(config: Config) -> Iterator[str]:
 
 
 def _lora(config: Config, spec: ModelSpec | None) -> Iterator[str]:
-    given = config.lora
+    lora = config.lora
     if not config.model.uses_lora:
         asked = [
-            f"lora.{key} = {toml_literal(getattr(given, key))}"
-            for key, field in type(given).model_fields.items()
-            if getattr(given, key) != field.default
+            f"lora.{key} = {toml_literal(getattr(lora, key))}"
+            for key, field in type(lora).model_fields.items()
+            if getattr(lora, key) != field.default
         ]
         if asked:
             yield (
@@ -255,24 +244,24 @@ def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    given = config.optimizer
-    if problem := name_problem(given.name):
+    optimizer = config.optimizer
+    if problem := name_problem(optimizer.name):
         yield problem
     asked = [
-        f"optimizer.{key} = {toml_literal(getattr(given, key))}"
-        for key, field in type(given).model_fields.items()
-        if key.startswith(("muon_", "adamw_")) and getattr(given, key) != field.default
+        f"optimizer.{key} = {toml_literal(getattr(optimizer, key))}"
+        for key, field in type(optimizer).model_fields.items()
+        if key.startswith(("muon_", "adamw_")) and getattr(optimizer, key) != field.default
     ]
-    if asked and given.name != "Muon":
+    if asked and optimizer.name != "Muon":
         yield (
             f"{' and '.join(asked)} {'have' if len(asked) > 1 else 'has'} no effect while "
-            f'optimizer.name = "{given.name}". Set optimizer.name = "Muon", or leave '
+            f'optimizer.name = "{optimizer.name}". Set optimizer.name = "Muon", or leave '
             f"{'them' if len(asked) > 1 else 'it'} out."
         )
-    if given.name == "Muon" and given.adamw_lr is not None and not given.lr:
+    if optimizer.name == "Muon" and optimizer.adamw_lr is not None and not optimizer.lr:
         yield (
-            f"optimizer.adamw_lr = {given.adamw_lr:g} follows the schedule of optimizer.lr, which "
-            "is 0. Set lr above 0, or leave adamw_lr out."
+            f"optimizer.adamw_lr = {optimizer.adamw_lr:g} follows the schedule of optimizer.lr, "
+            "which is 0. Set lr above 0, or leave adamw_lr out."
         )
 
 
@@ -298,176 +287,6 @@ def _traced_step(config: Config) -> Iterator[str]:
 def _device(config: Config) -> Iterator[str]:
     if config.job.device == "cuda" and not torch.cuda.is_available():
         yield 'job.device = "cuda", but there is no GPU. Set job.device = "auto" or "cpu".'
-
-
-def _training_corpora(config: Config) -> dict[str, DataConfig | CorpusConfig]:
-    """Return the sections that name the training data, by their names in a file."""
-    sections: dict[str, DataConfig | CorpusConfig] = {"training": config.training}
-    for index, corpus in enumerate(config.training.corpora):
-        sections[f"training.corpora[{index}]"] = corpus
-    return sections
-
-
-def _shuffled_streams(config: Config) -> Iterator[str]:
-    for name, section in _training_corpora(config).items():
-        if section.shuffle_window and not section.streaming:
-            yield (
-                f"{name}.shuffle_window = {section.shuffle_window} is for streams, and other "
-                f"corpora are shuffled as a whole. Set {name}.streaming = true, or omit it."
-            )
-
-
-def _conversations(config: Config) -> Iterator[str]:
-    sections: dict[str, DataConfig | CorpusConfig | ValidationConfig] = {
-        **_training_corpora(config),
-        "validation": config.validation,
-    }
-    for name, section in sections.items():
-        column = section.messages_column
-        if column is None:
-            continue
-        asked = f'{name}.messages_column = "{column}"'
-        if section.dataset_path is None and section.dataset in (None, *TEXT_DATASETS):
-            given = (
-                "" if section.dataset is None else f', and dataset = "{section.dataset}" is text'
-            )
-            yield (
-                f"{asked} needs conversations{given}. Set {name}.dataset_path to a file of them, "
-                f"or {name}.dataset to a chat data set on the hub."
-            )
-        if section.text_column != "text":
-            yield (
-                f'{asked} and {name}.text_column = "{section.text_column}": a corpus holds either '
-                "conversations or texts. Leave one of them out."
-            )
-        if not isinstance(section, ValidationConfig) and section.streaming:
-            yield (
-                f"{asked} and {name}.streaming = true: conversations are tokenized before the "
-                "first step, so that every problem in them is reported at once. Set "
-                "streaming = false."
-            )
-
-
-def _validation(config: Config) -> Iterator[str]:
-    validation = config.validation
-    if validation.enable and validation.corpus() is None and not config.training.held_out_fraction:
-        yield (
-            "validation.enable = true, but there is nothing to validate on: validation.dataset and "
-            "validation.dataset_path are unset and training.held_out_fraction is 0. Set one of "
-            "them (held_out_fraction = 0.01 keeps 1 % of the documents out of training)."
-        )
-    if not validation.enable or validation.corpus() is not None:
-        return
-    for name, section in _training_corpora(config).items():
-        is_online = section.dataset in REGISTRY.online_datasets
-        if section.streaming or is_online:
-            given = f'{name}.dataset = "{section.dataset}" is an online data set'
-            yield (
-                f"{given if is_online else f'{name}.streaming = true'}, and its held-out documents "
-                "are not known in advance, so they cannot be used for validation. Set "
-                "validation.dataset or validation.dataset_path, or validation.enable = false."
-            )
-
-
-def _samples(config: Config) -> Iterator[str]:
-    samples = config.validation.samples
-    if samples and not config.validation.enable:
-        yield (
-            f"validation.samples = {samples} has no effect while validation.enable is false. Set "
-            "validation.enable = true, or samples = 0."
-        )
-    if samples and config.training.enable_cpu_offload and on_gpu(config):
-        yield (
-            f"validation.samples = {samples} needs the weights on the GPU, and "
-            "training.enable_cpu_offload = true keeps them off it. Set either to its default."
-        )
-
-
-def _checkpoint(config: Config) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    if checkpoint.last_save_in_hf and (not checkpoint.enable or checkpoint.load_only):
-        yield (
-            "checkpoint.last_save_in_hf = true exports the last checkpoint, and none is saved. Set "
-            "checkpoint.enable = true and checkpoint.load_only = false."
-        )
-    yield from _buddies(config)
-    if checkpoint.enable or checkpoint.load_only:
-        return
-    asked = []
-    if checkpoint.load_step >= 0:
-        asked.append(f"checkpoint.load_step = {checkpoint.load_step}")
-    if checkpoint.initial_load_path is not None and not config.model.uses_lora:
-        asked.append(f'checkpoint.initial_load_path = "{checkpoint.initial_load_path}"')
-    if asked:
-        yield (
-            f"{' and '.join(asked)} {'have' if len(asked) > 1 else 'has'} no effect while "
-            "checkpoint.enable is false. Set checkpoint.enable = true, or checkpoint.load_only = "
-            "true to save nothing."
-        )
-
-
-def _buddies(config: Config) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    asked = f"checkpoint.buddy_interval = {checkpoint.buddy_interval}"
-    if checkpoint.buddy_interval == 0:
-        return
-    if not checkpoint.enable or checkpoint.load_only or checkpoint.async_mode == "disabled":
-        yield (
-            f"{asked} copies snapshots, and this run takes none. Set checkpoint.enable = true, "
-            'load_only = false and async_mode = "async", or buddy_interval = 0.'
-        )
-    if config.fault_tolerance.enable:
-        yield (
-            f"{asked} and fault_tolerance.enable = true: the other replicas already hold the state "
-            "of a lost machine. Set buddy_interval = 0."
-        )
-
-
-def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
-    if config.checkpoint.last_save_in_hf and spec.hugging_face is None:
-        yield (
-            f"checkpoint.last_save_in_hf = true, but {spec.name} {spec.flavor} is not a model of "
-            "transformers. Set it to false."
-        )
-    moe = getattr(spec.dims, "moe", None)
-    keys = () if spec.hugging_face is None else spec.hugging_face.keys
-    has_place = all(key.forms for key in keys if key.name.endswith("router.expert_bias_X"))
-    is_saved = config.checkpoint.last_save_in_hf and not has_place
-    if is_saved and moe is not None and moe.bias_update_rate:
-        yield (
-            "checkpoint.last_save_in_hf = true, but the bias that balances the experts "
-            f"(model.router_bias_update_rate = {moe.bias_update_rate}) has no place in a Hugging "
-            "Face folder. Set one of them to false or 0; or export afterwards by "
-            "torchtitan-lite convert to-hf --drop-expert-bias."
-        )
-
-
-def _publish(config: Config) -> list[str]:
-    publish = config.publish
-    if not publish.enable:
-        return []
-    if not Path("/dev/shm").is_dir():
-        return ["publish.enable needs shared memory in /dev/shm, which this machine does not have."]
-    if "lora" in config.model.converters:
-        return [
-            'publish.enable with "lora" in model.converters: subscribers would receive frozen '
-            "weights and adapters apart. Disable one of them."
-        ]
-    problems: list[str] = []
-    timeout_s = config.comm.train_timeout_seconds
-    if publish.when_in_use == "wait" and publish.max_wait_s >= timeout_s:
-        problems.append(
-            f"publish.max_wait_s = {publish.max_wait_s}: while a rank waits for subscribers, the "
-            f"others wait for it, at most comm.train_timeout_seconds = {timeout_s}. Set it to less."
-        )
-    if publish.address is not None and (problem := secret_problem(os.environ.get(TOKEN, ""))):
-        problems.append(f"publish.address = {publish.address!r}: {problem}")
-    if publish.deltas and publish.address is None:
-        problems.append(
-            "publish.deltas = true has no effect without publish.address: subscribers on this "
-            "machine read shared memory. Give an address, or disable it."
-        )
-    return problems
 
 
 def _anomalies(config: Config) -> Iterator[str]:
@@ -521,70 +340,6 @@ def _replicas(config: Config) -> Iterator[str]:
         )
 
 
-def _initial_format(config: Config) -> Iterator[str]:
-    path = config.checkpoint.initial_load_path
-    if path is None or not config.checkpoint.initial_load_in_hf:
-        return
-    try:
-        is_expected = is_hugging_face(*open_parent_storage(path))
-    except (CheckpointError, ConfigError, OSError):
-        # Reported where it is loaded, which a run that resumes does not do.
-        return
-    if not is_expected:
-        yield (
-            f'checkpoint.initial_load_in_hf = true, but initial_load_path = "{path}" is not a '
-            "Hugging Face folder. Leave initial_load_in_hf out: the format is detected."
-        )
-
-
-def _folders(config: Config) -> Iterator[str]:
-    try:
-        is_url(config.checkpoint.folder)
-    except ConfigError as error:
-        yield f"checkpoint.folder: {error}"
-    if "://" in config.job.dump_folder:
-        yield (
-            f'job.dump_folder = "{config.job.dump_folder}" is a URL, and logs and metrics are '
-            "written to a folder. Set it to a path; checkpoint.folder may be a URL."
-        )
-        return
-    folder = Path(config.job.dump_folder).absolute()
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    asked = f'job.dump_folder = "{config.job.dump_folder}" cannot be written'
-    if not there.is_dir():
-        yield f"{asked}: {there} is not a folder. Choose another one."
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"{asked}: {there} is not writable. Change its mode, or choose another."
-
-
-def _files(config: Config) -> Iterator[str]:
-    paths = {
-        "model.hf_assets_path": config.model.hf_assets_path,
-        "training.dataset_path": config.training.dataset_path,
-        "validation.dataset_path": config.validation.dataset_path,
-        "checkpoint.initial_load_path": config.checkpoint.initial_load_path,
-    }
-    for index, corpus in enumerate(config.training.corpora):
-        paths[f"training.corpora[{index}].dataset_path"] = corpus.dataset_path
-    for key, path in paths.items():
-        if path is None:
-            continue
-        try:
-            named = local_path(path)
-        except ConfigError as error:
-            yield f"{key}: {error}"
-            continue
-        if named is None:
-            # A URL is looked up by fsspec when it is read.
-            continue
-        named = named.expanduser()
-        # An existing name may have brackets, which mean something else in a glob.
-        if named.exists() or glob(str(named), recursive=True):
-            continue
-        relative = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
-        yield f'{key} = "{path}": does not exist{relative}.'
-
-
 def semi_sync_problems(config: Config) -> Iterator[str]:
     """Yield the problems of `fault_tolerance.semi_sync_method`."""
     section = config.fault_tolerance
@@ -606,8 +361,11 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     # Each replica judges its own loss, and none may go back alone.
     anomalies = {"on_non_finite": "skip", "on_spike": "off"}
     for key, needed in anomalies.items():
-        if (given := getattr(config.anomalies, key)) == "roll_back":
-            yield f'anomalies.{key} = "{given}" is incompatible with {asked}. Set it to "{needed}".'
+        if (reaction := getattr(config.anomalies, key)) == "roll_back":
+            yield (
+                f'anomalies.{key} = "{reaction}" is incompatible with {asked}. Set it to '
+                f'"{needed}".'
+            )
     # The first stage of a warm-up has the smallest batch.
     key, batch = "training.global_batch_size", config.training.global_batch_size
     for _, size in config.training.batch_size_warmup[:1]:
@@ -643,11 +401,11 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     lengths = {"training.steps": (config.training.steps, section.sync_steps)}
     if config.checkpoint.enable:
         lengths["checkpoint.interval"] = (config.checkpoint.interval, every)
-    for key, (given, unit) in lengths.items():
-        if given % unit:
+    for key, (length, unit) in lengths.items():
+        if length % unit:
             yield (
-                f"{key} ({given}) is not a multiple of {unit}, the steps between averages "
-                f"({asked}). Set it to {given - given % unit + unit}."
+                f"{key} ({length}) is not a multiple of {unit}, the steps between averages "
+                f"({asked}). Set it to {length - length % unit + unit}."
             )
 
 
@@ -655,7 +413,7 @@ def _only_streaming(config: Config) -> Iterator[str]:
     section = config.fault_tolerance
     keys = {"num_fragments": 1, "fragment_sync_delay": 0, "fragment_update_alpha": 0.0}
     for key, off in keys.items():
-        if (given := getattr(section, key)) != off:
+        if (setting := getattr(section, key)) != off:
             # torchtitan runs DiLoCo with several fragments as Streaming DiLoCo.
             streaming = (
                 'Set semi_sync_method = "streaming_diloco", which torchtitan means by "diloco" '
@@ -663,7 +421,7 @@ def _only_streaming(config: Config) -> Iterator[str]:
             )
             remedy = streaming if section.semi_sync_method == "diloco" else ""
             yield (
-                f"fault_tolerance.{key} = {toml_literal(given)} has no effect without "
+                f"fault_tolerance.{key} = {toml_literal(setting)} has no effect without "
                 f'semi_sync_method = "streaming_diloco". '
                 f"{remedy or f'Set it to {toml_literal(off)}.'}"
             )

@@ -119,14 +119,14 @@ def _pipeline_batch(
     """Yield the problems of steps of `batch` samples, which `training.key` sets."""
     size = config.parallelism.pipeline_parallel_microbatch_size
     num = batch // (size * degrees.batch)
-    given = (
+    step = (
         f"A step of {batch} samples gives each pipeline {num} microbatches of "
         f"{size} (over {degrees.batch} batch ranks)"
     )
     if plan.order is not None and num != plan.order.num_microbatches:
         needed = plan.order.num_microbatches
         yield (
-            f"{given}, but parallelism.pipeline_parallel_schedule_csv = "
+            f"{step}, but parallelism.pipeline_parallel_schedule_csv = "
             f'"{config.parallelism.pipeline_parallel_schedule_csv}" runs {needed}. Set '
             f"training.{key} = {needed * size * degrees.batch}."
         )
@@ -135,7 +135,7 @@ def _pipeline_batch(
     needed = len(plan.modules)
     if num < needed:
         yield (
-            f"{given}, fewer than its {needed} stages. Set "
+            f"{step}, fewer than its {needed} stages. Set "
             f"training.{key} = {needed * size * degrees.batch} or more."
         )
         return
@@ -146,7 +146,7 @@ def _pipeline_batch(
         fitting = (m for m in range(num + 1, num + 2 * needed + 1) if _runs(plan, schedule, m))
         nearest = next(fitting, None)
         remedy = "" if nearest is None else f" Set {key} = {nearest * size * degrees.batch}."
-        yield f"{given}. {error}{remedy}"
+        yield f"{step}. {error}{remedy}"
 
 
 def _runs(plan: StagePlan, schedule: str, num_microbatches: int) -> bool:
@@ -257,8 +257,10 @@ def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: ParallelDims
             )
     yield from _recurrences_over_ranks(config, spec, degrees)
     # Recurrences exchange states, and no heads.
-    with_heads = [one for one in spec.attentions if not one.carried_inputs]
-    uneven = [one for one in with_heads if (one.num_heads // degrees.tp) % degrees.cp]
+    with_heads = [attention for attention in spec.attentions if not attention.carried_inputs]
+    uneven = [
+        attention for attention in with_heads if (attention.num_heads // degrees.tp) % degrees.cp
+    ]
     if method == "ulysses" and (uneven or not with_heads):
         heads = uneven[0].num_heads // degrees.tp if uneven else 0
         yield (

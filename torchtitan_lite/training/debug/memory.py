@@ -95,14 +95,14 @@ class ModulePeaks:
 
     def by_module(self, names: Iterable[str], root: str) -> dict[str, dict[str, int]]:
         """Return module -> phase -> bytes, in the order of `names`. `root` is the entire model."""
-        found: dict[str, dict[str, int]] = {}
+        peaks: dict[str, dict[str, int]] = {}
         for name in names:
             inside = "" if name == root else f"{name}."
             for (module, phase), peak in self._peaks.items():
                 if module == name or module.startswith(inside):
-                    of_module = found.setdefault(name, {})
+                    of_module = peaks.setdefault(name, {})
                     of_module[phase] = max(of_module.get(phase, 0), peak)
-        return found
+        return peaks
 
     def _take_peak(self) -> int:
         return self._device.take_allocator_peak() if self._live is None else self._live.take_peak()

@@ -53,10 +53,10 @@ class ModuleTracker:
         """Name of the innermost running module; None if none runs."""
         if self._in_forward:
             return self._in_forward[-1]
-        number = current_node_number()
-        if number is None:
+        node_number = current_node_number()
+        if node_number is None:
             return None
-        place = bisect_right(self._numbers, number) - 1
+        place = bisect_right(self._numbers, node_number) - 1
         return self._owners[place] if place >= 0 else ROOT
 
     @property

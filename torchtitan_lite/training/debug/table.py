@@ -89,9 +89,9 @@ def _by_axis(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _by_module(peaks: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
-    found: dict[str, dict[str, int]] = {}
+    folded: dict[str, dict[str, int]] = {}
     for module, of_module in peaks.items():
-        folded_peaks = found.setdefault(fold(module), {})
+        folded_peaks = folded.setdefault(fold(module), {})
         for phase, num_bytes in of_module.items():
             column = phase if phase in ("forward", "backward") else "elsewhere"
             folded_peaks[column] = max(folded_peaks.get(column, 0), num_bytes)
@@ -103,7 +103,7 @@ def _by_module(peaks: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
                 for column in ("forward", "backward", "elsewhere")
             ),
         )
-        for module, of_module in found.items()
+        for module, of_module in folded.items()
     ]
 
 

@@ -98,7 +98,7 @@ class TimeLedger:
         for place in range(0, len(old), 2):
             pair = old[place : place + 2]
             joined.append(
-                Entry(pair[0].first, pair[-1].last, sum((one.ns for one in pair), Counter()))
+                Entry(pair[0].first, pair[-1].last, sum((entry.ns for entry in pair), Counter()))
             )
         self._entries = joined + new
 
@@ -116,7 +116,9 @@ class TimeLedger:
             match entry:
                 case [int(first), int(last), dict(ns)] if (
                     parsed[-1].last if parsed else 0
-                ) <= first <= last and all(type(one) is int and one >= 0 for one in ns.values()):
+                ) <= first <= last and all(
+                    type(duration_ns) is int and duration_ns >= 0 for duration_ns in ns.values()
+                ):
                     parsed.append(Entry(first, last, Counter(ns)))
                 case _:
                     raise ValueError(f"{entry!r:.80} is not an entry")
@@ -146,7 +148,7 @@ class TimeTotals:
     """Totals at one point in time."""
 
     ns: Mapping[str, int]
-    """By kind, in the order of KINDS."""
+    """Nanoseconds by kind, in the order of KINDS."""
 
     @property
     def wall_s(self) -> float:
@@ -277,7 +279,7 @@ class GoodputTracker:
             "version": _VERSION,
             "first_start_ns": self._first_ns,
             "until_ns": self._since_ns,
-            # For readers of the file.
+            # Readers of the file use these values.
             **self._totals(attempt).values(),
             "entries": [*self._ledger.to_json(), [step, step, attempt]],
         }

@@ -73,7 +73,7 @@ def cut_torn_line(path: Path) -> None:
 
 def rotate(path: Path) -> None:
     """Rename an earlier run's file to the next free number."""
-    numbers = (other.name.split(".")[-2] for other in path.parent.glob(f"{path.stem}.*.jsonl"))
+    numbers = (earlier.name.split(".")[-2] for earlier in path.parent.glob(f"{path.stem}.*.jsonl"))
     highest = max((int(number) for number in numbers if number.isdecimal()), default=0)
     target = path.with_name(f"{path.stem}.{highest + 1}.jsonl")
     path.rename(target)

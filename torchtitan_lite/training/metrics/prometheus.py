@@ -20,22 +20,31 @@ if TYPE_CHECKING:
 _PREFIX = "torchtitan_lite"
 _HIGHEST_PORT = 65535
 _GAUGES: dict[str, tuple[str, Callable[[StepRecord], float | None]]] = {
-    "step": ("Newest step.", lambda one: one.step),
-    "loss": ("Training loss of the newest step, in nats per token.", lambda one: one.loss),
-    "grad_norm": ("Gradient norm before clipping.", lambda one: one.grad_norm),
-    "learning_rate": ("Learning rate.", lambda one: one.lr),
-    "tokens_per_second": ("Throughput of all replicas.", lambda one: one.tokens_per_second),
-    "mfu_ratio": ("Model FLOPs utilization, 0 to 1.", lambda one: one.mfu),
-    "memory_bytes": ("Peak memory of this rank.", lambda one: one.memory_gib * 2**30),
-    "step_duration_seconds": ("Duration of the newest step.", lambda one: one.step_time_s),
-    "data_wait_seconds": ("Wait for microbatches in it.", lambda one: one.data_time_s),
-    "checkpoint_stall_seconds": ("Stall for a save in it.", lambda one: one.checkpoint_stall_s),
-    "replicas": ("Replicas that took part in the newest step.", lambda one: one.num_replicas),
-    "goodput_ratio": ("Goodput since the first start of the run, 0 to 1.", lambda o: o.goodput),
-    "idle_experts": ("Experts without any token, over all routers.", lambda o: o.idle_experts),
-    "last_step_timestamp_seconds": ("Unix time of the newest step.", lambda one: one.time),
+    "step": ("Newest step.", lambda record: record.step),
+    "loss": ("Training loss of the newest step, in nats per token.", lambda record: record.loss),
+    "grad_norm": ("Gradient norm before clipping.", lambda record: record.grad_norm),
+    "learning_rate": ("Learning rate.", lambda record: record.lr),
+    "tokens_per_second": ("Throughput of all replicas.", lambda record: record.tokens_per_second),
+    "mfu_ratio": ("Model FLOPs utilization, 0 to 1.", lambda record: record.mfu),
+    "memory_bytes": ("Peak memory of this rank.", lambda record: record.memory_gib * 2**30),
+    "step_duration_seconds": ("Duration of the newest step.", lambda record: record.step_time_s),
+    "data_wait_seconds": ("Wait for microbatches in it.", lambda record: record.data_time_s),
+    "checkpoint_stall_seconds": (
+        "Stall for a save in it.",
+        lambda record: record.checkpoint_stall_s,
+    ),
+    "replicas": ("Replicas that took part in the newest step.", lambda record: record.num_replicas),
+    "goodput_ratio": (
+        "Goodput since the first start of the run, 0 to 1.",
+        lambda record: record.goodput,
+    ),
+    "idle_experts": (
+        "Experts without any token, over all routers.",
+        lambda record: record.idle_experts,
+    ),
+    "last_step_timestamp_seconds": ("Unix time of the newest step.", lambda record: record.time),
 }
-"""By name: the HELP text, and the value of a record. With None the gauge has no sample."""
+"""HELP text and value of a record, by name. With None the gauge has no sample."""
 
 
 class Prometheus:

@@ -24,14 +24,14 @@ class StepRecord:
     loss: float
     """Mean over the step's target tokens, in nats."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     lr: float
     tokens: int
     """Tokens since the start of training, including this step."""
     num_target_tokens: int
     """Tokens of this step that contribute to the loss."""
     tokens_per_second: float
-    """In this step."""
+    """Throughput in this step."""
     mfu: float | None
     """Fraction of the devices' peak that the model's arithmetic used, 0 to 1; None if the peak
     is unknown."""
@@ -52,7 +52,7 @@ class StepRecord:
     """Fraction of the wall time since the run's first start that was spent in steps that were
     committed and kept, 0 to 1; None on ranks without time accounting."""
     router_load: Mapping[str, float] | None = None
-    """By MoE router: the tokens of its busiest expert, as a multiple of the mean; 1 is balanced."""
+    """Tokens of the busiest expert as a multiple of the mean, by MoE router; 1 is balanced."""
     idle_experts: int | None = None
     """Experts without tokens in this step, over all routers."""
     skipped: bool = False
@@ -62,7 +62,7 @@ class StepRecord:
 
     def values(self) -> dict[str, Any]:
         """Return the fields in their order, by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def to_json(self) -> str:
         """Return one line, without the line end."""

@@ -1,4 +1,4 @@
-"""What follows a step that was not committed: skip it, roll back, or end the run."""
+"""Actions after a step that was not committed: skip it, roll back, or end the run."""
 
 from torchtitan_lite.checkpoint import CheckpointManager, SavedValues
 from torchtitan_lite.core.errors import DamagedState, MachineFault, TrainingDiverged

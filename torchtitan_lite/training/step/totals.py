@@ -113,13 +113,13 @@ class StepValues:
     cursor: int
     step: int
     save_signals: torch.Tensor
-    """On the CPU."""
+    """Signals of checkpointing, on the CPU."""
     work_times: torch.Tensor
-    """On the CPU."""
+    """Work times, on the CPU."""
     rank_flags: torch.Tensor
-    """On the device."""
+    """Flags of the ranks, on the device."""
     router_counts: torch.Tensor
-    """On the device."""
+    """Token counts of routers, on the device."""
 
 
 def reduce_step(

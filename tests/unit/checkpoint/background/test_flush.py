@@ -15,8 +15,7 @@ from tests.harness.snapshots import Trainers, snapshot, trainers, verify
 from tests.unit.checkpoint.faulty_writer import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
 from torchtitan_lite.checkpoint.background.flush import Attempt, GracePeriod, flush
-from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.background.save import RankSave, WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.history.fencing_tokens import HistoryClaim, RunHistory
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.files import Files
@@ -210,7 +209,7 @@ def test_a_committed_part_is_not_written_again(tmp_path: Path) -> None:
         (path,) = root.glob("*/step-7/rank-00001.safetensors")
         before = path.stat().st_mtime_ns
         saves[1].write_missing(7, token, direct=False)
-        saves[0].commit(7, token)
+        saves[0].commit(7, token, saves[0].announcements(7, token))
         saves[1].write_missing(7, token, direct=False)
         assert os.listdir(root) == ["step-7"]
         assert (root / "step-7" / path.name).stat().st_mtime_ns == before

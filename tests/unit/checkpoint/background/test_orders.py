@@ -15,10 +15,10 @@ from tests.unit.core.test_run_lease import put
 from torchtitan_lite.checkpoint.background import writer as writing
 from torchtitan_lite.checkpoint.background.channel import WriterChannel, WriterSettings
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess
-from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
+from torchtitan_lite.checkpoint.background.save import RankSave, WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.background.writer import Writer
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
 from torchtitan_lite.checkpoint.history.fencing_tokens import SupersededError
+from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
 
@@ -110,11 +110,11 @@ def test_only_the_leader_removes_an_attempt(run: Trainers) -> None:
     with _writer(run, 1, preemption_grace_s=1.0) as writer:
         writer.channel.ended_at = time.monotonic() - 600
         writer.order(save={"slot": 0, "step": 7, "token": "aa"})
-    assert storage.parts_present(7, "aa") == {0}
+    assert list(attempts.announcements(storage, 7, "aa").parts) == [0]
     with _writer(run, 0, preemption_grace_s=1.0) as writer:
         writer.channel.ended_at = time.monotonic() - 600
         writer.order(save={"slot": 0, "step": 7, "token": "aa"})
-    assert storage.parts_present(7, "aa") == set()
+    assert attempts.announcements(storage, 7, "aa").parts == {}
 
 
 def test_a_step_that_another_attempt_completes_is_committed_once(
@@ -136,7 +136,7 @@ def test_the_failure_of_another_rank_is_that_of_the_save(run: Trainers) -> None:
     with _writer(run) as writer:
         writer.order(save={"slot": 0, "step": 7, "token": "aa"})
         assert writer.commit() == []
-        open_storage(str(run.root)).put_failure(7, "aa", 1, "no space")
+        attempts.put_failure(open_storage(str(run.root)), 7, "aa", 1, "no space")
         (response,) = writer.commit()
     assert response["failed"] == 7 and "rank 1: no space" in response["error"]
 

@@ -585,11 +585,15 @@ def _stopping_writer(*attempts: Any) -> Any:
 
 
 def test_an_order_to_abandon_precedes_a_commit() -> None:
-    removed: list[tuple[int, str]] = []
+    removed: list[tuple[int, bool, bool]] = []
     about = SimpleNamespace(is_leader=True)
     attempt = SimpleNamespace(step=7, token="t", save=SimpleNamespace(about=about))
     writer = _stopping_writer(attempt)
-    writer._storage = SimpleNamespace(abandon=lambda *given: removed.append(given))
+    writer._storage = SimpleNamespace(
+        remove_attempts=lambda step, is_needed: removed.append(
+            (step, is_needed("t"), is_needed("u"))
+        )
+    )
     writer._channel.orders.append({"abandon": 7})
 
     def commit() -> None:
@@ -600,7 +604,7 @@ def test_an_order_to_abandon_precedes_a_commit() -> None:
     writer._commit_complete = commit
     writer._finish(free=False)
     assert writer._channel.sent == [{"abandoned": 7, "token": "t"}]
-    assert removed == [(7, "t")] and writer._channel.orders == []
+    assert removed == [(7, False, True)] and writer._channel.orders == []
 
 
 def test_what_is_urgent_has_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:

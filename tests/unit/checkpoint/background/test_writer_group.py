@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.snapshots import Trainers, description, trainers
-from torchtitan_lite.checkpoint.background.writer_group import (
+from torchtitan_lite.checkpoint.background.save import (
     SINGLE_REPLICA,
     WriterGroup,
     assign_tensors,

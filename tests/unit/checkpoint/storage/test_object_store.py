@@ -12,13 +12,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.harness.snapshots import content, read_safetensors
-from torchtitan_lite.checkpoint.storage import object_store
-from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.checkpoint.storage.manifest_json import (
-    build_manifest,
-    checksum_matches,
-    manifest_bytes,
-)
+from torchtitan_lite.checkpoint.storage import attempts, object_store
+from torchtitan_lite.checkpoint.storage.attempts import checksum_matches, manifest_bytes
+from torchtitan_lite.checkpoint.storage.base import Storage, open_storage
 from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.core.errors import CheckpointError
@@ -107,12 +103,10 @@ def _save(
     store: ObjectStore, step: int, token: str, world_size: int = 2, seed: int | None = None
 ) -> None:
     seed = step if seed is None else seed
-    parts = []
     for rank in range(world_size):
-        store.begin(step, token)
         data = memoryview(content(rank, seed, 5000))
         file = f"rank-{rank:05d}.safetensors"
-        (place,) = store.write_part(
+        (place,) = store.write(
             step, token, file, [PartBox("model.w", "U8", (1, 5000), 0, 5000)], [data]
         )
         box = {
@@ -124,12 +118,16 @@ def _save(
         }
         entry = {"dtype": "U8", "shape": [world_size, 5000], "layout": 0, "boxes": [box]}
         part = {"rank": rank, "rng": {}, "layouts": [{"shards": 2}], "tensors": {"model.w": entry}}
-        store.put_part(step, token, rank, part)
-    assert store.parts_present(step, token) == set(range(world_size))
-    for rank in range(world_size):
-        parts.append(store.read_part(step, token, rank))
+        attempts.put_part(store, step, token, rank, part)
+    announced = attempts.announcements(store, step, token)
+    parts = [attempts.read_part(store, announced, rank) for rank in range(world_size)]
     base = {"mesh": {}, "values": {"step": step}, "config": {}, "versions": {}}
-    store.commit(step, token, manifest_bytes(build_manifest(step, parts, base)))
+    attempts.commit(store, step, token, parts, base)
+
+
+def _parts(store: Storage, step: int, token: str) -> list[int]:
+    """Return the ranks that have announced their parts."""
+    return sorted(attempts.announcements(store, step, token).parts)
 
 
 @pytest.fixture
@@ -162,7 +160,7 @@ def _manifest(store: ObjectStore, step: int) -> dict[str, Any]:
 def test_a_store_that_never_responds_fails_with_its_name(root: str) -> None:
     store = ObjectStore(root, FlakyFilesystem(1.0, 0), first_wait_s=1e-4)  # type: ignore[arg-type]
     with pytest.raises(OSError, match=rf"{root} failed 8 times, at last with"):
-        store.put_part(1, "a-0", 0, {})
+        attempts.put_part(store, 1, "a-0", 0, {})
 
 
 class ClientErrors:
@@ -189,43 +187,25 @@ def test_client_exceptions_become_os_errors_with_the_operation(root: str, error:
         "listing": store.steps,
         "reading step-1/x": lambda: store.read("step-1/x"),
         "looking at step-1/x": lambda: store.size("step-1/x"),
-        "making": lambda: store.put_part(1, "a-0", 0, {}),
-        "listing step-1": lambda: store.abandon(1, "a-0"),
+        "making": lambda: attempts.put_part(store, 1, "a-0", 0, {}),
+        "listing step-1": lambda: attempts.abandon(store, 1, "a-0"),
         "removing step-1/manifest.json": lambda: store.delete(1),
     }.items():
         with pytest.raises(OSError, match=rf"{what}.* {named}"):
             action()
-    plain = open_storage(root)
-    assert isinstance(plain, ObjectStore)
-    plain._put("step-1/a-0/rank-00000.json", b"{")
-    with pytest.raises(OSError, match=r"rank-00000\.json is damaged"):
-        plain.read_part(1, "a-0", 0)
-
-
-def test_parts_of_another_attempt_are_not_used(root: str) -> None:
-    store = open_storage(root)
-    store.put_part(4, "a-0", 0, {"rank": 0})
-    store.put_failure(4, "a-1", 1, "full")
-    assert store.parts_present(4, "a-0") == {0}
-    assert store.parts_present(4, "b-0") == set()
-    assert store.failures(4, "a-1") == {1: "full"}
-    assert store.failures(4, "a-0") == {}
-    store.abandon(4, "a-0")
-    assert store.parts_present(4, "a-0") == set()
-    assert store.failures(4, "a-1") == {1: "full"}
 
 
 def test_a_step_without_a_manifest_is_not_listed_and_is_removed(root: str) -> None:
     store = ObjectStore(root)
     _save(store, 1, "a-0")
-    store.put_part(2, "a-0", 0, {"rank": 0})
-    store.put_part(3, "b-0", 0, {"rank": 0})
+    attempts.put_part(store, 2, "a-0", 0, {"rank": 0})
+    attempts.put_part(store, 3, "b-0", 0, {"rank": 0})
     assert store.steps() == [1]
-    store.recover("b")
-    assert store.parts_present(2, "a-0") == set()
-    assert store.parts_present(3, "b-0") == {0}
-    store.delete_stale_attempts(4)
-    assert store.parts_present(3, "b-0") == set()
+    attempts.recover(store, "b")
+    assert _parts(store, 2, "a-0") == []
+    assert _parts(store, 3, "b-0") == [0]
+    attempts.remove_stale_attempts(store, 4)
+    assert _parts(store, 3, "b-0") == []
     assert store.steps() == [1]
 
 
@@ -235,12 +215,12 @@ def test_objects_of_other_processes_are_seen_in_spite_of_cached_listings(root: s
         _save(other, step, "a-0")
         assert store.steps() == list(range(1, step + 1))
     for rank in (0, 1):
-        other.put_part(3, "a-0", rank, {"rank": rank})
-        assert store.parts_present(3, "a-0") == set(range(rank + 1))
+        attempts.put_part(other, 3, "a-0", rank, {"rank": rank})
+        assert _parts(store, 3, "a-0") == list(range(rank + 1))
     for attempt in ("b-0", "b-1"):
-        other.put_part(3, attempt, 0, {"rank": 0})
-        store.abandon(3, attempt)
-        assert other.parts_present(3, attempt) == set()
+        attempts.put_part(other, 3, attempt, 0, {"rank": 0})
+        attempts.abandon(store, 3, attempt)
+        assert _parts(other, 3, attempt) == []
 
 
 def test_a_lost_file_fails_the_commit(root: str) -> None:
@@ -282,7 +262,7 @@ def test_killed_while_a_step_is_saved_again(after: bool) -> None:
             break
         assert store.steps() == [1], kill_at
         actual.append(_stored(store, 1))
-        store.recover("c")
+        attempts.recover(store, "c")
         assert _stored(store, 1) == actual[-1], kill_at
         assert len(store._find(1)) == 3, (kill_at, store._find(1))
     assert actual == sorted(actual) and set(actual) == {11, 12} and len(actual) > 10
@@ -292,16 +272,16 @@ def test_attempts_at_one_step_do_not_interfere(root: str) -> None:
     store = ObjectStore(root)
     data = memoryview(content(0, 9, 5000))
     boxes = [PartBox("model.w", "U8", (1, 5000), 0, 5000)]
-    store.write_part(1, "b-0", "rank-00000.safetensors", boxes, [data])
+    store.write(1, "b-0", "rank-00000.safetensors", boxes, [data])
     # Not announced yet, and of the current session of the run.
-    store.recover("b")
-    store.put_part(1, "b-0", 0, {"rank": 0})
+    attempts.recover(store, "b")
+    attempts.put_part(store, 1, "b-0", 0, {"rank": 0})
     _save(store, 1, "a-0", seed=11)
-    assert store.parts_present(1, "b-0") == {0}
+    assert _parts(store, 1, "b-0") == [0]
     # Writes and deletions of an orphan of an earlier session do not affect committed steps.
-    store.write_part(1, "0-0", "rank-00001.safetensors", boxes, [data])
-    store.abandon(1, "0-0")
-    store.abandon(1, "a-0")
+    store.write(1, "0-0", "rank-00001.safetensors", boxes, [data])
+    attempts.abandon(store, 1, "0-0")
+    attempts.abandon(store, 1, "a-0")
     assert _stored(store, 1) == 11
     _save(store, 1, "b-0", seed=12)
     assert store.steps() == [1] and _stored(store, 1) == 12
@@ -311,18 +291,18 @@ def test_attempts_at_one_step_do_not_interfere(root: str) -> None:
 def test_objects_that_a_later_save_does_not_need_are_removed(root: str) -> None:
     store = ObjectStore(root)
     _save(store, 1, "a-0")
-    store.put_part(1, "b-0", 0, {"rank": 0})
-    store.put_failure(1, "a-0", 1, "late word")
+    attempts.put_part(store, 1, "b-0", 0, {"rank": 0})
+    attempts.put_failure(store, 1, "a-0", 1, "late word")
     _save(store, 2, "a-0")
-    store.put_part(2, "b-0", 0, {"rank": 0})
-    store.delete_stale_attempts(2)
+    attempts.put_part(store, 2, "b-0", 0, {"rank": 0})
+    attempts.remove_stale_attempts(store, 2)
     assert len(store._find(1)) == 3 and _stored(store, 1) == 1
-    assert store.parts_present(2, "b-0") == {0}
+    assert _parts(store, 2, "b-0") == [0]
     # An unreadable manifest does not tell which objects belong to it: nothing is removed.
-    store.put_part(1, "b-0", 0, {"rank": 0})
+    attempts.put_part(store, 1, "b-0", 0, {"rank": 0})
     store._put("step-1/manifest.json", b"{")
-    store.recover("c")
-    store.abandon(1, "a-0")
+    attempts.recover(store, "c")
+    attempts.abandon(store, 1, "a-0")
     assert len(store._find(1)) == 4
 
 
@@ -338,7 +318,7 @@ def test_a_step_of_format_2_is_kept_and_replaced(root: str) -> None:
         store._put(f"step-1/{name}", bytes(store.read(f"step-1/a-0/{name}")))
     store._put("step-1/manifest.json", json.dumps(manifest).encode())
     store._put("step-1/a-0.rank-00000.json", b"{}")
-    store.recover("c")
+    attempts.recover(store, "c")
     files = ["rank-00000.safetensors", "rank-00001.safetensors"]
     assert store._find(1) == ["manifest.json", *files] and _stored(store, 1) == 11
     _save(store, 1, "b-0", seed=12)
@@ -353,7 +333,7 @@ def test_a_manifest_of_another_attempt_is_not_committed(root: str) -> None:
     _save(store, 1, "a-0")
     text = json.dumps(_manifest(store, 1)).encode()
     for rank in range(2):
-        store.put_part(1, "b-0", rank, {})
+        attempts.put_part(store, 1, "b-0", rank, {})
         store._put(f"step-1/b-0/rank-{rank:05d}.safetensors", b"")
     with pytest.raises(OSError, match="names attempt a-0, not .*b-0"):
         store.commit(1, "b-0", text)
@@ -362,17 +342,17 @@ def test_a_manifest_of_another_attempt_is_not_committed(root: str) -> None:
 def test_the_announcements_of_a_step_without_files_are_removed(root: str) -> None:
     """All of its tensors are empty."""
     store = ObjectStore(root)
-    store.put_part(1, "a-0", 0, {})
+    attempts.put_part(store, 1, "a-0", 0, {})
     base = {"mesh": {}, "values": {}, "config": {}, "versions": {}}
     part = {"rank": 0, "rng": {}, "layouts": [], "tensors": {}}
-    store.commit(1, "a-0", manifest_bytes(build_manifest(1, [part], base)))
+    attempts.commit(store, 1, "a-0", [part], base)
     assert store._find(1) == ["manifest.json"]
 
 
 def test_a_token_that_readers_reject_is_not_written(root: str) -> None:
     for token in ("../a", "a/b", "rank-00000.json", "", "a" * 200, "a\n"):
         with pytest.raises(ValueError, match="cannot name an attempt"):
-            open_storage(root).put_part(1, token, 0, {"rank": 0})
+            attempts.put_part(open_storage(root), 1, token, 0, {"rank": 0})
 
 
 def test_a_url_of_an_unknown_filesystem_says_what_to_install() -> None:
@@ -382,9 +362,10 @@ def test_a_url_of_an_unknown_filesystem_says_what_to_install() -> None:
 
 def test_a_commit_of_another_process_is_seen_in_spite_of_a_cached_answer(root: str) -> None:
     other, store = ObjectStore(root), ObjectStore(root, CachingFilesystem())  # type: ignore[arg-type]
-    assert not store._is_committed(1)
+    attempts.put_part(other, 1, "a-0", 0, {"rank": 0})
+    assert store.steps() == []
     _save(other, 1, "a-0")
-    assert store._is_committed(1)
+    assert store.steps() == [1]
 
 
 class _BreakingFile:
@@ -411,8 +392,7 @@ def test_a_file_that_is_written_again_has_the_checksums_of_its_boxes_once(root: 
     boxes = [PartBox("w", "U8", (5000,), 0, 5000)]
     filesystem = _BreakingFile()
     store = ObjectStore(root, filesystem, first_wait_s=0.0)  # type: ignore[arg-type]
-    store.begin(1, "a-0")
-    (place,) = store.write_part(1, "a-0", "rank-00000.safetensors", boxes, [data])
+    (place,) = store.write(1, "a-0", "rank-00000.safetensors", boxes, [data])
     assert filesystem.num_opened == 2 and place.end - place.first == 5000
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from tests.harness.snapshots import content
 from tests.unit.conftest import Fsyncs
+from torchtitan_lite.checkpoint.format import MANIFEST
+from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 
@@ -45,10 +46,9 @@ class FailingOnce(Files):
 
 def _write(folder: LocalStorage, step: int, token: str, seed: int) -> None:
     """Write everything of an attempt except its commit."""
-    folder.begin(step, token)
     data = memoryview(content(0, seed, 5000))
-    folder.write_part(step, token, FILE, [PartBox("w", "U8", (5000,), 0, 5000)], [data])
-    folder.put_part(step, token, 0, {"rank": 0})
+    folder.write(step, token, FILE, [PartBox("w", "U8", (5000,), 0, 5000)], [data])
+    attempts.put_part(folder, step, token, 0, {"rank": 0})
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -67,8 +67,8 @@ def test_a_failed_commit_is_retried(tmp_path: Path, replaces: bool, after: bool)
             folder.commit(3, "b-0", b"newer")
         except OSError:
             # The writer's view: all parts still exist, so it commits again.
-            assert folder.parts_present(3, "b-0") == {0}, number
-            assert folder.read_part(3, "b-0", 0) == {"rank": 0}
+            announced = attempts.announcements(folder, 3, "b-0")
+            assert attempts.read_part(folder, announced, 0) == {"rank": 0}, number
             assert not replaces or folder.steps() == [3]
             folder.commit(3, "b-0", b"newer")
         assert {path.name for path in root.iterdir()} == {"step-3"}, number
@@ -95,11 +95,11 @@ def test_a_step_is_durable_before_the_one_that_it_replaces_is_removed(
     folder.commit(3, "a-0", b"older")
     fsyncs.synced.clear()
     (tmp_path / "step-3").rename(tmp_path / ".replaced-step-3")
-    folder.repair()
+    folder.steps(repairs=True)
     assert fsyncs.synced[tmp_path] == {"step-3"}
     (tmp_path / ".replaced-step-3").mkdir()
     fsyncs.synced.clear()
-    folder.repair()
+    folder.steps(repairs=True)
     assert fsyncs.synced[tmp_path] == {"step-3", ".replaced-step-3"}
     assert folder.steps() == [3]
 
@@ -124,21 +124,21 @@ def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
         root.mkdir(exist_ok=True)
         (root / name).symlink_to(precious)
     (precious / MANIFEST).write_text("{}")
-    folder.delete_stale_attempts(5)
+    attempts.remove_stale_attempts(folder, 5)
     folder.delete(7)
     (root / ".deleting-step-1").symlink_to(precious)
-    folder.recover("c")
+    attempts.recover(folder, "c")
     assert list(root.iterdir()) == []
 
-    folder.begin(3, "a-0")
+    folder.write(3, "a-0", "", [], [])
     (root / ".writing-step-3-a-0" / "step-3" / FILE).symlink_to(precious / "file")
     (root / ".writing-step-3-a-0" / "rank-00000.json.new").symlink_to(precious / "file")
     data = memoryview(content(0, 1, 5000))
     with pytest.raises(OSError, match="symbolic"):
-        folder.write_part(3, "a-0", FILE, [PartBox("w", "U8", (5000,), 0, 5000)], [data])
+        folder.write(3, "a-0", FILE, [PartBox("w", "U8", (5000,), 0, 5000)], [data])
     with pytest.raises(OSError, match="symbolic"):
-        folder.put_part(3, "a-0", 0, {"rank": 0})
-    folder.abandon(3, "a-0")
+        attempts.put_part(folder, 3, "a-0", 0, {"rank": 0})
+    attempts.abandon(folder, 3, "a-0")
     assert (precious / "file").read_text() == "kept" and (precious / MANIFEST).exists()
 
 
@@ -177,7 +177,7 @@ def test_a_closed_folder_holds_no_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"content")
     folder, target = LocalStorage(tmp_path, Files()), bytearray(7)
-    with folder.read("file")[:4] as view:  # type: ignore[union-attr]
+    with folder.read("file", 0, 4) as view:  # type: ignore[union-attr]
         folder.read_into("file", 0, memoryview(target), lambda piece: None)
         folder.close()
         assert bytes(view) == b"cont" and target == b"content"
@@ -185,23 +185,19 @@ def test_a_closed_folder_holds_no_file(tmp_path: Path) -> None:
     assert str(path) not in map(os.path.realpath, Path("/proc/self/fd").iterdir())
 
 
-def test_recovery_removes_the_attempts_of_other_sessions(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path, Files())
-    for step, token in ((1, "aa-1x1"), (2, "bb-2x1")):
-        storage.begin(step, token)
-        storage.put_part(step, token, 0, {})
-    storage.recover("bb")
-    assert storage.parts_present(1, "aa-1x1") == set()
-    assert storage.parts_present(2, "bb-2x1") == {0}
-
-
-def test_attempts_at_earlier_steps_are_stale(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path, Files())
-    for step in (1, 2, 3):
-        storage.begin(step, "aa-1x1")
-        storage.put_part(step, "aa-1x1", 0, {})
-    storage.delete_stale_attempts(2)
-    assert [storage.parts_present(step, "aa-1x1") for step in (1, 2, 3)] == [set(), {0}, {0}]
+def test_folders_with_other_names_are_not_removed(tmp_path: Path) -> None:
+    names = [
+        ".writing-step-01-aa",
+        ".writing-step-1",
+        ".writing-x",
+        ".deleting-x",
+        "other",
+        "step-1",
+    ]
+    for name in names:
+        (tmp_path / name).mkdir()
+    attempts.recover(LocalStorage(tmp_path, Files()), "bb")
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
 
 
 def test_short_reads_are_seen_once_and_in_order(

@@ -17,8 +17,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     PartBox,
     TokenBucket,
     WriteAbandoned,
-    write_part,
-    write_stream,
+    write_safetensors,
 )
 
 
@@ -45,7 +44,7 @@ def test_every_box_is_read_back(
     pool = _pool(20 << 20)
     boxes = [PartBox(f"t{i}", "U8", (n,), start, n) for i, (start, n) in enumerate(places)]
     path = tmp_path / "part.safetensors"
-    written = write_part(Files(), path, boxes, pool, direct=direct)
+    written = write_safetensors(Files(), path, boxes, pool, direct=direct)
     raw = path.read_bytes()
     actual = read_safetensors(raw)
     for box, place in zip(boxes, written, strict=True):
@@ -57,13 +56,13 @@ def test_every_box_is_read_back(
     with safe_open(path, "np") as file:
         assert sorted(file.keys()) == sorted(box.name for box in boxes)
     listed = [pool[start : start + n] for start, n in places]
-    again = write_part(Files(), tmp_path / "again", boxes, listed)
+    again = write_safetensors(Files(), tmp_path / "again", boxes, listed)
     assert again == written and (tmp_path / "again").read_bytes() == raw
 
 
 def test_a_second_box_of_a_tensor_has_another_name(tmp_path: Path) -> None:
     boxes = [PartBox("w", "U8", (3,), 0, 3), PartBox("w", "U8", (4,), 3, 4)]
-    write_part(Files(), tmp_path / "part", boxes, _pool(4096))
+    write_safetensors(Files(), tmp_path / "part", boxes, _pool(4096))
     assert list(read_safetensors((tmp_path / "part").read_bytes())) == ["w", "w#2"]
 
 
@@ -80,7 +79,7 @@ def test_an_abandoned_write_leaves_no_file(tmp_path: Path) -> None:
         ticks.clear()
         with pytest.raises(WriteAbandoned):
             pool = memoryview(mmap.mmap(-1, 64 << 20))
-            write_part(Files(), tmp_path / "part", boxes, pool, direct=direct, tick=tick)
+            write_safetensors(Files(), tmp_path / "part", boxes, pool, direct=direct, tick=tick)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -108,25 +107,27 @@ def test_a_stream_is_generated_again_if_direct_writes_are_rejected(tmp_path: Pat
     pool = _pool(18 << 20)
     places = [(0, 1 << 20), (1 << 20, 17 << 20)]
     boxes = [PartBox(f"t{i}", "U8", (n,), start, n) for i, (start, n) in enumerate(places)]
-    expected = write_part(Files(), tmp_path / "part", boxes, pool)
+    expected = write_safetensors(Files(), tmp_path / "part", boxes, pool)
 
     def content() -> Iterator[list[memoryview]]:
         return ([pool[start : start + n]] for start, n in places)
 
-    written = write_stream(_RejectsLaterWrites(), tmp_path / "stream", boxes, content)
+    written = write_safetensors(_RejectsLaterWrites(), tmp_path / "stream", boxes, content)
     assert written == expected
     assert (tmp_path / "stream").read_bytes() == (tmp_path / "part").read_bytes()
 
 
 def test_wrong_sizes_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="w has 4 bytes, but 5 were announced"):
-        write_part(Files(), tmp_path / "p", [PartBox("w", "U8", (5,), 0, 5)], [memoryview(b"abcd")])
+        write_safetensors(
+            Files(), tmp_path / "p", [PartBox("w", "U8", (5,), 0, 5)], [memoryview(b"abcd")]
+        )
 
 
 def test_the_rate_limit_is_kept(tmp_path: Path) -> None:
     boxes = [PartBox("w", "U8", (8 << 20,), 0, 8 << 20)]
     started = time.monotonic()
-    write_part(Files(), tmp_path / "part", boxes, _pool(8 << 20), rate=TokenBucket(20 << 20))
+    write_safetensors(Files(), tmp_path / "part", boxes, _pool(8 << 20), rate=TokenBucket(20 << 20))
     assert 0.2 < time.monotonic() - started < 20
 
 
@@ -135,11 +136,11 @@ def test_boxes_above_the_size_of_a_write_are_split(
 ) -> None:
     pool = _pool(20 << 20)
     boxes = [PartBox(name, "U8", (n,), start, n) for name, start, n in _LARGE]
-    write_part(Files(), tmp_path / "whole", boxes, pool)
+    write_safetensors(Files(), tmp_path / "whole", boxes, pool)
     monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 1 << 20)
     for direct in (False, True):
         path = tmp_path / f"direct-{direct}"
-        write_part(Files(), path, boxes, pool, direct=direct)
+        write_safetensors(Files(), path, boxes, pool, direct=direct)
         assert path.read_bytes() == (tmp_path / "whole").read_bytes()
 
 

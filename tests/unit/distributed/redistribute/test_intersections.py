@@ -80,20 +80,20 @@ def test_intersections_have_the_common_elements(src: Layout, shape: tuple[int, i
             pieces = list(found.of_source(position))
             largest = max(largest, len(pieces))
             part = found.src.part_of[position]
-            assert {(p.one, p.other) for p in pieces if p.size} == {
+            assert {(p.src_part, p.dst_part) for p in pieces if p.size} == {
                 pair for pair, count in common.items() if count and pair[0] == part
             }
             for piece in pieces:
-                _check(piece, ours[piece.one], theirs[piece.other])
+                _check(piece, ours[piece.src_part], theirs[piece.dst_part])
         assert largest == found.max_of_source
         for position in range(len(dst.mesh.holders)):
             part = found.dst.part_of[position]
             pieces = list(found.of_destination(position))
-            assert {p.one: p.size for p in pieces if p.size} == {
+            assert {p.src_part: p.size for p in pieces if p.size} == {
                 n: count for (n, k), count in common.items() if count and k == part
             }
             for piece in pieces:
-                _check(piece, ours[piece.one], theirs[piece.other])
+                _check(piece, ours[piece.src_part], theirs[piece.dst_part])
 
 
 def _check(piece: Intersection, ours: np.ndarray, theirs: np.ndarray) -> None:

@@ -52,12 +52,12 @@ def test_other_meshes_are_exact_with_relays() -> None:
 
 def test_nodes_of_ranks_and_of_files() -> None:
     nodes, ranks = Nodes(4), HolderMesh.ranks(8, first=4)
-    of_ranks, of_others = nodes.numbers(ranks, HolderMesh.ranks(5))
+    of_ranks, of_others = nodes.node_indices(ranks, HolderMesh.ranks(5))
     assert of_ranks.tolist() == [1] * 4 + [2] * 4
     assert of_others.tolist() == [0] * 4 + [1]
     files = HolderMesh((2,), ("a", "b"), ("dp_shard",))
     for pair in ((ranks, files), (files, ranks)):
-        numbers = dict(zip(pair, nodes.numbers(*pair), strict=True))
+        numbers = dict(zip(pair, nodes.node_indices(*pair), strict=True))
         assert len(set(numbers[ranks].tolist())) == 2
         assert len({*numbers[files].tolist(), *numbers[ranks].tolist()}) == 4
 
@@ -87,10 +87,10 @@ def test_relays_are_used_where_they_save_more_than_a_round(
     costs, mesh = costs.with_ranks_per_node(4), HolderMesh.ranks(8)
     src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()])
     actual = plan(src, dst, shape, torch.float32, costs=costs)
-    assert actual.rounds == (("move", "spread") if shape[0] == 4096 else ("move",))
+    assert actual.rounds == (("move", "broadcast") if shape[0] == 4096 else ("move",))
 
 
-@pytest.mark.parametrize(("first", "rounds"), [(0, ("move", "spread")), (4, ("move",))])
+@pytest.mark.parametrize(("first", "rounds"), [(0, ("move", "broadcast")), (4, ("move",))])
 def test_relays_are_used_if_the_node_with_most_receivers_lacks_data(
     first: int, rounds: tuple[str, ...]
 ) -> None:

@@ -62,7 +62,7 @@ def _requests(service: LighthouseService) -> list[tuple[str, int]]:
     return [(one["replica_id"], one["step"]) for one in service.status()["waiting"]]
 
 
-def test_a_quorum_forms_at_once_after_a_leave_notice(
+def test_a_quorum_forms_at_once_after_a_departure(
     service: LighthouseService, clients: LighthouseClients
 ) -> None:
     clients.start_heartbeats("a:1", "b:1")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -53,6 +54,11 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Loop]:
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(lighthouse_link, "time", clock)
     yield loop
+    # Python logs a task that is still pending when it is deleted, maybe during a later test.
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
     loop.close()
 
 

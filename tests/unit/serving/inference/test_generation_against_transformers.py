@@ -1,5 +1,5 @@
-"""Greedy generation in one process equals that of transformers where a cache holds what a kernel or a
-rotation changes."""
+"""Greedy generation in one process equals that of transformers where a cache holds what a kernel or
+a rotation changes."""
 
 from pathlib import Path
 from typing import Any

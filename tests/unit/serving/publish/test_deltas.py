@@ -99,6 +99,7 @@ def test_bits_are_compared_and_not_values() -> None:
     assert _equal(old, new)
 
 
+@pytest.mark.matrix
 def test_many_changes_have_no_delta() -> None:
     # Over several chunks of the comparison, the limit is one of the whole shard.
     old = torch.zeros(1 << 23, dtype=torch.bfloat16)

@@ -117,6 +117,7 @@ def test_few_blocks_of_each_technique_predict_all(
     _check_few_blocks(few, estimate(config, world_size, "cpu", extrapolate=False))
 
 
+@pytest.mark.matrix
 def test_weights_and_optimizer_are_those_of_the_shards() -> None:
     found = _plain()
     (rank,) = found.ranks

@@ -174,6 +174,7 @@ def test_layers_that_differ_end_a_search_sooner() -> None:
     assert len(calls) == 2 and not found.is_complete
 
 
+@pytest.mark.matrix
 def test_the_model_agrees_with_every_trace() -> None:
     config = _config(2, **{"training.global_batch_size": 4})
     model = _model(config)

@@ -113,6 +113,7 @@ def test_replicas_that_fail_alone_have_the_availability_of_renewal_theory() -> N
     assert shares.goodput == pytest.approx(math.exp(-50 / 400), rel=0.01)
 
 
+@pytest.mark.matrix
 def test_waiting_for_machines_is_the_tail_of_a_binomial_distribution() -> None:
     """Each machine is out for D of M + D on average, so that the number of machines that are out
     is binomial; the job waits while it is above the reserve."""

@@ -81,6 +81,7 @@ def test_a_reserve_saves_waiting() -> None:
     assert without[0].shares.shares()["waiting"] > 0.3
 
 
+@pytest.mark.matrix
 def test_a_hundred_thousand_ranks_are_simulated_in_seconds() -> None:
     began_s = time.process_time()
     (*_, found) = predict(Scenario(), STRATEGIES, 100_000, failures=200, seed=0)

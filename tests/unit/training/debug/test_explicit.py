@@ -66,6 +66,7 @@ def test_explicit_redistributions_are_allowed(pools: Pools) -> None:
     assert pools(2).run(_message, Shard(0), Shard(1), True) == ["", ""]
 
 
+@pytest.mark.matrix
 def test_an_operation_in_forward_is_named(pools: Pools) -> None:
     for message in pools(2).run(_message, Shard(0), Shard(1), False):
         assert "in the forward of layers.0: aten." in message

@@ -1,1 +1,1 @@
-"""What executes a plan: programs of copies for a rank, and the transports between ranks."""
+"""Execution of a plan: programs of copies for a rank, and the transports between ranks."""

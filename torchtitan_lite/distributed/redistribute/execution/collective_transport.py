@@ -55,12 +55,12 @@ class _CollectiveBucket(NamedTuple):
 
 
 class CollectiveTransport:
-    """Round `number` of an exchange over a process group, ready to run."""
+    """Round `index` of an exchange over a process group, ready to run."""
 
     def __init__(
         self,
         tasks: Sequence[TensorTask],
-        number: int,
+        index: int,
         ranks: Sequence[int],
         group: dist.ProcessGroup,
         bucket_bytes: int,
@@ -69,18 +69,18 @@ class CollectiveTransport:
         *,
         scales: bool,
     ) -> None:
-        """`ranks` are the global ranks of the group, in its order; group numbers in `without` are
+        """`ranks` are the global ranks of the group, in its order; group ranks in `without` are
         skipped. `scales`: as `local_reduction`."""
-        self._tasks, self._number = tasks, number
+        self._tasks, self._index = tasks, index
         self.group, self._device, self.width = group, device, tasks[0].width
         self._bucket_bytes = bucket_bytes
-        self._kinds = [task.kind(number) for task in tasks]
+        self._kinds = [task.kind(index) for task in tasks]
         self._reductions = [local_reduction(task, scales) for task in tasks]
-        self._numbers: dict[Holder, int] = {
-            rank: n for n, rank in enumerate(ranks) if n not in without
+        self._group_ranks: dict[Holder, int] = {
+            rank: group_rank for group_rank, rank in enumerate(ranks) if group_rank not in without
         }
         # The most that any rank sends or receives of each tensor: all ranks must split it alike.
-        loads = [task.max_moved_raw(number) for task in tasks]
+        loads = [task.max_moved_raw(index) for task in tasks]
         # Dividing each piece leaves up to one element of each over.
         spare = 2 * len(ranks) * max(task.plan.dtype.itemsize for task in tasks)
         capacity = max(bucket_bytes - spare, bucket_bytes // 2) // self.width
@@ -91,10 +91,10 @@ class CollectiveTransport:
         ]
 
     def bind(
-        self, given: Sequence[RawArray], into: Sequence[RawArray]
+        self, src_arrays: Sequence[RawArray], into: Sequence[RawArray]
     ) -> "BoundCollectiveTransport":
         """Bind the round to this rank's shards of the sources and the destinations."""
-        arrays = sent_arrays(given, into, self._kinds)
+        arrays = sent_arrays(src_arrays, into, self._kinds)
         packs = [[arrays[c.tensor][c.region] for c in bucket.packs] for bucket in self.buckets]
         unpacks = [[into[c.tensor][c.region] for c in bucket.unpacks] for bucket in self.buckets]
         return BoundCollectiveTransport(self, packs, unpacks)
@@ -109,13 +109,13 @@ class CollectiveTransport:
         scratch = scratch_buffers(self.group, self._device)
         return scratch.buffer(parity, nbytes, self._bucket_bytes).view(RAW_DTYPES[self.width])
 
-    def split(self, buffer: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, buffer: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what a bucket sends and receives, both aligned for any dtype."""
         sent, received = (
             sum(elements)
             for elements in (
-                self.buckets[number].sent_elements,
-                self.buckets[number].received_elements,
+                self.buckets[index].sent_elements,
+                self.buckets[index].received_elements,
             )
         )
         first = aligned(sent * self.width) // self.width
@@ -127,12 +127,12 @@ class CollectiveTransport:
         receives: list[list[tuple[BucketRange, Transfer]]] = [[] for _ in range(num_ranks)]
         for bounds in ranges:
             task = self._tasks[bounds.tensor]
-            part = task.transfers[self._number]
+            part = task.transfers[self._index]
             for pieces, by_peer in ((part.sends, sends), (part.receives, receives)):
                 for piece in pieces:
-                    number = self._numbers.get(task.reader(piece.peer))
-                    if number is not None:
-                        by_peer[number].append((bounds, piece))
+                    group_rank = self._group_ranks.get(task.reader(piece.peer))
+                    if group_rank is not None:
+                        by_peer[group_rank].append((bounds, piece))
         packs, sent = self._copies(sends, of_source=True)
         unpacks, received = self._copies(receives, of_source=False)
         joined = group_by_region((copy.tensor, copy.region) for copy in unpacks)
@@ -149,7 +149,7 @@ class CollectiveTransport:
                 is_reduced = self._kinds[bounds.tensor] == "reduce" and not of_source
                 reduction = self._reductions[bounds.tensor] if is_reduced else None
                 share = (bounds.start, bounds.stop, bounds.whole)
-                for block in task.rectangles(piece, self._number, *share):
+                for block in task.rectangles(piece, self._index, *share):
                     place = slices(block.src if of_source else block.dst, block.shape)
                     size = prod(block.shape)
                     copies.append(
@@ -168,16 +168,16 @@ class ScratchBuffers:
         self._device = device
         self._kept: dict[int, torch.Tensor] = {}
 
-    def buffer(self, number: int, nbytes: int, max_bytes: int) -> torch.Tensor:
+    def buffer(self, index: int, nbytes: int, max_bytes: int) -> torch.Tensor:
         """Return `nbytes` uninitialized bytes of one of the buffers. It is replaced if it is too
         small, or larger than both `nbytes` and `max_bytes`."""
-        kept = self._kept.get(number)
+        kept = self._kept.get(index)
         if kept is None or not nbytes <= kept.nbytes <= max(nbytes, max_bytes):
             # The former one goes first, so that both are never there at once.
             kept = None
-            self._kept.pop(number, None)
+            self._kept.pop(index, None)
             kept = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            self._kept[number] = kept
+            self._kept[index] = kept
         return kept[:nbytes]
 
 
@@ -204,12 +204,12 @@ class BoundCollectiveTransport:
         transport, count = self._transport, len(self._transport.buckets)
         buffers = [transport.buffer(parity) for parity in range(min(2, count))]
         flying: list[dist.Work | None] = [None, None]
-        for number in range(count + 1):
-            if number < count:
-                bucket = transport.buckets[number]
-                sent, received = transport.split(buffers[number % 2], number)
-                self._pack(number, sent)
-                flying[number % 2] = dist.all_to_all_single(
+        for index in range(count + 1):
+            if index < count:
+                bucket = transport.buckets[index]
+                sent, received = transport.split(buffers[index % 2], index)
+                self._pack(index, sent)
+                flying[index % 2] = dist.all_to_all_single(
                     received.view(torch.uint8),
                     sent.view(torch.uint8),
                     [words * transport.width for words in bucket.received_elements],
@@ -217,37 +217,37 @@ class BoundCollectiveTransport:
                     group=transport.group,
                     async_op=True,
                 )
-            if number > 0:
-                work = flying[(number - 1) % 2]
+            if index > 0:
+                work = flying[(index - 1) % 2]
                 assert work is not None
                 work.wait()
-                _, received = transport.split(buffers[(number - 1) % 2], number - 1)
-                self._unpack(number - 1, received)
+                _, received = transport.split(buffers[(index - 1) % 2], index - 1)
+                self._unpack(index - 1, received)
 
-    def _pack(self, number: int, buffer: torch.Tensor) -> None:
+    def _pack(self, index: int, buffer: torch.Tensor) -> None:
         words = raw_array(buffer, self._transport.width)
         for copy, array in zip(
-            self._transport.buckets[number].packs, self._packs[number], strict=True
+            self._transport.buckets[index].packs, self._packs[index], strict=True
         ):
             words[copy.offset : copy.offset + copy.size].reshape(copy.shape)[...] = array
 
-    def _unpack(self, number: int, buffer: torch.Tensor) -> None:
+    def _unpack(self, index: int, buffer: torch.Tensor) -> None:
         words = raw_array(buffer, self._transport.width)
-        bucket = self._transport.buckets[number]
-        for numbers in bucket.joined:
-            array = self._unpacks[number][numbers[0]]
-            copies = [bucket.unpacks[n] for n in numbers]
+        bucket = self._transport.buckets[index]
+        for indices in bucket.joined:
+            array = self._unpacks[index][indices[0]]
+            copies = [bucket.unpacks[n] for n in indices]
             reduction = copies[0].reduction
             if reduction is None:
                 for copy in copies:
                     array[...] = words[copy.offset : copy.offset + copy.size].reshape(copy.shape)
                 continue
-            others = []
+            contributions = []
             for copy in copies:
                 arrived = buffer[copy.offset : copy.offset + copy.size]
                 if copy.offset * self._transport.width % reduction.dtype.itemsize:
                     # Torch computes where elements are aligned only.
                     arrived = arrived.clone()
-                others.append(arrived.view(copy.shape))
+                contributions.append(arrived.view(copy.shape))
             into = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-            reduction.apply_(into, others)
+            reduction.apply_(into, contributions)

@@ -50,9 +50,9 @@ def redistribute_state_dict(
         for name in layouts
     )
     plans = _plans(known, tuple(layouts.values()), strided, options.costs_on(device))
-    for name, found in zip(layouts, plans, strict=True):
+    for name, tensor_plan in zip(layouts, plans, strict=True):
         if name in out:
-            check_out(spec_of(out[name]), found.dst, found.shape, found.dtype)
+            check_out(spec_of(out[name]), tensor_plan.dst, tensor_plan.shape, tensor_plan.dtype)
     sources = [tensors[name].to_local() if name in tensors else None for name in layouts]
     outs = [out[name].to_local() if name in out else None for name in layouts]
     moved = execute_exchange(plans, sources, outs, device, options)
@@ -60,23 +60,25 @@ def redistribute_state_dict(
     by_holders: dict[HolderMesh, DeviceMesh] = {}
     if not layouts.keys() <= out.keys():
         of_tensors = (t.device_mesh for t in (*tensors.values(), *out.values()))
-        # Of equal ones the last, which is the one that the caller gave.
+        # The last of equal ones is the one that the caller gave.
         by_holders = {HolderMesh.from_device_mesh(mesh): mesh for mesh in (*of_tensors, *meshes)}
     specs: dict[Plan, DTensorSpec] = {}
-    for name, found, local in zip(layouts, plans, moved, strict=True):
+    for name, tensor_plan, local in zip(layouts, plans, moved, strict=True):
         if name in out:
             results[name] = out[name]
-        elif name in tensors and found.is_noop:
+        elif name in tensors and tensor_plan.is_noop:
             results[name] = tensors[name]
-        elif found.dst.mesh in by_holders:
-            if found not in specs:
-                mesh = by_holders[found.dst.mesh]
-                specs[found] = found.dst.dtensor_spec(mesh, found.shape, found.dtype)
-            results[name] = with_spec(local, specs[found])
+        elif tensor_plan.dst.mesh in by_holders:
+            if tensor_plan not in specs:
+                mesh = by_holders[tensor_plan.dst.mesh]
+                specs[tensor_plan] = tensor_plan.dst.dtensor_spec(
+                    mesh, tensor_plan.shape, tensor_plan.dtype
+                )
+            results[name] = with_spec(local, specs[tensor_plan])
         elif local.numel() > 0:
             raise LayoutError(
-                f"{name} goes to {found.dst.mesh}, and no DeviceMesh of these ranks was given. Add "
-                "it to meshes."
+                f"{name} goes to {tensor_plan.dst.mesh}, and no DeviceMesh of these ranks was "
+                "given. Add it to meshes."
             )
     return results
 
@@ -122,11 +124,13 @@ def _plans(
     costs: Costs,
 ) -> tuple[Plan, ...]:
     """Return a plan per tensor; those of the same state dict are looked up at once."""
-    found = []
-    for given, layout in zip(known, layouts, strict=True):
+    plans = []
+    for known_spec, layout in zip(known, layouts, strict=True):
         placed = (
-            given if isinstance(given, TensorSpec) else TensorSpec.from_dtensor_spec(given, strided)
+            known_spec
+            if isinstance(known_spec, TensorSpec)
+            else TensorSpec.from_dtensor_spec(known_spec, strided)
         )
         src, shape, dtype = placed.layout, placed.shape, placed.dtype
-        found.append(plan(src, layout, shape, dtype, costs=costs))
-    return tuple(found)
+        plans.append(plan(src, layout, shape, dtype, costs=costs))
+    return tuple(plans)

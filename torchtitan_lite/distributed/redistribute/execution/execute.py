@@ -175,15 +175,15 @@ class FusedExchange:
         sources: Sequence[torch.Tensor | None],
         outs: Sequence[torch.Tensor | None],
     ) -> "_BoundTensors":
-        given: list[RawArray] = [
+        src_arrays: list[RawArray] = [
             None if tensor is None else raw_array(tensor, self._width) for tensor in sources
         ]
         into: list[RawArray] = [
             None if tensor is None else raw_array(tensor, self._width) for tensor in outs
         ]
-        copies = [(into[index][dst], given[index][src]) for index, dst, src in self._copies]
+        copies = [(into[index][dst], src_arrays[index][src]) for index, dst, src in self._copies]
         return _BoundTensors(
-            where, copies, [transport.bind(given, into) for transport in self._transports]
+            where, copies, [transport.bind(src_arrays, into) for transport in self._transports]
         )
 
     def _choose_transports(
@@ -201,9 +201,9 @@ class FusedExchange:
         one_node = nodes is None or len({nodes.of(rank) for rank in ranks}) == 1
         covers_all = memory is not None and memory.covers_all and one_node
         near = frozenset(
-            number
-            for number in (memory.peers if memory else ())
-            if nodes is None or nodes.of(ranks[number]) == nodes.of(dist.get_rank())
+            group_rank
+            for group_rank in (memory.peers if memory else ())
+            if nodes is None or nodes.of(ranks[group_rank]) == nodes.of(dist.get_rank())
         )
         if options.transport == "shared_memory" and not covers_all:
             raise RedistributionError(
@@ -217,21 +217,21 @@ class FusedExchange:
             self._scaled = [
                 n for n in self._scaled if not self._tasks[n].plan.is_scaled_in_reduction
             ]
-        for number in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
+        for index in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
             # A rank that shares memory with none, such as one that has too little, does all by
             # the group.
             if memory is not None and len(memory.peers) > 1:
                 most = options.bucket_bytes
                 self._transports.append(
                     SharedMemoryTransport(
-                        self._tasks, number, ranks, memory, most, near, scales=scales
+                        self._tasks, index, ranks, memory, most, near, scales=scales
                     )
                 )
             if not covers_all:
                 bucket = options.bucket_bytes // (1 if memory is None else 2)
                 self._transports.append(
                     CollectiveTransport(
-                        self._tasks, number, ranks, group, bucket, device, near, scales=scales
+                        self._tasks, index, ranks, group, bucket, device, near, scales=scales
                     )
                 )
 
@@ -255,19 +255,19 @@ def check_source(plan: Plan, part: torch.Tensor, shape: tuple[int, ...]) -> None
 
 @lru_cache(maxsize=8192)
 def check_out(
-    given: DTensorSpec, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype
+    spec: DTensorSpec, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Raise RedistributionError if the DTensor `given` for a result has another layout, shape or
+    """Raise RedistributionError if the DTensor `spec` for a result has another layout, shape or
     dtype."""
-    meta = given.tensor_meta
+    meta = spec.tensor_meta
     assert meta is not None
-    readings = [Layout.from_spec(given, strided="stride")]
+    readings = [Layout.from_spec(spec, strided="stride")]
     if decode_strided(readings[0].mesh, readings[0].placements) is not None:
-        readings.append(Layout.from_spec(given, strided="order"))
+        readings.append(Layout.from_spec(spec, strided="order"))
     lies_so = layout in readings
     if not lies_so or tuple(meta.shape) != shape or meta.dtype != dtype:
         raise RedistributionError(
-            f"out is {given.placements} on {HolderMesh.from_device_mesh(given.mesh)}, of shape "
+            f"out is {spec.placements} on {HolderMesh.from_device_mesh(spec.mesh)}, of shape "
             f"{tuple(meta.shape)}, {meta.dtype}; {layout}, {shape}, {dtype} is needed."
         )
 

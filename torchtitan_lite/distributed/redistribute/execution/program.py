@@ -110,24 +110,24 @@ class TensorTask:
         """Raw elements per element."""
         return self.plan.dtype.itemsize // self.width
 
-    def kind(self, number: int) -> RoundKind | None:
-        """Return the transfers of round `number`; None if the plan has fewer."""
+    def kind(self, index: int) -> RoundKind | None:
+        """Return the transfers of round `index`; None if the plan has fewer."""
         rounds = self.plan.rounds
-        return rounds[number] if number < len(rounds) else None
+        return rounds[index] if index < len(rounds) else None
 
-    def max_local_raw(self, number: int) -> int:
-        """Return the raw elements of the largest shard sent from in round `number`."""
-        kind = self.kind(number)
+    def max_local_raw(self, index: int) -> int:
+        """Return the raw elements of the largest shard sent from in round `index`."""
+        kind = self.kind(index)
         return 0 if kind is None else self.plan.exchange.max_local_numel(kind) * self.ratio
 
-    def max_moved_raw(self, number: int) -> int:
-        """Return the maximum raw elements that a holder sends and receives in round `number`."""
-        kind = self.kind(number)
+    def max_moved_raw(self, index: int) -> int:
+        """Return the maximum raw elements that a holder sends and receives in round `index`."""
+        kind = self.kind(index)
         return 0 if kind is None else self.plan.exchange.max_moved(kind) * self.ratio
 
-    def raw_local_shape(self, holder: Holder, number: int) -> tuple[int, ...]:
-        """Return the raw shape from which a holder sends in round `number`."""
-        kind = self.kind(number)
+    def raw_local_shape(self, holder: Holder, index: int) -> tuple[int, ...]:
+        """Return the raw shape from which a holder sends in round `index`."""
+        kind = self.kind(index)
         assert kind is not None
         shape = self.plan.exchange.local_shape(holder, kind)
         if shape is None:
@@ -135,14 +135,14 @@ class TensorTask:
         return (*shape[:-1], shape[-1] * self.ratio) if shape else (self.ratio,)
 
     def rectangles(
-        self, piece: Transfer, number: int, start: int = 0, stop: int = 1, of: int = 1
+        self, piece: Transfer, index: int, start: int = 0, stop: int = 1, of: int = 1
     ) -> Iterator["Rectangle"]:
         """Yield the raw rectangles of a transfer, optionally only its elements from `start` to
-        `stop` parts `of` it. Both sides are the destination's if results are spread."""
+        `stop` parts `of` it. Both sides are the destination's if results are broadcast."""
         size = piece.stop - piece.start
         first, last = piece.start + size * start // of, piece.start + size * stop // of
         segments = piece.segments
-        if self.kind(number) == "spread":
+        if self.kind(index) == "broadcast":
             segments = tuple(tuple((d, d, n) for _, d, n in dim) for dim in segments)
         return rectangles(*to_raw(segments, first, last, self.ratio))
 
@@ -166,19 +166,19 @@ def aligned(num_bytes: int) -> int:
 def assign_buckets(weights: Sequence[int], capacity: int, align: int) -> list[list[BucketRange]]:
     """Assign tensors of `weights` raw elements to buckets of `capacity` in sequence; each starts at
     a multiple of `align`, which divides `capacity`."""
-    found: list[list[BucketRange]] = [[]]
+    buckets: list[list[BucketRange]] = [[]]
     used = 0
     for tensor, weight in enumerate(weights):
         start = 0
         while start < weight:
             if used >= capacity:
-                found.append([])
+                buckets.append([])
                 used = 0
             stop = min(weight, start + capacity - used)
-            found[-1].append(BucketRange(tensor, start, stop, weight, used))
+            buckets[-1].append(BucketRange(tensor, start, stop, weight, used))
             used += -(-(stop - start) // align) * align
             start = stop
-    return found
+    return buckets
 
 
 def spans(lengths: Sequence[int], start: int, stop: int) -> list[Span]:
@@ -193,15 +193,15 @@ def spans(lengths: Sequence[int], start: int, stop: int) -> list[Span]:
     last, tail = divmod(stop, row)
     if first == last:
         return [((first, first + 1), *rest) for rest in spans(lengths[1:], head, tail)]
-    found: list[Span] = []
+    pieces: list[Span] = []
     if head:
-        found += [((first, first + 1), *rest) for rest in spans(lengths[1:], head, row)]
+        pieces += [((first, first + 1), *rest) for rest in spans(lengths[1:], head, row)]
         first += 1
     if first < last:
-        found.append(((first, last), *((0, length) for length in lengths[1:])))
+        pieces.append(((first, last), *((0, length) for length in lengths[1:])))
     if tail:
-        found += [((last, last + 1), *rest) for rest in spans(lengths[1:], 0, tail)]
-    return found
+        pieces += [((last, last + 1), *rest) for rest in spans(lengths[1:], 0, tail)]
+    return pieces
 
 
 def rectangles(segments: Sequence[Segments], start: int, stop: int) -> Iterator[Rectangle]:
@@ -224,13 +224,13 @@ def _product_of(per_dim: Sequence[Segments]) -> Iterator[Rectangle]:
 
 def _clipped(segments: Segments, start: int, stop: int) -> Segments:
     """Return the segments of a dim in [start, stop) of their common length."""
-    found, before = [], 0
+    clipped, before = [], 0
     for src, dst, length in segments:
         first, last = max(start - before, 0), min(stop - before, length)
         if first < last:
-            found.append((src + first, dst + first, last - first))
+            clipped.append((src + first, dst + first, last - first))
         before += length
-    return tuple(found)
+    return tuple(clipped)
 
 
 def to_raw(
@@ -265,12 +265,12 @@ def intersect_span(
 
 
 def group_by_region(places: Iterable[tuple[int, Slices]]) -> list[list[int]]:
-    """Group the numbers of `places`, (tensor, position), by position: what arrives at one position
+    """Group the indices of `places`, (tensor, position), by position: what arrives at one position
     is reduced together."""
-    found: dict[str, list[int]] = {}
-    for number, place in enumerate(places):
-        found.setdefault(repr(place), []).append(number)
-    return list(found.values())
+    by_region: dict[str, list[int]] = {}
+    for index, place in enumerate(places):
+        by_region.setdefault(repr(place), []).append(index)
+    return list(by_region.values())
 
 
 class LocalReduction(NamedTuple):
@@ -281,14 +281,15 @@ class LocalReduction(NamedTuple):
     factor: float
     """Factor of the result."""
 
-    def apply_(self, into: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    def apply_(self, into: torch.Tensor, contributions: Sequence[torch.Tensor]) -> None:
         """Reduce contributions, given as raw views of the dtype, into the first. Dtypes of less
         than 32 bits are computed in float32 and rounded once."""
         dtype, reduce, factor = self.dtype, _REDUCE[self.op], self.factor
-        into, others = into.view(dtype), [other.view(dtype) for other in others]
+        into = into.view(dtype)
+        contributions = [contribution.view(dtype) for contribution in contributions]
         if not dtype.is_floating_point or dtype.itemsize >= 4:
-            for other in others:
-                reduce(into, other, out=into)
+            for contribution in contributions:
+                reduce(into, contribution, out=into)
             if factor != 1:
                 into.mul_(factor)
             return
@@ -297,7 +298,7 @@ class LocalReduction(NamedTuple):
         dim = max(range(into.ndim), key=into.shape.__getitem__)
         most = _WIDE_ELEMENTS if into.is_cpu else max(1, into.numel())
         length = max(1, most * into.shape[dim] // max(1, into.numel()))
-        split = (tensor.split(length, dim) for tensor in (into, *others))
+        split = (tensor.split(length, dim) for tensor in (into, *contributions))
         for total, *transfers in zip(*split, strict=True):
             wide = total.float()
             for part in transfers:
@@ -348,9 +349,9 @@ def has_raw_view(tensor: torch.Tensor, width: int) -> bool:
 def sent_arrays(
     sources: Sequence[RawArray], destinations: Sequence[RawArray], kinds: Sequence[str | None]
 ) -> list[RawArray]:
-    """Return the arrays that a round reads from: in a "spread" round, the reduced destinations."""
+    """Return the arrays that a round reads from: in a broadcast, the reduced destinations."""
     return [
-        destination if kind == "spread" else source
+        destination if kind == "broadcast" else source
         for source, destination, kind in zip(sources, destinations, kinds, strict=True)
     ]
 

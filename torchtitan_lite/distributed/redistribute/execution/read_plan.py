@@ -64,11 +64,11 @@ class ReadPlan:
 def assign_readers(
     src: Layout,
     ranks: Sequence[int],
-    number: int,
+    index: int,
     reachable_by: Mapping[Holder, Sequence[int]] | None = None,
 ) -> dict[Holder, int]:
     """Assign a reader to each holder of a tensor: the k-th of `ranks` to the k-th if there are
-    equally many; else spread evenly, starting elsewhere for each `number` of a tensor, so that many
+    equally many; else spread evenly, starting elsewhere for each `index` of a tensor, so that many
     tensors keep all ranks busy. `reachable_by` returns the ranks that can open a holder, by
     default all. Raises LayoutError for a holder that no rank can open."""
     holders = src.mesh.holders
@@ -76,12 +76,12 @@ def assign_readers(
     for place, holder in enumerate(holders):
         position = place * len(ranks) // len(holders)
         if len(holders) < len(ranks):
-            position += number % (len(ranks) // len(holders))
+            position += index % (len(ranks) // len(holders))
         wanted = ranks[position]
         able = ranks if reachable_by is None else reachable_by.get(holder, ())
         if not able:
             raise LayoutError(f"{holder!r} of {src} is not accessible from any rank.")
-        readers[holder] = wanted if wanted in able else able[(place + number) % len(able)]
+        readers[holder] = wanted if wanted in able else able[(place + index) % len(able)]
     return readers
 
 
@@ -107,25 +107,26 @@ def held_blocks(
         return ()
     return tuple(
         HeldBlock(
-            tuple(parts.src.holders(found.one)),
+            tuple(parts.src.holders(intersection.src_part)),
             tuple(slice(start, start + length) for start, _, length in segments),
             tuple(slice(start, start + length) for _, start, length in segments),
         )
-        for found in parts.of_destination(position)
-        for segments in itertools.product(*found.block)
+        for intersection in parts.of_destination(position)
+        for segments in itertools.product(*intersection.block)
     )
 
 
 @torch.no_grad()
 def distribute_reads(
     reads: Sequence[ReadPlan],
-    given: Sequence[Mapping[Holder, torch.Tensor]],
+    sources: Sequence[Mapping[Holder, torch.Tensor]],
     outs: Sequence[torch.Tensor | None],
     options: ExchangeOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Fill `outs`, this rank's shards of the destinations, in one exchange: all on the CPU, and
-    contiguous. `given` has, per read, the data of the holders that this rank reads. Every rank must
-    call it, with the same `reads`. Without a process group this process is alone, and rank 0."""
+    contiguous. `sources` has, per read, the data of the holders that this rank reads. Every rank
+    must call it, with the same `reads`. Without a process group this process is alone, and rank
+    0."""
     if not reads:
         return
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -134,24 +135,24 @@ def distribute_reads(
     near: list[tuple[TensorTask, int]] = []
     far: list[tuple[TensorTask, int]] = []
     ranks: set[int] = set()
-    for number, read in enumerate(reads):
+    for index, read in enumerate(reads):
         tasks, moves = _tasks(read, rank, width, options)
-        (far if moves else near).extend((task, number) for task in tasks)
+        (far if moves else near).extend((task, index) for task in tasks)
         if moves:
             ranks.update(read.readers.values(), read.dst_ranks)
     for some, participants in ((near, (rank,)), (far, tuple(sorted(ranks)))):
         if some and rank in participants:
             group = process_group_of(participants) if len(participants) > 1 else None
             FusedExchange([task for task, _ in some], participants, group, cpu, options).run(
-                [_given(task, given[number]) for task, number in some],
-                [outs[number] for _, number in some],
+                [_given(task, sources[index]) for task, index in some],
+                [outs[index] for _, index in some],
             )
 
 
-def deduplicate(layout: Layout, shape: Sequence[int], number: int) -> Layout:
+def deduplicate(layout: Layout, shape: Sequence[int], index: int) -> Layout:
     """Return a layout in which every element has one holder, and each holder a contiguous range of
     its shard in `layout`: replicas of a shard share its rows, or, with few rows, one of them has
-    all; another one for each `number` of a tensor. Raises LayoutError if the layout does not fit
+    all; another one for each `index` of a tensor. Raises LayoutError if the layout does not fit
     the shape."""
     layout.check(shape)
     mesh = layout.mesh
@@ -171,7 +172,7 @@ def deduplicate(layout: Layout, shape: Sequence[int], number: int) -> Layout:
         )
         placements = [Shard(0) if a in copied else p for a, p in enumerate(layout.placements)]
         return Layout(mesh, placements, {**dict(layout.shard_order), 0: (*before, *copied)})
-    return _of_one_copy(layout, copied, number % copies)
+    return _of_one_copy(layout, copied, index % copies)
 
 
 def element_range(
@@ -211,10 +212,10 @@ def _tasks(
         # Each acts for one at most: it is as if the ranks themselves held the tensor.
         live = src.with_holders(reader_of)
         costs = options.costs_on(torch.device("cpu"))
-        found = plan(live, read.dst, read.shape, read.dtype, costs=costs)
-        return [TensorTask(found, rank, width)], found.moved_bytes > 0
+        tensor_plan = plan(live, read.dst, read.shape, read.dtype, costs=costs)
+        return [TensorTask(tensor_plan, rank, width)], tensor_plan.moved_bytes > 0
     # To a file all ranks are equally near, so that no relay is asked for.
-    found = plan(src, read.dst, read.shape, read.dtype)
+    tensor_plan = plan(src, read.dst, read.shape, read.dtype)
     turns: list[dict[Holder, Holder]] = []
     taken: dict[int, int] = {}
     for holder in src.mesh.holders:
@@ -223,12 +224,12 @@ def _tasks(
         if turn == len(turns):
             turns.append({})
         turns[turn][holder] = readers[holder]
-    return [TensorTask(found, rank, width, turn) for turn in turns], True
+    return [TensorTask(tensor_plan, rank, width, turn) for turn in turns], True
 
 
-def _of_one_copy(layout: Layout, copied: Sequence[int], number: int) -> Layout:
+def _of_one_copy(layout: Layout, copied: Sequence[int], index: int) -> Layout:
     """Return the layout on the holders of one replica only."""
-    mesh, left = layout.mesh, number
+    mesh, left = layout.mesh, index
     at = {}
     for axis in reversed(copied):
         left, at[axis] = divmod(left, mesh.shape[axis])

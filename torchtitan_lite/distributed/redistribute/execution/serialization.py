@@ -77,15 +77,15 @@ def gather_specs(
     rank = dist.get_rank()
     placed = {name: TensorSpec.from_dtensor(tensor, strided) for name, tensor in tensors.items()}
     first = {name: p for name, p in placed.items() if p.layout.mesh.holders[0] == rank}
-    found: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
     for text in filter(None, all_gather_bytes(_to_json(first))):
         for name, described in _from_json(text).items():
-            if found.setdefault(name, described) is not described:
+            if specs.setdefault(name, described) is not described:
                 raise LayoutError(
-                    f"{name} is a tensor on {found[name].layout.mesh} and another one on "
+                    f"{name} is a tensor on {specs[name].layout.mesh} and another one on "
                     f"{described.layout.mesh}. Give tensors of other ranks other names."
                 )
-    return found
+    return specs
 
 
 def match_layouts(
@@ -129,10 +129,10 @@ class _LayoutJson(_Strict):
 
 
 def _placement(text: str) -> Placement:
-    found = _PLACEMENT.fullmatch(text)
-    if found is None:
+    match = _PLACEMENT.fullmatch(text)
+    if match is None:
         raise LayoutError(f"{text!r:.40} is not a valid placement; R, S0, S0/2 and P(sum) are.")
-    dim, split, op = found.groups()
+    dim, split, op = match.groups()
     if op is not None:
         return Partial(op)
     if dim is None:
@@ -153,16 +153,16 @@ class _Description(BaseModel):
 def _to_json(placed: Mapping[str, TensorSpec]) -> bytes:
     if not placed:
         return b""
-    numbers: dict[Layout, int] = {}
+    indices: dict[Layout, int] = {}
     tensors = {
         name: (
-            numbers.setdefault(p.layout, len(numbers)),
+            indices.setdefault(p.layout, len(indices)),
             list(p.shape),
             str(p.dtype).removeprefix("torch."),
         )
         for name, p in placed.items()
     }
-    described = {"layouts": [layout_to_json(layout) for layout in numbers], "tensors": tensors}
+    described = {"layouts": [layout_to_json(layout) for layout in indices], "tensors": tensors}
     return json.dumps(described).encode()
 
 
@@ -172,12 +172,12 @@ def _from_json(text: bytes) -> dict[str, TensorSpec]:
     except ValidationError as error:
         raise LayoutError(f"A rank's description cannot be read: {error.errors()[0]}") from None
     layouts = [layout_from_json(layout) for layout in read.layouts]
-    found = {}
-    for name, (number, shape, dtype) in read.tensors.items():
-        if number >= len(layouts) or dtype not in _DTYPES:
+    specs = {}
+    for name, (index, shape, dtype) in read.tensors.items():
+        if index >= len(layouts) or dtype not in _DTYPES:
             raise LayoutError(
-                f"A rank describes {name} by layout {number} of {len(layouts)} and dtype {dtype!r}."
+                f"A rank describes {name} by layout {index} of {len(layouts)} and dtype {dtype!r}."
             )
-        layouts[number].check(shape)
-        found[name] = TensorSpec(layouts[number], tuple(shape), _DTYPES[dtype])
-    return found
+        layouts[index].check(shape)
+        specs[name] = TensorSpec(layouts[index], tuple(shape), _DTYPES[dtype])
+    return specs

@@ -49,7 +49,7 @@ _SPINS = 200
 longer than a small copy of a peer."""
 
 _SYS_FUTEX = 202
-"""On x86-64."""
+"""Number of the system call on x86-64."""
 
 _WAIT, _WAKE = 0, 1
 
@@ -110,7 +110,7 @@ class SharedMemory:
             rank: np.frombuffer(mapped, np.int64, 2) for rank, mapped in self._maps.items()
         }
         # The lower half of a counter, on which others sleep.
-        self._addresses = {rank: found.ctypes.data for rank, found in self._counters.items()}
+        self._addresses = {rank: counter.ctypes.data for rank, counter in self._counters.items()}
         has_core = len(self.peers) <= len(os.sched_getaffinity(0))
         self._spins = _SPINS if has_core else 1
         self._data = {

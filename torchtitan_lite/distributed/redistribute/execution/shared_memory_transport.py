@@ -71,7 +71,7 @@ class _SentPart(NamedTuple):
 
 
 _SentParts = dict[tuple[Plan, Holder], _SentPart]
-"""By plan, which tensors share, and sender."""
+"""Sent parts by plan, which tensors may share, and sender."""
 
 
 class _SharedBucket(NamedTuple):
@@ -86,12 +86,12 @@ class _SharedBucket(NamedTuple):
 
 
 class SharedMemoryTransport:
-    """Round `number` of an exchange between peers, ready for any tensors."""
+    """Round `index` of an exchange between peers, ready for any tensors."""
 
     def __init__(
         self,
         tasks: Sequence[TensorTask],
-        number: int,
+        index: int,
         ranks: Sequence[int],
         memory: SharedMemory,
         bucket_bytes: int,
@@ -100,25 +100,25 @@ class SharedMemoryTransport:
         scales: bool,
     ) -> None:
         """`ranks` are the global ranks of the memory's group, in its order; ranks whose group
-        number is not in `near` are skipped. `scales`: as `local_reduction`."""
+        rank is not in `near` are skipped. `scales`: as `local_reduction`."""
         self._near = near
-        self._tasks, self._number, self._memory = tasks, number, memory
-        self._kinds = [task.kind(number) for task in tasks]
+        self._tasks, self._index, self._memory = tasks, index, memory
+        self._kinds = [task.kind(index) for task in tasks]
         self._reductions = [local_reduction(task, scales) for task in tasks]
         self._width = tasks[0].width
-        numbers: dict[Holder, int] = {rank: n for n, rank in enumerate(ranks)}
+        group_ranks: dict[Holder, int] = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         line = LINE_BYTES // self._width
         capacity = min(bucket_bytes, memory.slot_bytes) // self._width // line * line
         self._parts: _SentParts = {}
-        """Of a shard that is not in it, a slot holds all."""
-        buckets = assign_buckets([task.max_local_raw(number) for task in tasks], capacity, line)
+        """Parts of shards in a slot; a slot holds a shard that is not listed entirely."""
+        buckets = assign_buckets([task.max_local_raw(index) for task in tasks], capacity, line)
         if len(buckets) > 1:
             # All peers must count the same buckets, near or not.
-            parts, weights = _sent_parts(tasks, number, [ranks[n] for n in memory.peers])
+            parts, weights = _sent_parts(tasks, index, [ranks[n] for n in memory.peers])
             fewer = assign_buckets(weights, capacity, line)
             if len(fewer) < len(buckets):
                 self._parts, buckets = parts, fewer
-        self._buckets = [self._bucket(ranges, numbers) for ranges in buckets if ranges]
+        self._buckets = [self._bucket(ranges, group_ranks) for ranges in buckets if ranges]
         self._slots = [
             [
                 (self._map(bucket.writes, slot), self._map(bucket.reads + bucket.joins, slot))
@@ -128,24 +128,26 @@ class SharedMemoryTransport:
         ]
 
     def bind(
-        self, given: Sequence[RawArray], into: Sequence[RawArray]
+        self, src_arrays: Sequence[RawArray], into: Sequence[RawArray]
     ) -> "BoundSharedMemoryTransport":
         """Bind the round to this rank's shards of the sources and the destinations."""
-        arrays = sent_arrays(given, into, self._kinds)
+        arrays = sent_arrays(src_arrays, into, self._kinds)
         writes = [[arrays[c.tensor][c.region] for c in bucket.writes] for bucket in self._buckets]
         reads = [
             [into[c.tensor][c.region] for c in bucket.reads + bucket.joins]
             for bucket in self._buckets
         ]
         reductions = [
-            [self._reductions[bucket.joins[numbers[0]].tensor] for numbers in bucket.joined]
+            [self._reductions[bucket.joins[indices[0]].tensor] for indices in bucket.joined]
             for bucket in self._buckets
         ]
         return BoundSharedMemoryTransport(
             self._memory, self._buckets, self._slots, writes, reads, reductions
         )
 
-    def _bucket(self, ranges: Sequence[BucketRange], numbers: dict[Holder, int]) -> _SharedBucket:
+    def _bucket(
+        self, ranges: Sequence[BucketRange], group_ranks: dict[Holder, int]
+    ) -> _SharedBucket:
         """Return what this rank writes and reads of a bucket."""
         me = self._memory.rank
         # By where and what: what several receivers need is written once.
@@ -155,15 +157,15 @@ class SharedMemoryTransport:
         receivers: set[int] = set()
         for bounds in ranges:
             task = self._tasks[bounds.tensor]
-            part = task.transfers[self._number]
+            part = task.transfers[self._index]
             for piece in part.sends:
-                if numbers[piece.peer] in self._near:
-                    receivers.add(numbers[piece.peer])
+                if group_ranks[piece.peer] in self._near:
+                    receivers.add(group_ranks[piece.peer])
                     for copy in self._copies(bounds, piece, me, task.sender, writes=True):
                         writes[repr(copy)] = copy
             received = joins if self._kinds[bounds.tensor] == "reduce" else reads
             for piece in part.receives:
-                peer = numbers[task.reader(piece.peer)]
+                peer = group_ranks[task.reader(piece.peer)]
                 if peer in self._near:
                     received += self._copies(bounds, piece, peer, piece.peer, writes=False)
         senders = sorted({copy.rank for copy in reads + joins})
@@ -177,7 +179,7 @@ class SharedMemoryTransport:
     ) -> Iterator[_SlotCopy]:
         """Yield the rectangles of a transfer in the part of a tensor that a bucket holds."""
         task = self._tasks[bounds.tensor]
-        part = self._parts.get((task.plan, sender)) or _whole_part(task, sender, self._number)
+        part = self._parts.get((task.plan, sender)) or _whole_part(task, sender, self._index)
         shape = part.shape
         size = prod(shape)
         offset = bounds.offset
@@ -186,7 +188,7 @@ class SharedMemoryTransport:
             run = tuple(stop - start for start, stop in span)
             windows.append((span, run, offset))
             offset += prod(run)
-        for block in task.rectangles(piece, self._number):
+        for block in task.rectangles(piece, self._index):
             first = part.position(block.src)
             tensor_first = block.src if writes else block.dst
             for span, run, at in windows:
@@ -213,32 +215,32 @@ class SharedMemoryTransport:
 
 
 def _sent_parts(
-    tasks: Sequence[TensorTask], number: int, ranks: Sequence[Holder]
+    tasks: Sequence[TensorTask], index: int, ranks: Sequence[Holder]
 ) -> tuple[_SentParts, list[int]]:
-    """Return the parts of all tensors that `ranks` send in round `number`, and, of each tensor, the
+    """Return the parts of all tensors that `ranks` send in round `index`, and, of each tensor, the
     elements of the largest part."""
     parts: _SentParts = {}
     largest = []
     for task in tasks:
-        senders = [] if task.kind(number) is None else task.senders(ranks)
+        senders = [] if task.kind(index) is None else task.senders(ranks)
         for sender in senders:
             if (task.plan, sender) not in parts:
-                parts[task.plan, sender] = _sent_part(task, sender, number)
-        largest.append(max((prod(parts[task.plan, one].shape) for one in senders), default=0))
+                parts[task.plan, sender] = _sent_part(task, sender, index)
+        largest.append(max((prod(parts[task.plan, sender].shape) for sender in senders), default=0))
     return parts, largest
 
 
-def _sent_part(task: TensorTask, sender: Holder, number: int) -> _SentPart:
-    """Return the part of a shard that a slot holds in round `number`: the indices of each dim that
+def _sent_part(task: TensorTask, sender: Holder, index: int) -> _SentPart:
+    """Return the part of a shard that a slot holds in round `index`: the indices of each dim that
     are sent if they are at most half of it. Of a reduction it is the whole shard, so that all
     contributions to an element have the same position and are reduced at once."""
-    whole = _whole_part(task, sender, number)
-    if task.kind(number) == "reduce":
+    whole = _whole_part(task, sender, index)
+    if task.kind(index) == "reduce":
         return whole
-    # That of another rank is not kept: it may be long.
+    # The list of another rank is not kept: it may be long.
     of_plan = task.plan if sender == task.sender else task.plan.exchange
-    sends = of_plan.transfers(sender)[number].sends
-    blocks = [block for piece in sends for block in task.rectangles(piece, number)]
+    sends = of_plan.transfers(sender)[index].sends
+    blocks = [block for piece in sends for block in task.rectangles(piece, index)]
     intervals = [
         _without_gaps((block.src[dim], block.src[dim] + block.shape[dim]) for block in blocks)
         for dim in range(len(whole.intervals))
@@ -247,8 +249,8 @@ def _sent_part(task: TensorTask, sender: Holder, number: int) -> _SentPart:
     return part if 2 * prod(part.shape) <= prod(whole.shape) else whole
 
 
-def _whole_part(task: TensorTask, sender: Holder, number: int) -> _SentPart:
-    shape = task.raw_local_shape(sender, number)
+def _whole_part(task: TensorTask, sender: Holder, index: int) -> _SentPart:
+    shape = task.raw_local_shape(sender, index)
     return _SentPart(tuple(((0, length, 0),) for length in shape))
 
 
@@ -268,23 +270,26 @@ def _without_gaps(intervals: Iterable[tuple[int, int]]) -> tuple[tuple[int, int,
 def _joined_writes(writes: Iterable[_SlotCopy]) -> list[_SlotCopy]:
     """Write the rectangle around several of one run at once if they are most of it and it has no
     gaps in the tensor: several receivers of parts of each row would make many short copies, and
-    nobody reads the rest."""
+    no receiver reads the rest."""
     by_run: dict[tuple[int, int], list[_SlotCopy]] = {}
     for write in writes:
         by_run.setdefault((write.tensor, write.offset), []).append(write)
-    found: list[_SlotCopy] = []
+    joined: list[_SlotCopy] = []
     for some in by_run.values():
         region, inside = (
             tuple(
-                slice(min(one.start for one in dim), max(one.stop for one in dim))
+                slice(
+                    min(dim_slice.start for dim_slice in dim),
+                    max(dim_slice.stop for dim_slice in dim),
+                )
                 for dim in zip(*places, strict=True)
             )
-            for places in ([one.region for one in some], [one.inside for one in some])
+            for places in ([write.region for write in some], [write.inside for write in some])
         )
         around = some[0]._replace(region=region, inside=inside)
         is_most = 2 * sum(map(_num_elements, some)) >= _num_elements(around)
-        found += [around] if is_most and _lengths(region) == _lengths(inside) else some
-    return found
+        joined += [around] if is_most and _lengths(region) == _lengths(inside) else some
+    return joined
 
 
 def _num_elements(copy: _SlotCopy) -> int:
@@ -292,7 +297,7 @@ def _num_elements(copy: _SlotCopy) -> int:
 
 
 def _lengths(place: Slices) -> list[int]:
-    return [one.stop - one.start for one in place]
+    return [dim_slice.stop - dim_slice.start for dim_slice in place]
 
 
 class BoundSharedMemoryTransport:
@@ -325,27 +330,27 @@ class BoundSharedMemoryTransport:
 
     def _run(self, memory: SharedMemory, count: int) -> None:
         first, memory.count = memory.count, memory.count + count
-        for number in range(count + 1):
-            if number < count:
-                slot = (first + number) % 2
+        for index in range(count + 1):
+            if index < count:
+                slot = (first + index) % 2
                 memory.wait_read(*memory.pending.get(slot, ((), 0)))
                 for view, array in zip(
-                    self._slots[number][slot][0], self._writes[number], strict=True
+                    self._slots[index][slot][0], self._writes[index], strict=True
                 ):
                     view[...] = array
-                memory.signal_written(first + number)
-                memory.pending[slot] = self._buckets[number].receivers, first + number
-            if number > 0:
-                self._read(number - 1, first + number - 1)
+                memory.signal_written(first + index)
+                memory.pending[slot] = self._buckets[index].receivers, first + index
+            if index > 0:
+                self._read(index - 1, first + index - 1)
 
-    def _read(self, number: int, bucket: int) -> None:
-        self._memory.wait_written(self._buckets[number].senders, bucket)
-        views, arrays = self._slots[number][bucket % 2][1], self._reads[number]
-        joined = self._buckets[number].joined
-        plain = len(views) - len(self._buckets[number].joins)
+    def _read(self, index: int, bucket: int) -> None:
+        self._memory.wait_written(self._buckets[index].senders, bucket)
+        views, arrays = self._slots[index][bucket % 2][1], self._reads[index]
+        joined = self._buckets[index].joined
+        plain = len(views) - len(self._buckets[index].joins)
         for array, view in zip(arrays[:plain], views[:plain], strict=True):
             array[...] = view
-        for numbers, reduction in zip(joined, self._reductions[number], strict=True):
-            into = torch.from_numpy(arrays[plain + numbers[0]])
-            reduction.apply_(into, [torch.from_numpy(views[plain + n]) for n in numbers])
+        for indices, reduction in zip(joined, self._reductions[index], strict=True):
+            into = torch.from_numpy(arrays[plain + indices[0]])
+            reduction.apply_(into, [torch.from_numpy(views[plain + n]) for n in indices])
         self._memory.signal_read(bucket)

@@ -7,7 +7,7 @@ there, in one more round.
 
 Contributions (`Partial`) that are reduced together are sent to a reduction owner, a holder that
 contributes and is also a destination if there is one (round "reduce"), and the owner sends the
-result to the other destinations (round "spread"). Without reductions there is one round, "move".
+result to the other destinations (round "broadcast"). Without reductions there is one round, "move".
 Where source and destination both have contributions, each contribution of the source is added to
 one of the destination; one that is alone in its target stays unreduced.
 
@@ -79,17 +79,17 @@ class Exchange:
         """The rounds in order."""
         rounds: tuple[RoundKind, ...] = ("move",)
         if self._reductions.largest_group > 1:
-            rounds = ("reduce",) if self.dst.num_replicas == 1 else ("reduce", "spread")
+            rounds = ("reduce",) if self.dst.num_replicas == 1 else ("reduce", "broadcast")
         if self.nodes is not None and self.nodes.relay and rounds != ("reduce",):
-            rounds = (*rounds, "spread")
+            rounds = (*rounds, "broadcast")
         return rounds
 
     def on_nodes(self, nodes: Nodes | None) -> "Exchange":
         """Return the same exchange between holders on `nodes`."""
-        found = copy.copy(self)
-        found.nodes, found._holders_by_node = nodes, {}
-        found.__dict__.pop("rounds", None)
-        return found
+        exchange = copy.copy(self)
+        exchange.nodes, exchange._holders_by_node = nodes, {}
+        exchange.__dict__.pop("rounds", None)
+        return exchange
 
     def elements_beyond(self, is_near: np.ndarray, part: int, num_near: int) -> int:
         """Return about how many elements of a shard of the destination none of the source's
@@ -97,13 +97,15 @@ class Exchange:
         size = prod(self._shard_shape(self.dst, part))
         if self.rounds[0] == "reduce":
             return size * (self.dst.num_replicas - num_near) // self.dst.num_replicas
-        one = np.unique(self.src.part_of[is_near])
-        return size - int(self._intersections.elements(one, np.full(len(one), part)).sum())
+        near_parts = np.unique(self.src.part_of[is_near])
+        return size - int(
+            self._intersections.elements(near_parts, np.full(len(near_parts), part)).sum()
+        )
 
     def local_shape(self, holder: Holder, kind: RoundKind) -> tuple[int, ...] | None:
         """Return the shape from which a holder sends in a round: its shard of the source, or of the
-        destination if results are spread. None if it has none."""
-        index = self.dst if kind == "spread" else self.src
+        destination if results are broadcast. None if it has none."""
+        index = self.dst if kind == "broadcast" else self.src
         position = index.position(holder)
         if position is None:
             return None
@@ -115,7 +117,7 @@ class Exchange:
 
     def max_local_numel(self, kind: RoundKind) -> int:
         """Return the elements of the largest shard from which a holder sends in a round."""
-        return self._largest_destination if kind == "spread" else _largest(self.src, self.shape)
+        return self._largest_destination if kind == "broadcast" else _largest(self.src, self.shape)
 
     @cached_property
     def _largest_destination(self) -> int:
@@ -124,23 +126,23 @@ class Exchange:
     def max_moved(self, kind: RoundKind) -> int:
         """Return a bound on the elements that one holder sends and receives in a round, equal for
         all holders."""
-        taken, given = self.max_local_numel("spread"), self.max_local_numel("move")
+        dst_numel, src_numel = self.max_local_numel("broadcast"), self.max_local_numel("move")
         copies, sources = self.dst.num_replicas, self.src.num_replicas
-        if kind == "spread":
-            return taken * copies + taken
-        received = taken * self._reductions.largest_group
+        if kind == "broadcast":
+            return dst_numel * copies + dst_numel
+        received = dst_numel * self._reductions.largest_group
         if kind == "reduce" and self.dst.num_contributions == 1:
-            return given + received
+            return src_numel + received
         if self.nodes is not None:
-            return given * copies + received
+            return src_numel * copies + received
         # Sources share what they send, as far as the invariant of `transfers` states.
-        shared = given * copies
+        shared = src_numel * copies
         uneven = shared // 20 + self._intersections.max_of_source * SMALLEST * sources**2
         shared = -(-(shared + uneven) // sources)
         if kind == "reduce":
             # Contributions to a reduction are sent by replicas in turn; see `sender_of`.
-            shared = max(given, shared)
-        return min(given * -(-copies // sources), shared) + received
+            shared = max(src_numel, shared)
+        return min(src_numel * -(-copies // sources), shared) + received
 
     def transfers(self, holder: Holder) -> tuple[RoundTransfers, ...]:
         """Return the transfers of `holder` in each round."""
@@ -160,25 +162,25 @@ class Exchange:
         whole = prod(self.shape)
         across = self._intersections.across
         positions = np.flatnonzero(across >= 0)
-        one, other = across[positions], self.dst.part_of[positions]
-        common = self._intersections.elements(one, other)
+        src_parts, dst_parts = across[positions], self.dst.part_of[positions]
+        common = self._intersections.elements(src_parts, dst_parts)
         if self.src.num_contributions == 1:
             return whole * self.dst.num_replicas - int(common.sum())
         # An owner that contributes itself saves one.
-        _, index = np.unique(np.stack([one, other]), axis=1, return_index=True)
+        _, index = np.unique(np.stack([src_parts, dst_parts]), axis=1, return_index=True)
         rounds = self.src.num_contributions + self.dst.num_replicas - 1
         return whole * rounds - int(common[index].sum())
 
     def _receive(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
         contribution = int(self.dst.contribution_of[position])
-        results: dict[tuple[int, int], _SpreadTransfers] = {}
+        results: dict[tuple[int, int], _BroadcastTransfers] = {}
         for common in self._intersections.of_destination(position):
-            for group in self._reductions.groups(common.one, common.other):
+            for group in self._reductions.groups(common.src_part, common.dst_part):
                 if group.target != contribution:
                     continue
                 if group.is_reduced:
                     self._reduce(holder, common, group, parts, results)
-                elif self._has(holder, common.one, group.members[0]):
+                elif self._has(holder, common.src_part, group.members[0]):
                     parts[0].copies.append(Transfer(holder, common.block, 0, common.size))
                 else:
                     self._move(holder, common, group, parts)
@@ -186,7 +188,7 @@ class Exchange:
     def _send(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
         own = int(self.src.contribution_of[position])
         for common in self._intersections.of_source(position):
-            for group in self._reductions.groups(common.one, common.other):
+            for group in self._reductions.groups(common.src_part, common.dst_part):
                 if own not in group.members:
                     continue
                 if group.is_reduced:
@@ -205,8 +207,8 @@ class Exchange:
         multicast = unreduced_multicast(self._intersections, common, group)
         sources = {}
         if self.nodes is not None:
-            sources = self._by_node(False, common.one, group.members[0])
-        receivers = common.other, group.target
+            sources = self._by_node(False, common.src_part, group.members[0])
+        receivers = common.dst_part, group.target
         self._deliver(multicast, holder, common, parts, sources, receivers)
 
     def _by_node(self, is_dst: bool, part: int, contribution: int) -> dict[Hashable, list[Holder]]:
@@ -214,9 +216,9 @@ class Exchange:
         key = is_dst, part, contribution
         if key not in self._holders_by_node:
             assert self.nodes is not None
-            found = self._holders_by_node[key] = {}
+            by_node = self._holders_by_node[key] = {}
             for holder in (self.dst if is_dst else self.src).holders(part, contribution):
-                found.setdefault(self.nodes.of(holder), []).append(holder)
+                by_node.setdefault(self.nodes.of(holder), []).append(holder)
         return self._holders_by_node[key]
 
     def _deliver(
@@ -252,12 +254,13 @@ class Exchange:
                 elif receiver == holder:
                     part.receives.append(Transfer(source, block, start, stop))
 
-    def _has(self, holder: Holder, one: int, contribution: int) -> bool:
+    def _has(self, holder: Holder, src_part: int, contribution: int) -> bool:
         position = self.src.position(holder)
         if position is None:
             return False
         return (
-            self.src.part_of[position] == one and self.src.contribution_of[position] == contribution
+            self.src.part_of[position] == src_part
+            and self.src.contribution_of[position] == contribution
         )
 
     def _contribute(
@@ -269,7 +272,7 @@ class Exchange:
         part: RoundTransfers,
     ) -> None:
         owners = self._owners.owners(common, group, self._owners.from_source(common, group))
-        for owner in owners[owners_served_by(self.src, common.one, own, holder)]:
+        for owner in owners[owners_served_by(self.src, common.src_part, own, holder)]:
             if owner.contribution != own:
                 part.sends.append(Transfer(owner.holder, common.block, owner.start, owner.stop))
 
@@ -279,31 +282,31 @@ class Exchange:
         common: Intersection,
         group: ReductionGroup,
         parts: tuple[RoundTransfers, ...],
-        results: dict[tuple[int, int], "_SpreadTransfers"],
+        results: dict[tuple[int, int], "_BroadcastTransfers"],
     ) -> None:
-        """Return the transfers of a replica of the group's target: it reduces what it owns and
-        spreads it, and receives the rest. `results` caches the transfers of rectangles of the same
-        shard, by size and row."""
+        """Return the transfers of a replica of the group's target: it reduces and broadcasts
+        what it owns, and receives the rest. `results` caches the transfers of rectangles of the
+        same shard, by size and row."""
         holding = self._owners.at_destination(common, group)
         # Owners of rectangles of which no replica has a contribution differ by size only.
-        found = None if holding else results.get((common.size, common.row))
-        if found is None:
+        transfers = None if holding else results.get((common.size, common.row))
+        if transfers is None:
             owners = self._owners.owners(common, group, holding)
-            found = self._results(holder, common, group, owners, parts[1:])
+            transfers = self._results(holder, common, group, owners, parts[1:])
             if not holding:
-                results[common.size, common.row] = found
-        for part, result in zip(parts[1:], found.rounds, strict=True):
+                results[common.size, common.row] = transfers
+        for part, result in zip(parts[1:], transfers.rounds, strict=True):
             part.sends.extend(_in_block(result.sends, common))
             part.receives.extend(_in_block(result.receives, common))
-        if found.own is None:
+        if transfers.own is None:
             return
-        number, owner = found.own
+        index, owner = transfers.own
         piece = Transfer(holder, common.block, owner.start, owner.stop)
         begins = parts[0].fills if owner.contribution is None else parts[0].copies
         begins.append(piece)
         for member in group.members:
             if member != owner.contribution:
-                source = sender_of(self.src, common.one, member, number)
+                source = sender_of(self.src, common.src_part, member, index)
                 parts[0].receives.append(piece._replace(peer=source))
 
     def _results(
@@ -313,34 +316,34 @@ class Exchange:
         group: ReductionGroup,
         owners: Sequence[ReductionOwner],
         rounds: Sequence[RoundTransfers],
-    ) -> "_SpreadTransfers":
+    ) -> "_BroadcastTransfers":
         """Return what a holder owns, and its transfers of results in the rounds after the
         reduction."""
-        found = _SpreadTransfers(None, tuple(RoundTransfers([], [], [], []) for _ in rounds))
-        shard = common.other, group.target
+        transfers = _BroadcastTransfers(None, tuple(RoundTransfers([], [], [], []) for _ in rounds))
+        shard = common.dst_part, group.target
         receivers = self.dst.holders(*shard)
-        for number, owner in enumerate(owners):
+        for index, owner in enumerate(owners):
             if owner.holder == holder:
-                found = found._replace(own=(number, owner))
+                transfers = transfers._replace(own=(index, owner))
             if not rounds:
                 continue
             if self.nodes is None and owner.holder != holder:
                 piece = Transfer(owner.holder, common.block, owner.start, owner.stop)
-                found.rounds[0].receives.append(piece)
+                transfers.rounds[0].receives.append(piece)
                 continue
-            multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, number)
+            multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, index)
             sources = {}
             if self.nodes is not None:
                 sources = {self.nodes.of(owner.holder): multicast.sources}
-            self._deliver(multicast, holder, common, found.rounds, sources, shard)
-        return found
+            self._deliver(multicast, holder, common, transfers.rounds, sources, shard)
+        return transfers
 
 
-class _SpreadTransfers(NamedTuple):
-    """Transfers of a holder that spread the result of one rectangle."""
+class _BroadcastTransfers(NamedTuple):
+    """Transfers of a holder that broadcast the result of one rectangle."""
 
     own: tuple[int, ReductionOwner] | None
-    """What it reduces, with its number among the owners."""
+    """The part that it reduces, with its index among the owners."""
     rounds: tuple[RoundTransfers, ...]
     """Transfers in the rounds after the reduction."""
 

@@ -103,9 +103,9 @@ class HolderIndex:
 class Intersection(NamedTuple):
     """Intersection of a shard of the source and one of the destination."""
 
-    one: int
+    src_part: int
     """Shard of the source."""
-    other: int
+    dst_part: int
     """Shard of the destination."""
     block: tuple[Segments, ...]
     """Intersections per dim of the tensor."""
@@ -123,17 +123,19 @@ class Intersections:
         self.dst = holder_index(dst, len(shape))
         self.shape = shape
         self._by_dim = [
-            dim_intersections(length, one, other)
-            for length, one, other in zip(shape, self.src.splits, self.dst.splits, strict=True)
+            dim_intersections(length, src_splits, dst_splits)
+            for length, src_splits, dst_splits in zip(
+                shape, self.src.splits, self.dst.splits, strict=True
+            )
         ]
 
-    def elements(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    def elements(self, src_parts: np.ndarray, dst_parts: np.ndarray) -> np.ndarray:
         """Return the elements that shards of the source and the destination share."""
-        common = np.ones(len(one), np.int64)
+        common = np.ones(len(src_parts), np.int64)
         for dim, dim_parts in enumerate(self._by_dim):
             common *= dim_parts.common(
-                one // self.src.strides[dim] % self.src.counts[dim],
-                other // self.dst.strides[dim] % self.dst.counts[dim],
+                src_parts // self.src.strides[dim] % self.src.counts[dim],
+                dst_parts // self.dst.strides[dim] % self.dst.counts[dim],
             )
         return common
 
@@ -162,15 +164,15 @@ class Intersections:
             row = dim_parts.of_src(part) if is_src else dim_parts.of_dst(part)
             rows.append(
                 [
-                    (other * strides[dim], segments, sum(length for _, _, length in segments))
-                    for other, segments in row.items()
+                    (peer * strides[dim], segments, sum(length for _, _, length in segments))
+                    for peer, segments in row.items()
                 ]
             )
         for combination in itertools.product(*rows):
-            numbers, block, lengths = zip(*combination, strict=True) if combination else ((),) * 3
-            other = sum(numbers)
-            one, other = (mine, other) if is_src else (other, mine)
-            yield Intersection(one, other, block, *_size_and_row(lengths))
+            offsets, block, lengths = zip(*combination, strict=True) if combination else ((),) * 3
+            peer_part = sum(offsets)
+            src_part, dst_part = (mine, peer_part) if is_src else (peer_part, mine)
+            yield Intersection(src_part, dst_part, block, *_size_and_row(lengths))
 
     @cached_property
     def src_positions(self) -> np.ndarray:
@@ -215,14 +217,14 @@ def choose_owners(
     limit = _longest_first(work[order].tolist(), len(candidates)) * (1 + 1e-9)
     totals = np.zeros(len(candidates))
     chosen = np.zeros(len(tensors), np.int64)
-    for number in order.tolist():
+    for index in order.tolist():
         # One that has room is preferred, then one that holds more, then the least loaded one.
-        has_room = totals + work[number] <= limit
-        keys = (totals, -held[number], ~has_room) if has_room.any() else (totals,)
-        chosen[number] = np.lexsort(keys)[0]
-        totals[chosen[number]] += work[number]
+        has_room = totals + work[index] <= limit
+        keys = (totals, -held[index], ~has_room) if has_room.any() else (totals,)
+        chosen[index] = np.lexsort(keys)[0]
+        totals[chosen[index]] += work[index]
     _improve(chosen, held, work, totals, limit)
-    return [candidates[number] for number in chosen.tolist()]
+    return [candidates[index] for index in chosen.tolist()]
 
 
 def _improve(
@@ -230,30 +232,34 @@ def _improve(
 ) -> None:
     """Move tensors to candidates that hold more of them, or let two change places, while the sum of
     what owners hold grows and no load exceeds `limit`. Changes `chosen` and `totals`."""
-    numbers = np.arange(len(chosen))
+    tensors = np.arange(len(chosen))
     is_better = True
     while is_better:
         is_better = False
-        for one in np.flatnonzero(held[numbers, chosen] < held.max(axis=1)).tolist():
-            here = chosen[one]
-            moved = np.where(totals + work[one] <= limit, held[one] - held[one, here], -np.inf)
-            swapped = held[one, chosen] - held[one, here] + held[:, here] - held[numbers, chosen]
-            fits = (totals[here] - work[one] + work <= limit) & (
-                totals[chosen] - work + work[one] <= limit
+        for tensor in np.flatnonzero(held[tensors, chosen] < held.max(axis=1)).tolist():
+            here = chosen[tensor]
+            moved = np.where(
+                totals + work[tensor] <= limit, held[tensor] - held[tensor, here], -np.inf
+            )
+            swapped = (
+                held[tensor, chosen] - held[tensor, here] + held[:, here] - held[tensors, chosen]
+            )
+            fits = (totals[here] - work[tensor] + work <= limit) & (
+                totals[chosen] - work + work[tensor] <= limit
             )
             swapped = np.where(fits & (chosen != here), swapped, -np.inf)
             if max(moved.max(), swapped.max()) <= 0:
                 continue
             is_better = True
-            other = int(swapped.argmax()) if swapped.max() > moved.max() else None
-            to = int(moved.argmax()) if other is None else int(chosen[other])
-            chosen[one] = to
-            totals[here] -= work[one]
-            totals[to] += work[one]
-            if other is not None:
-                chosen[other] = here
-                totals[to] -= work[other]
-                totals[here] += work[other]
+            partner = int(swapped.argmax()) if swapped.max() > moved.max() else None
+            to = int(moved.argmax()) if partner is None else int(chosen[partner])
+            chosen[tensor] = to
+            totals[here] -= work[tensor]
+            totals[to] += work[tensor]
+            if partner is not None:
+                chosen[partner] = here
+                totals[to] -= work[partner]
+                totals[here] += work[partner]
 
 
 def _longest_first(loads: Sequence[float], count: int) -> float:
@@ -269,8 +275,8 @@ def _held_bytes(spec: TensorSpec, candidates: Sequence[Holder]) -> np.ndarray:
     """Return the bytes [candidate] of a tensor that each candidate has."""
     index = holder_index(spec.layout.with_num_dims(len(spec.shape)), len(spec.shape))
     positions = [index.position(holder) for holder in candidates]
-    holding = [number for number, position in enumerate(positions) if position is not None]
-    part = index.part_of[np.array([positions[number] for number in holding], np.int64)]
+    holding = [candidate for candidate, position in enumerate(positions) if position is not None]
+    part = index.part_of[np.array([positions[candidate] for candidate in holding], np.int64)]
     held = np.zeros(len(candidates))
     held[holding] = spec.dtype.itemsize
     for length, splits, stride, count in zip(
@@ -287,10 +293,10 @@ def holder_index(layout: Layout, ndim: int) -> HolderIndex:
 
 
 @lru_cache(maxsize=256)
-def matching_positions(mine: HolderMesh, other: HolderMesh) -> np.ndarray:
+def matching_positions(mine: HolderMesh, peers: HolderMesh) -> np.ndarray:
     """Return, for each position in the first mesh, the position of the same holder in the second;
     -1 if absent."""
-    if mine.holders == other.holders:
+    if mine.holders == peers.holders:
         return np.arange(len(mine.holders))
-    positions = (other.position(holder) for holder in mine.holders)
+    positions = (peers.position(holder) for holder in mine.holders)
     return np.array([-1 if position is None else position for position in positions])

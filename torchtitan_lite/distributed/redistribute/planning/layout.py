@@ -196,18 +196,18 @@ class Layout:
     @cached_property
     def splits(self) -> dict[int, tuple[Split, ...]]:
         """Return, per dim, the axes that shard it, outermost first. Axes of size 1 are omitted."""
-        found: dict[int, list[Split]] = {}
+        by_dim: dict[int, list[Split]] = {}
         for axis, (size, placement) in enumerate(
             zip(self.mesh.shape, self.placements, strict=True)
         ):
             if is_shard(placement) and size > 1:
                 factor = split_factor(placement) if is_strided_shard(placement) else 1
-                found.setdefault(placement.dim, []).append(Split(axis, size, factor))
+                by_dim.setdefault(placement.dim, []).append(Split(axis, size, factor))
         for dim, axes in self.shard_order:
-            found[dim] = sorted(
-                found.get(dim, []), key=lambda split, axes=axes: axes.index(split.axis)
+            by_dim[dim] = sorted(
+                by_dim.get(dim, []), key=lambda split, axes=axes: axes.index(split.axis)
             )
-        return {dim: tuple(splits) for dim, splits in found.items() if splits}
+        return {dim: tuple(splits) for dim, splits in by_dim.items() if splits}
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
@@ -263,13 +263,13 @@ class Layout:
         offset, size = [], []
         for dim, length in enumerate(shape):
             splits = self.splits.get(dim, ())
-            found = intervals(length, splits, self.shard_index(dim, coordinate))
-            if len(found) > 1:
+            pieces = intervals(length, splits, self.shard_index(dim, coordinate))
+            if len(pieces) > 1:
                 raise LayoutError(
                     f"{self} of a tensor of shape {tuple(shape)} gives the holder at "
-                    f"{tuple(coordinate)} {len(found)} boxes, not one."
+                    f"{tuple(coordinate)} {len(pieces)} boxes, not one."
                 )
-            start, length = found[0] if found else (length, 0)
+            start, length = pieces[0] if pieces else (length, 0)
             offset.append(start)
             size.append(length)
         return Box(tuple(offset), tuple(size))
@@ -292,10 +292,10 @@ class Layout:
 
     def shard_index(self, dim: int, coordinate: Sequence[int]) -> int:
         """Return the shard index in `dim` of the holder at `coordinate`."""
-        number = 0
+        index = 0
         for split in sorted(self.splits.get(dim, ())):
-            number = number * split.size + coordinate[split.axis]
-        return number
+            index = index * split.size + coordinate[split.axis]
+        return index
 
     def to_dtensor(
         self, local: torch.Tensor, device_mesh: DeviceMesh, shape: Sequence[int]
@@ -385,8 +385,8 @@ def _read(
     as_stride = Layout(mesh, placements).with_num_dims(len(shape))
     if not any(is_strided_shard(placement) for placement in as_stride.placements):
         return Layout(mesh, as_stride.placements, order)
-    found = decode_strided(mesh, as_stride.placements)
-    decoded = None if found is None else Layout(mesh, *found)
+    decoded_order = decode_strided(mesh, as_stride.placements)
+    decoded = None if decoded_order is None else Layout(mesh, *decoded_order)
     if strided == "stride" or (decoded is None and strided is None):
         return as_stride
     if decoded is None:
@@ -403,8 +403,8 @@ def _read(
     return decoded
 
 
-def _same_boxes(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
-    return all(one.boxes(shape, h) == other.boxes(shape, h) for h in one.mesh.holders)
+def _same_boxes(first: Layout, second: Layout, shape: tuple[int, ...]) -> bool:
+    return all(first.boxes(shape, h) == second.boxes(shape, h) for h in first.mesh.holders)
 
 
 @lru_cache(maxsize=1024)
@@ -419,12 +419,12 @@ def _of_element(layout: Layout, shape: tuple[int, ...], index: int) -> tuple[Lay
     if not shape or not 0 <= index < shape[0]:
         raise LayoutError(f"A tensor of shape {shape} has no element {index} of dim 0.")
     mesh, splits = layout.mesh, layout.splits.get(0, ())
-    found = partition(shape[0], splits)
-    at = int(np.searchsorted(found.starts, index, side="right")) - 1
-    number, local_index = int(found.part[at]), int(found.local[at] + index - found.starts[at])
+    shards = partition(shape[0], splits)
+    at = int(np.searchsorted(shards.starts, index, side="right")) - 1
+    shard, local_index = int(shards.part[at]), int(shards.local[at] + index - shards.starts[at])
     fixed: dict[int, int] = {}
     for split in sorted(splits, reverse=True):
-        number, fixed[split.axis] = divmod(number, split.size)
+        shard, fixed[split.axis] = divmod(shard, split.size)
     # Axes of size 1 may shard dim 0, too.
     axes = range(len(layout.placements))
     free = [axis for axis, p in enumerate(layout.placements) if not (is_shard(p) and p.dim == 0)]

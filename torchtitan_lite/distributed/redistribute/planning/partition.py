@@ -66,33 +66,33 @@ def num_shards(splits: Sequence[Split]) -> int:
 @lru_cache(maxsize=8192)
 def shard_sizes(length: int, splits: tuple[Split, ...]) -> np.ndarray:
     """Elements per shard, int64."""
-    found = partition(length, splits)
+    shards = partition(length, splits)
     return np.bincount(
-        found.part, weights=np.diff(found.starts), minlength=num_shards(splits)
+        shards.part, weights=np.diff(shards.starts), minlength=num_shards(splits)
     ).astype(np.int64)
 
 
 def intervals(length: int, splits: tuple[Split, ...], part: int) -> list[tuple[int, int]]:
     """Return (start, length) of each interval of a shard, in order."""
-    found = partition(length, splits)
-    mine = np.flatnonzero(found.part == part)
-    starts = found.starts[mine]
-    return list(zip(starts.tolist(), (found.starts[mine + 1] - starts).tolist(), strict=True))
+    shards = partition(length, splits)
+    mine = np.flatnonzero(shards.part == part)
+    starts = shards.starts[mine]
+    return list(zip(starts.tolist(), (shards.starts[mine + 1] - starts).tolist(), strict=True))
 
 
 class DimIntersections:
     """The intersections of each shard of one partition of a dim with each shard of another."""
 
-    def __init__(self, one: Partition, other: Partition) -> None:
-        if one is other:
-            starts = one.starts
-        elif len(one.part) == 1 or len(other.part) == 1:
-            starts = max(one.starts, other.starts, key=len)
+    def __init__(self, src: Partition, dst: Partition) -> None:
+        if src is dst:
+            starts = src.starts
+        elif len(src.part) == 1 or len(dst.part) == 1:
+            starts = max(src.starts, dst.starts, key=len)
         else:
-            starts = np.unique(np.concatenate([one.starts, other.starts]))
+            starts = np.unique(np.concatenate([src.starts, dst.starts]))
         first = starts[:-1]
-        self.one, self.one_local = _at(one, first)
-        self.other, self.other_local = _at(other, first)
+        self.src_part, self.src_local = _at(src, first)
+        self.dst_part, self.dst_local = _at(dst, first)
         self.length = starts[1:] - first
         self._of: dict[tuple[bool, int], dict[int, Segments]] = {}
 
@@ -107,35 +107,37 @@ class DimIntersections:
     @cached_property
     def max_of_src(self) -> int:
         """The most shards of the second partition that a shard of the first intersects."""
-        pairs = np.unique(np.stack([self.one, self.other]), axis=1)
+        pairs = np.unique(np.stack([self.src_part, self.dst_part]), axis=1)
         return int(np.bincount(pairs[0]).max(initial=0))
 
-    def common(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return the elements that shards `one[i]` and `other[i]` share, int64."""
-        width = max(int(self.other.max(initial=0)), int(other.max(initial=0))) + 1
-        keys, index = np.unique(self.one * width + self.other, return_inverse=True)
+    def common(self, src_parts: np.ndarray, dst_parts: np.ndarray) -> np.ndarray:
+        """Return the elements that shards `src_parts[i]` and `dst_parts[i]` share, int64."""
+        width = max(int(self.dst_part.max(initial=0)), int(dst_parts.max(initial=0))) + 1
+        keys, index = np.unique(self.src_part * width + self.dst_part, return_inverse=True)
         if not len(keys):
-            return np.zeros(len(one), np.int64)
+            return np.zeros(len(src_parts), np.int64)
         lengths = np.bincount(index, weights=self.length).astype(np.int64)
-        wanted = one * width + other
+        wanted = src_parts * width + dst_parts
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         return np.where(keys[at] == wanted, lengths[at], 0)
 
     def _row(self, of_src: bool, part: int) -> dict[int, Segments]:
         key = (of_src, part)
         if key not in self._of:
-            mine, theirs = (self.one, self.other) if of_src else (self.other, self.one)
+            mine, theirs = (
+                (self.src_part, self.dst_part) if of_src else (self.dst_part, self.src_part)
+            )
             at = np.flatnonzero(mine == part)
             segments = zip(
-                self.one_local[at].tolist(),
-                self.other_local[at].tolist(),
+                self.src_local[at].tolist(),
+                self.dst_local[at].tolist(),
                 self.length[at].tolist(),
                 strict=True,
             )
             rows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
             for peer, segment in zip(theirs[at].tolist(), segments, strict=True):
                 rows[peer].append(segment)
-            self._of[key] = {peer: _merged(found) for peer, found in rows.items()}
+            self._of[key] = {peer: _merged(peer_segments) for peer, peer_segments in rows.items()}
         return self._of[key]
 
 
@@ -151,22 +153,22 @@ def _at(partition: Partition, first: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 @lru_cache(maxsize=8192)
 def dim_intersections(
-    length: int, one: tuple[Split, ...], other: tuple[Split, ...]
+    length: int, src_splits: tuple[Split, ...], dst_splits: tuple[Split, ...]
 ) -> DimIntersections:
     """Return the intersections of two partitions of a dim of `length` elements."""
-    return DimIntersections(partition(length, one), partition(length, other))
+    return DimIntersections(partition(length, src_splits), partition(length, dst_splits))
 
 
 def _merged(segments: list[tuple[int, int, int]]) -> Segments:
     """Merge segments that are adjacent in both shards: other shards are between them in the dim,
     but not in storage."""
     merged = segments[:1]
-    for one, other, length in segments[1:]:
-        last_one, last_other, last = merged[-1]
-        if last_one + last == one and last_other + last == other:
-            merged[-1] = (last_one, last_other, last + length)
+    for src_start, dst_start, length in segments[1:]:
+        last_src, last_dst, last = merged[-1]
+        if last_src + last == src_start and last_dst + last == dst_start:
+            merged[-1] = (last_src, last_dst, last + length)
         else:
-            merged.append((one, other, length))
+            merged.append((src_start, dst_start, length))
     return tuple(merged)
 
 
@@ -221,7 +223,7 @@ def _strided(length: int, splits: Sequence[Split]) -> Partition:
         numbers = np.unique(np.concatenate([old, borders, [length]]))
         numbers = numbers[numbers <= length]
         at = np.searchsorted(old, numbers[:-1], "right") - 1
-        # Of borders that coincide, those of empty parts come first.
+        # Where borders coincide, those of empty parts come first.
         border = np.searchsorted(borders, numbers[:-1], "right") - 1
         start, size = start[at] + numbers[:-1] - old[at], np.diff(numbers)
         coordinate = border % split.size

@@ -37,7 +37,7 @@ class HolderMesh:
 
     def __post_init__(self) -> None:
         if not self.axes:
-            names = tuple(f"axis{number}" for number in range(len(self.shape)))
+            names = tuple(f"axis{axis}" for axis in range(len(self.shape)))
             object.__setattr__(self, "axes", names)
         if math.prod(self.shape) != len(self.holders) or any(size < 1 for size in self.shape):
             raise LayoutError(
@@ -109,11 +109,11 @@ class HolderMesh:
     def group_along(self, axes: Sequence[int], coordinate: Sequence[int]) -> list[Holder]:
         """Return the holders that differ from the one at `coordinate` along `axes` only, itself
         included; the first of `axes` varies slowest."""
-        found = []
+        holders = []
         for moved in itertools.product(*(range(self.shape[axis]) for axis in axes)):
             index = dict(zip(axes, moved, strict=True))
-            found.append(self.at([index.get(axis, at) for axis, at in enumerate(coordinate)]))
-        return found
+            holders.append(self.at([index.get(axis, at) for axis, at in enumerate(coordinate)]))
+        return holders
 
     def coordinate(self, holder: Holder) -> tuple[int, ...] | None:
         """Return a holder's index per axis; None if it is not in the mesh."""
@@ -139,17 +139,17 @@ class Nodes:
         """Return the node of a holder; a holder that is not a rank is a node of its own."""
         return holder // self.ranks_per_node if isinstance(holder, int) else holder
 
-    def numbers(self, one: HolderMesh, other: HolderMesh) -> tuple[np.ndarray, np.ndarray]:
+    def node_indices(self, src: HolderMesh, dst: HolderMesh) -> tuple[np.ndarray, np.ndarray]:
         """Return the node of each holder of two meshes as nonnegative integers, int64."""
-        if one.ranks_array is not None and other.ranks_array is not None:
-            return one.ranks_array // self.ranks_per_node, other.ranks_array // self.ranks_per_node
+        if src.ranks_array is not None and dst.ranks_array is not None:
+            return src.ranks_array // self.ranks_per_node, dst.ranks_array // self.ranks_per_node
         known: dict[Hashable, int] = {}
 
         def of(mesh: HolderMesh) -> np.ndarray:
             return np.array([known.setdefault(self.of(h), len(known)) for h in mesh.holders])
 
-        first = of(one)
-        return first, first if one == other else of(other)
+        first = of(src)
+        return first, first if src == dst else of(dst)
 
 
 _SUMS = ("sum", "avg")

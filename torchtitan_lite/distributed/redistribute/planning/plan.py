@@ -134,7 +134,7 @@ def _on_nodes(exchange: Exchange, costs: Costs, itemsize: int) -> Exchange:
     nodes = costs.nodes()
     if nodes is None:
         return exchange
-    src_nodes, dst_nodes = nodes.numbers(exchange.src.layout.mesh, exchange.dst.layout.mesh)
+    src_nodes, dst_nodes = nodes.node_indices(exchange.src.layout.mesh, exchange.dst.layout.mesh)
     if (src_nodes == dst_nodes[0]).all() and (dst_nodes == dst_nodes[0]).all():
         return exchange
     relay = _relays_pay(exchange, costs, src_nodes, dst_nodes, itemsize)
@@ -184,16 +184,16 @@ def _averaged(layout: Layout) -> int:
 
 
 def _check_ops(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    given, wanted = src.reduce_op, dst.reduce_op
-    if given and wanted and given != wanted:
+    src_op, dst_op = src.reduce_op, dst.reduce_op
+    if src_op and dst_op and src_op != dst_op:
         raise LayoutError(
             f"Cannot redistribute {src} to {dst} for a tensor of shape {shape}: "
-            f"Partial({given}) cannot become Partial({wanted}). Redistribute to Replicate or Shard "
-            "in between."
+            f"Partial({src_op}) cannot become Partial({dst_op}). Redistribute to Replicate or "
+            "Shard in between."
         )
     real = dtype.is_floating_point or dtype.is_complex
     averaged = _averaged(src) * _averaged(dst)
     if not real and averaged > 1:
         raise LayoutError(f"{dtype} has no averages ({src} to {dst}). Use sums, or a float dtype.")
-    if dtype.is_complex and (given or wanted) in ("min", "max"):
-        raise LayoutError(f"{dtype} has no {given or wanted} ({src} to {dst}).")
+    if dtype.is_complex and (src_op or dst_op) in ("min", "max"):
+        raise LayoutError(f"{dtype} has no {src_op or dst_op} ({src} to {dst}).")

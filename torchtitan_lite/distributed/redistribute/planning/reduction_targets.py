@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 Targets = tuple[int, ...]
-"""By contribution of the source: the contribution of the destination that it is added to."""
+"""Contribution of the destination to which each contribution of the source is added."""
 
 
 @lru_cache(maxsize=4096)
@@ -32,39 +32,40 @@ def _matchings(overlaps: np.ndarray) -> Iterator[dict[int, int]]:
     holders, for each such number."""
     of_target: dict[int, int] = {}
 
-    def is_matched(one: int, least: int, seen: set[int]) -> bool:
-        for to in np.flatnonzero(overlaps[one] >= least).tolist():
+    def is_matched(contribution: int, least: int, seen: set[int]) -> bool:
+        for to in np.flatnonzero(overlaps[contribution] >= least).tolist():
             if to in seen:
                 continue
             seen.add(to)
             if to not in of_target or is_matched(of_target[to], least, seen):
-                of_target[to] = one
+                of_target[to] = contribution
                 return True
         return False
 
     yield {}
     for least in sorted(set(overlaps[overlaps > 0].tolist()), reverse=True):
-        for one in range(len(overlaps)):
-            if one not in of_target.values():
-                is_matched(one, least, set())
-        yield {one: to for to, one in of_target.items()}
+        for contribution in range(len(overlaps)):
+            if contribution not in of_target.values():
+                is_matched(contribution, least, set())
+        yield {contribution: to for to, contribution in of_target.items()}
 
 
 def _completions(overlaps: np.ndarray, matched: dict[int, int]) -> Iterator[list[int]]:
     """Yield complete assignments: unmatched contributions get free targets, then join the smallest
     groups; or all of them join one group."""
-    free = [one for one in range(len(overlaps)) if one not in matched]
+    free = [contribution for contribution in range(len(overlaps)) if contribution not in matched]
     sizes = dict.fromkeys(range(overlaps.shape[1]), 0)
     for to in matched.values():
         sizes[to] += 1
-    spread = dict(matched)
-    for one in free:
-        to = min(sizes, key=lambda to, one=one: (sizes[to], -overlaps[one, to]))
+    assigned = dict(matched)
+    for contribution in free:
+        held = overlaps[contribution]
+        to = min(sizes, key=lambda to, held=held: (sizes[to], -held[to]))
         sizes[to] += 1
-        spread[one] = to
-    yield [spread[one] for one in range(len(overlaps))]
+        assigned[contribution] = to
+    yield [assigned[contribution] for contribution in range(len(overlaps))]
     for to in sorted(set(matched.values())) if free else []:
-        yield [matched.get(one, to) for one in range(len(overlaps))]
+        yield [matched.get(contribution, to) for contribution in range(len(overlaps))]
 
 
 def _merged(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> Targets:
@@ -73,7 +74,7 @@ def _merged(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> Targe
         # Whatever is joined moves as much.
         return tuple(target)
     targets = np.array(sorted(set(target)))
-    sizes = np.array([sum(to == one for one in target) for to in targets])
+    sizes = np.array([sum(to == group for group in target) for to in targets])
     members = np.array(target)[:, None] == targets[None, :]
     # [group, target of a group]: holders in common.
     common = members.T.astype(int) @ overlaps[:, targets]
@@ -104,7 +105,7 @@ def num_moved(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> int
     result to the other replicas."""
     cost = 0
     for to in set(target):
-        members = [one for one, its in enumerate(target) if its == to]
+        members = [contribution for contribution, its in enumerate(target) if its == to]
         if len(members) == 1:
             cost += replicas - int(overlaps[members[0], to])
         else:

@@ -51,18 +51,20 @@ class ReductionGroups:
         self.num_sources = parts.src.num_contributions
         self.num_targets = parts.dst.num_contributions
 
-    def groups(self, one: int, other: int) -> list[ReductionGroup]:
-        """Return the groups of the intersection of shard `one` of the source and shard `other` of
-        the destination."""
+    def groups(self, src_part: int, dst_part: int) -> list[ReductionGroup]:
+        """Return the groups of the intersection of shard `src_part` of the source and shard
+        `dst_part` of the destination."""
         if self.num_targets == 1:
             return self._all_in_one
-        target = self._targets.get((one, other))
+        target = self._targets.get((src_part, dst_part))
         if target is None:
-            target = self._target(one, other, np.zeros((self.num_sources, self.num_targets), int))
+            target = self._target(
+                src_part, dst_part, np.zeros((self.num_sources, self.num_targets), int)
+            )
         members: dict[int, list[int]] = {}
         for contribution, to in enumerate(target):
             members.setdefault(to, []).append(contribution)
-        return [ReductionGroup(tuple(found), to) for to, found in members.items()]
+        return [ReductionGroup(tuple(contributions), to) for to, contributions in members.items()]
 
     @cached_property
     def _all_in_one(self) -> list[ReductionGroup]:
@@ -73,18 +75,18 @@ class ReductionGroups:
         """Return the members of the largest group."""
         if self.num_sources == 1 or self.num_targets == 1:
             return self.num_sources
-        found = {max(map(target.count, target)) for target in self._targets.values()}
+        sizes = {max(map(target.count, target)) for target in self._targets.values()}
         if self._elements_apart:
-            found.add(max(len(group.members) for group in self.groups(-1, -1)))
-        return max(found, default=1)
+            sizes.add(max(len(group.members) for group in self.groups(-1, -1)))
+        return max(sizes, default=1)
 
     @cached_property
     def moved_elements(self) -> int:
         """Elements sent between holders."""
         replicas, total = self._parts.dst.num_replicas, 0
-        for (one, other), target in self._targets.items():
-            overlaps = self._overlaps(one, other)
-            total += self._elements[one, other] * num_moved(overlaps, replicas, target)
+        for (src_part, dst_part), target in self._targets.items():
+            overlaps = self._overlaps(src_part, dst_part)
+            total += self._elements[src_part, dst_part] * num_moved(overlaps, replicas, target)
         apart = [len(group.members) for group in self.groups(-1, -1)]
         each = sum(size + replicas - 1 for size in apart)
         return total + self._elements_apart * each
@@ -94,9 +96,11 @@ class ReductionGroups:
         """Elements per rectangle of which a holder has both sides."""
         across, dst = self._parts.across, self._parts.dst
         positions = np.flatnonzero(across >= 0)
-        one, other = np.unique(np.stack([across[positions], dst.part_of[positions]]), axis=1)
-        common = self._parts.elements(one, other).tolist()
-        keys = zip(one.tolist(), other.tolist(), strict=True)
+        src_parts, dst_parts = np.unique(
+            np.stack([across[positions], dst.part_of[positions]]), axis=1
+        )
+        common = self._parts.elements(src_parts, dst_parts).tolist()
+        keys = zip(src_parts.tolist(), dst_parts.tolist(), strict=True)
         return {key: count for key, count in zip(keys, common, strict=True) if count}
 
     @cached_property
@@ -110,19 +114,19 @@ class ReductionGroups:
             return {}
         return {key: self._target(*key, self._overlaps(*key)) for key in self._elements}
 
-    def _target(self, one: int, other: int, overlaps: np.ndarray) -> Targets:
+    def _target(self, src_part: int, dst_part: int, overlaps: np.ndarray) -> Targets:
         if self.num_targets == 1:
             return (0,) * self.num_sources
-        rotation = (one + other) % self.num_targets
+        rotation = (src_part + dst_part) % self.num_targets
         turned = np.roll(overlaps, -rotation, axis=1)
-        found = cheapest_targets(turned.tobytes(), turned.shape, self._parts.dst.num_replicas)
-        return tuple((to + rotation) % self.num_targets for to in found)
+        targets = cheapest_targets(turned.tobytes(), turned.shape, self._parts.dst.num_replicas)
+        return tuple((to + rotation) % self.num_targets for to in targets)
 
-    def _overlaps(self, one: int, other: int) -> np.ndarray:
+    def _overlaps(self, src_part: int, dst_part: int) -> np.ndarray:
         """[contribution, target]: holders of both."""
         src, dst = self._parts.src, self._parts.dst
-        positions = dst.positions[other]
-        targets, replicas = np.nonzero(self._parts.across[positions] == one)
+        positions = dst.positions[dst_part]
+        targets, replicas = np.nonzero(self._parts.across[positions] == src_part)
         held = src.contribution_of[self._parts.src_positions[positions[targets, replicas]]]
         overlaps = np.zeros((self.num_sources, self.num_targets), int)
         np.add.at(overlaps, (held, targets), 1)
@@ -147,13 +151,13 @@ class ReductionOwners:
     ) -> Sequence[tuple[Holder, int]]:
         """Return the replicas of the target that hold a member of the group, and which one, for a
         holder of the target."""
-        return self._members(group, self._at(False, common.other, group.target, common.one))
+        return self._members(group, self._at(False, common.dst_part, group.target, common.src_part))
 
     def from_source(
         self, common: Intersection, group: ReductionGroup
     ) -> Sequence[tuple[Holder, int]]:
         """Return the same for a holder of the source."""
-        return self._members(group, self._at(True, common.one, group.target, common.other))
+        return self._members(group, self._at(True, common.src_part, group.target, common.dst_part))
 
     def owners(
         self,
@@ -165,7 +169,9 @@ class ReductionOwners:
         hold a member."""
         chosen: Sequence[tuple[Holder, int | None]] = holding
         if not chosen:
-            chosen = [(one, None) for one in self._parts.dst.holders(common.other, group.target)]
+            chosen = [
+                (holder, None) for holder in self._parts.dst.holders(common.dst_part, group.target)
+            ]
         bounds = stripes(0, common.size, len(chosen), common.row)
         return [
             ReductionOwner(holder, contribution, start, stop)
@@ -178,42 +184,44 @@ class ReductionOwners:
     ) -> Sequence[tuple[Holder, int]]:
         if len(group.members) == self._parts.src.num_contributions:
             return holding
-        return [one for one in holding if one[1] in group.members]
+        return [replica for replica in holding if replica[1] in group.members]
 
-    def _at(self, of_src: bool, part: int, target: int, other: int) -> Sequence[tuple[Holder, int]]:
+    def _at(
+        self, of_src: bool, part: int, target: int, peer_part: int
+    ) -> Sequence[tuple[Holder, int]]:
         """Return the replicas of a target that also hold a contribution to the source's shard, and
-        which one; `part` is the shard of the source or of the destination, `other` the other
-        one."""
+        which one; `part` is the shard of the source or of the destination, `peer_part` that of
+        the other."""
         key = of_src, part, target
         if key not in self._holding:
             src, dst, across = self._parts.src, self._parts.dst, self._parts.across
             if of_src:
                 positions = dst.positions[:, target].ravel()
                 positions = positions[across[positions] == part]
-                others = dst.part_of[positions]
+                peer_parts = dst.part_of[positions]
             else:
                 positions = dst.positions[part, target]
                 positions = positions[across[positions] >= 0]
-                others = across[positions]
+                peer_parts = across[positions]
             held = src.contribution_of[self._parts.src_positions[positions]]
-            found: dict[int, list[tuple[Holder, int]]] = {}
+            by_peer: dict[int, list[tuple[Holder, int]]] = {}
             holders = dst.layout.mesh.holders
             for position, at, contribution in zip(
-                positions.tolist(), others.tolist(), held.tolist(), strict=True
+                positions.tolist(), peer_parts.tolist(), held.tolist(), strict=True
             ):
-                found.setdefault(at, []).append((holders[position], contribution))
-            self._holding[key] = found
-        return self._holding[key].get(other, ())
+                by_peer.setdefault(at, []).append((holders[position], contribution))
+            self._holding[key] = by_peer
+        return self._holding[key].get(peer_part, ())
 
 
 def sender_of(src: HolderIndex, part: int, contribution: int, owner: int) -> Holder:
-    """Return which replica of a contribution to a shard sends to the owner with this number."""
+    """Return which replica of a contribution to a shard sends to the owner with this index."""
     replicas = src.holders(part, contribution)
     return replicas[(owner + contribution) % len(replicas)]
 
 
 def owners_served_by(src: HolderIndex, part: int, contribution: int, sender: Holder) -> slice:
-    """Return the numbers of the owners to which a replica sends; the inverse of `sender_of`."""
+    """Return the indices of the owners to which a replica sends; the inverse of `sender_of`."""
     replicas = src.holders(part, contribution)
     first = (replicas.index(sender) - contribution) % len(replicas)
     return slice(first, None, len(replicas))
@@ -224,6 +232,6 @@ def unreduced_multicast(
 ) -> Multicast:
     """Return the delivery of a group of one member: from its replicas to those of its target."""
     (member,) = group.members
-    sources = parts.src.holders(common.one, member)
-    receivers = parts.dst.holders(common.other, group.target)
-    return Multicast(sources, receivers, 0, common.size, common.one + common.other + member)
+    sources = parts.src.holders(common.src_part, member)
+    receivers = parts.dst.holders(common.dst_part, group.target)
+    return Multicast(sources, receivers, 0, common.size, common.src_part + common.dst_part + member)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from torchtitan_lite.distributed.redistribute.planning.partition import Segments
 from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 
-RoundKind = Literal["move", "reduce", "spread"]
+RoundKind = Literal["move", "reduce", "broadcast"]
 
 
 class Transfer(NamedTuple):
@@ -69,7 +69,7 @@ class Multicast(NamedTuple):
 
 
 class NodeReceivers(NamedTuple):
-    """Where the sources and the receivers of a multicast are."""
+    """Nodes of the sources and the receivers of a multicast."""
 
     node: Callable[[Holder], Hashable]
     sources: Mapping[Hashable, Sequence[Holder]]
@@ -95,12 +95,12 @@ def stripes(start: int, stop: int, count: int, row: int) -> list[tuple[int, int]
     return list(itertools.pairwise(_ends(start, stop, count, row, range(count + 1))))
 
 
-def _ends(start: int, stop: int, count: int, row: int, numbers: Iterable[int]) -> list[int]:
-    """Return the starts of stripes with these numbers."""
+def _ends(start: int, stop: int, count: int, row: int, indices: Iterable[int]) -> list[int]:
+    """Return the starts of stripes with these indices."""
     size = stop - start
     unit = row if start % row == 0 and size >= _FEW_ROWS * count * row else 1
     rows = -(-size // unit)
-    return [start + min(rows * number // count * unit, size) for number in numbers]
+    return [start + min(rows * index // count * unit, size) for index in indices]
 
 
 def deliveries_to(multicast: Multicast, receiver: Holder, row: int) -> list[Delivery]:
@@ -121,7 +121,7 @@ def deliveries_from(multicast: Multicast, source: Holder, row: int) -> list[Deli
     mine = multicast.sources.index(source)
     whole = len(needers) - len(needers) % count
     first = (mine - multicast.rotation) % count
-    found = [
+    deliveries = [
         Delivery(source, needers[index], multicast.start, multicast.stop)
         for index in range(first, whole, count)
     ]
@@ -129,8 +129,8 @@ def deliveries_from(multicast: Multicast, source: Holder, row: int) -> list[Deli
     left = range(whole, len(needers))
     if _is_divided(multicast):
         start, stop = _ends(multicast.start, multicast.stop, count, row, (mine, mine + 1))
-        return found + [Delivery(source, needers[index], start, stop) for index in left]
-    return found + [
+        return deliveries + [Delivery(source, needers[index], start, stop) for index in left]
+    return deliveries + [
         Delivery(source, needers[index], multicast.start, multicast.stop)
         for index in left
         if (index + multicast.rotation) % count == mine
@@ -153,8 +153,8 @@ def node_deliveries_to(
             second.append(Delivery(carrier, receiver, start, stop))
             continue
         first.append(Delivery(source, receiver, start, stop))
-        others = (other for other in here.receivers if other != receiver)
-        second += [Delivery(receiver, other, start, stop) for other in others]
+        peers = (peer for peer in here.receivers if peer != receiver)
+        second += [Delivery(receiver, peer, start, stop) for peer in peers]
     return first, second
 
 
@@ -162,18 +162,18 @@ def node_deliveries_from(
     multicast: Multicast, source: Holder, row: int, nodes: NodeReceivers, relay: bool
 ) -> list[Delivery]:
     """Return the deliveries from a source in the first round; see `node_deliveries_to`."""
-    found: list[Delivery] = []
+    deliveries: list[Delivery] = []
     own = nodes.node(source)
     for place in nodes.receivers:
         here, has_source = _on_node(multicast, nodes, place)
         if has_source and place != own:
             continue
         if has_source or not relay or len(here.receivers) == 1:
-            found += deliveries_from(here, source, row)
+            deliveries += deliveries_from(here, source, row)
         else:
             carried = _carried(here, row, nodes.shard_elements)
-            found += [delivery for delivery in carried if delivery.source == source]
-    return found
+            deliveries += [delivery for delivery in carried if delivery.source == source]
+    return deliveries
 
 
 def _on_node(multicast: Multicast, nodes: NodeReceivers, place: Hashable) -> tuple[Multicast, bool]:

@@ -76,7 +76,7 @@ def parse_header(content: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
         entries = json.loads(content)
         about = json.loads(entries.pop("__metadata__")["state"])
         shapes, values, states = about["shapes"], about["values"], about["rng"]
-        if not all(isinstance(one, dict) for one in (entries, shapes, values, states)):
+        if not all(isinstance(table, dict) for table in (entries, shapes, values, states)):
             raise TypeError("a part is not an object")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ReplicaError(f"Another replica sent an invalid state: {error!r:.200}") from None
@@ -88,19 +88,19 @@ def tensor_ranges(
 ) -> list[tuple[str, int, int]]:
     """Return (name, start, stop) of each tensor in the data, in order. Raises ValueError if names,
     dtypes, shapes or offsets differ from those of `parts`."""
-    found = []
+    ranges = []
     position = 0
     for name, entry in entries.items():
         if name not in parts or not isinstance(entry, dict):
             raise ValueError(f"{name} is not in the state of this replica.")
         part = parts[name]
-        given = (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets"))
+        sent = (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets"))
         end = position + part.nbytes
         wanted = (DTYPE_NAMES[part.dtype], list(part.shape), [position, end])
-        if given != wanted:
-            raise ValueError(f"{name} is {given}, but must be {wanted}.")
-        found.append((name, position, end))
+        if sent != wanted:
+            raise ValueError(f"{name} is {sent}, but must be {wanted}.")
+        ranges.append((name, position, end))
         position = end
     if missing := parts.keys() - entries.keys():
         raise ValueError(f"{min(missing)} is missing.")
-    return found
+    return ranges

@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan_lite.core.diagnosis import Cause
 
 _FEWEST_VOTES = 3
-"""Of two ranks that call different collectives, neither is known to be wrong."""
+"""Minimum number of ranks for a majority: of two ranks, either may call the wrong collective."""
 _UNEVEN = re.compile(r"all_?to_?all|:gather|:scatter|:barrier")
 """Collectives whose inputs may differ between ranks."""
 _MOST_BYTES = 16 << 20

@@ -18,15 +18,15 @@ def read(path: Path) -> Mapping[str, float] | None:
     None if the file is missing or damaged."""
     try:
         values = json.loads(path.read_text())
-        found = {
+        figures = {
             key: float(value)
             for key, value in values.items()
             if (key == "goodput" or key.endswith("_s")) and _is_number(value)
         }
     except (OSError, ValueError, AttributeError, OverflowError, RecursionError):
         return None
-    is_whole = found.keys() >= {"goodput", "wall_s", "lost_s"}
-    return found if is_whole and all(map(math.isfinite, found.values())) else None
+    is_whole = figures.keys() >= {"goodput", "wall_s", "lost_s"}
+    return figures if is_whole and all(map(math.isfinite, figures.values())) else None
 
 
 def _is_number(value: Any) -> bool:
@@ -49,7 +49,7 @@ def table(values: Mapping[str, Any]) -> list[str]:
         for key, value in values.items()
         if key.endswith("_s") and key != "wall_s" and _is_number(value) and value >= _MIN_SHOWN_S
     }
-    causes = sorted(seconds.items(), key=lambda one: -one[1])
+    causes = sorted(seconds.items(), key=lambda cause: -cause[1])
     return [
         f"Goodput      {values['goodput']:.1%} of {clock(wall_s)} since the first start",
         *(

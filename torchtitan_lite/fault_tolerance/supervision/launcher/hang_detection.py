@@ -39,7 +39,7 @@ _ORDER = (
 )
 """Order of the phases between two commits."""
 _FEWEST_VOTES = 3
-"""Of two ranks, neither is known to have taken the wrong branch."""
+"""Minimum number of ranks for a majority: of two ranks, either may have taken the wrong branch."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,18 @@ class StallDetector:
         """Return the numbers of the ranks that have exceeded the time limit of their phase. A rank
         whose heartbeat cannot be read is never late."""
         known = [(rank, rank.heartbeat) for rank in ranks if rank.heartbeat is not None]
-        stopped = [(one.number, heartbeat) for one, heartbeat in known if one.state == STOPPED]
+        stopped = [(rank.number, heartbeat) for rank, heartbeat in known if rank.state == STOPPED]
         self._stopped = _since(self._stopped, stopped, now_s)
         late = [
-            (one.number, heartbeat)
-            for one, heartbeat in known
+            (rank.number, heartbeat)
+            for rank, heartbeat in known
             if now_s - heartbeat.since_s > heartbeat.limit_s
-            or self._stopped_for_s(one.number, now_s) > heartbeat.hang_timeout_s
+            or self._stopped_for_s(rank.number, now_s) > heartbeat.hang_timeout_s
         ]
         self._late = _since(self._late, late, now_s)
-        return {one for one, (_, since_s) in self._late.items() if now_s - since_s >= _MARGIN_S}
+        return {
+            number for number, (_, since_s) in self._late.items() if now_s - since_s >= _MARGIN_S
+        }
 
     def _stopped_for_s(self, number: int, now_s: float) -> float:
         return now_s - self._stopped[number][1] if number in self._stopped else 0.0
@@ -91,20 +93,22 @@ def blocking_ranks(
         number
         for flight in flight_records.values()
         for call in flight.pending
-        for number, other in flight_records.items()
-        if 0 <= other.newest.get(call.counter, -1) < call.number
+        for number, peer in flight_records.items()
+        if 0 <= peer.newest.get(call.counter, -1) < call.number
     }
     strays = stray_ranks(ranks, flight_records)
     overdue = [rank for rank in ranks if rank.number in late]
-    own = [one for one in overdue if one.heartbeat is not None and one.heartbeat.phase in _OWN_WORK]
+    own = [
+        rank for rank in overdue if rank.heartbeat is not None and rank.heartbeat.phase in _OWN_WORK
+    ]
     free = [
-        one
-        for one in own
-        if one.number in flight_records and not flight_records[one.number].pending
+        rank
+        for rank in own
+        if rank.number in flight_records and not flight_records[rank.number].pending
     ]
     mismatch = find_mismatch(flight_records)
     differing = () if mismatch is None else mismatch.ranks
-    for found in (
+    for blocking in (
         [rank for rank in ranks if rank.state == STOPPED],
         [rank for rank in ranks if rank.number in differing],
         [rank for rank in ranks if rank.number in strays],
@@ -112,8 +116,8 @@ def blocking_ranks(
         free,
         own,
     ):
-        if found:
-            return found
+        if blocking:
+            return blocking
     return overdue
 
 
@@ -134,7 +138,9 @@ def stray_ranks(
         outside = newest.keys() - inside
         if not inside or not outside or len(newest) < _FEWEST_VOTES:
             continue
-        has_passed = min(places[one] for one in outside) > max(places[one] for one in inside)
+        has_passed = min(places[number] for number in outside) > max(
+            places[number] for number in inside
+        )
         if has_passed and len(inside) != len(outside):
             fewer = inside if len(inside) < len(outside) else outside
             return dict.fromkeys(sorted(fewer), call)
@@ -173,7 +179,9 @@ def hang_reason(
     blocking = blocking_ranks(ranks, late, flight_records)
     if not blocking:
         return "the ranks without progress have exited"
-    text = "; ".join(f"rank {one.number}: no progress {describe(one, now_s)}" for one in blocking)
+    text = "; ".join(
+        f"rank {rank.number}: no progress {describe(rank, now_s)}" for rank in blocking
+    )
     mismatch = find_mismatch(flight_records)
     if mismatch is not None and blocking[0].number in mismatch.ranks:
         text += f": {mismatch.description}"
@@ -200,17 +208,17 @@ def describe(seen: RankStatus, now_s: float) -> str:
 
 def rank_named_in(text: str) -> int | None:
     """Return the first rank named in a reason."""
-    found = re.match(r"rank (\d{1,9}):", text)
-    return None if found is None else int(found[1])
+    match = re.match(r"rank (\d{1,9}):", text)
+    return None if match is None else int(match[1])
 
 
 def _since(
     before: Mapping[int, tuple[Heartbeat, float]],
-    found: Sequence[tuple[int, Heartbeat]],
+    heartbeats: Sequence[tuple[int, Heartbeat]],
     now_s: float,
 ) -> dict[int, tuple[Heartbeat, float]]:
     """Return, by rank, its heartbeat and the time since which that heartbeat is unchanged."""
-    known = ((number, heartbeat, before.get(number)) for number, heartbeat in found)
+    known = ((number, heartbeat, before.get(number)) for number, heartbeat in heartbeats)
     return {
         number: (heartbeat, now_s) if then is None or then[0] != heartbeat else then
         for number, heartbeat, then in known

@@ -158,13 +158,13 @@ def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 def main(folder: Path, payload: Mapping[str, Any]) -> int:
     """Examine the ranks and write the report."""
-    ranks = [_rank_status(one) for one in payload["ranks"]]
+    ranks = [_rank_status(entry) for entry in payload["ranks"]]
     # The process id of an exited rank may belong to another process by now.
     ranks = [rank for rank in ranks if parent_of(rank.pid) == payload["parent"]]
     late = set(payload["late"])
     asked_ns = time.time_ns()
-    for one in ranks:
-        request_flight_record(one.pid)
+    for rank in ranks:
+        request_flight_record(rank.pid)
     # In this order: faulthandler walks the frames of all threads without the GIL, and crashes the
     # rank if one of them runs Python meanwhile, as the thread that writes the flight record does.
     _wait_for_flight_records(ranks, folder, asked_ns)
@@ -172,12 +172,12 @@ def main(folder: Path, payload: Mapping[str, Any]) -> int:
     flight_records = newer_flight_records(folder, [rank.number for rank in ranks], asked_ns)
     now_s = time.monotonic()
     sections = [hang_reason(ranks, late, flight_records, now_s)]
-    for one in ranks:
-        flight = flight_records.get(one.number)
+    for rank in ranks:
+        flight = flight_records.get(rank.number)
         sections.append(
-            f"rank {one.number}, process {one.pid}: {describe(one, now_s)}\n"
-            f"{_describe_collectives(flight, flight_record_file(folder, one.number))}\n"
-            f"{stacks[one.number].rstrip()}\n{_kernel_state(one.pid)}"
+            f"rank {rank.number}, process {rank.pid}: {describe(rank, now_s)}\n"
+            f"{_describe_collectives(flight, flight_record_file(folder, rank.number))}\n"
+            f"{stacks[rank.number].rstrip()}\n{_kernel_state(rank.pid)}"
         )
     part = folder / (REPORT + ".part")
     part.write_text("\n\n".join(sections) + "\n")
@@ -196,10 +196,10 @@ def newer_flight_records(
     """Return the flight records of `ranks` that were written after a time (Unix time, in
     nanoseconds), by rank."""
     return {
-        rank: found
+        rank: record
         for rank in ranks
         if has_newer_flight_record(folder, rank, than_ns)
-        and (found := read_flight_record(flight_record_file(folder, rank))) is not None
+        and (record := read_flight_record(flight_record_file(folder, rank))) is not None
     }
 
 
@@ -213,8 +213,8 @@ def _rank_status(payload: Mapping[str, Any]) -> RankStatus:
 def _signal_if_expected(pid: int, number: signal.Signals, mask: str) -> bool:
     """Send a signal to a process that handles or blocks it, and return whether it was sent: any
     other process would be killed by it. `mask` names the line of /proc/PID/status to check."""
-    found = re.search(rf"^{mask}:\s*([0-9a-f]+)$", _read_proc(pid, "status"), re.MULTILINE)
-    expects = found is not None and int(found[1], 16) >> (number - 1) & 1
+    match = re.search(rf"^{mask}:\s*([0-9a-f]+)$", _read_proc(pid, "status"), re.MULTILINE)
+    expects = match is not None and int(match[1], 16) >> (number - 1) & 1
     if expects:
         signal_process(pid, number)
     return bool(expects)
@@ -239,15 +239,15 @@ def _collect_stacks(ranks: Sequence[RankStatus], folder: Path) -> dict[int, str]
             stderr=subprocess.STDOUT,
         )
     deadline_s = time.monotonic() + _STACKS_S
-    found = {}
+    stacks = {}
     for number, process in started.items():
         try:
             output, _ = process.communicate(timeout=max(0.1, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             output = b"py-spy timed out."
-        found[number] = output.decode(errors="replace")
-    return found
+        stacks[number] = output.decode(errors="replace")
+    return stacks
 
 
 def _faulthandler_stacks(ranks: Sequence[RankStatus], folder: Path) -> dict[int, str]:
@@ -265,20 +265,20 @@ def _faulthandler_stacks(ranks: Sequence[RankStatus], folder: Path) -> dict[int,
         if now == sizes and all(now[number] > before[number] for number in asked):
             break
         sizes = now
-    found = {}
+    stacks = {}
     for number, path in logs.items():
         with path.open("rb") as file:
             file.seek(before[number])
             answer = file.read().decode(errors="replace") if number in asked else ""
-        found[number] = answer or "No stacks: no answer, and py-spy is not installed."
-    return found
+        stacks[number] = answer or "No stacks: no answer, and py-spy is not installed."
+    return stacks
 
 
 def _wait_for_flight_records(ranks: Sequence[RankStatus], folder: Path, asked_ns: int) -> None:
     deadline_s = time.monotonic() + _ANSWER_S
     answering = [rank for rank in ranks if rank.state != STOPPED]
     while time.monotonic() < deadline_s and not all(
-        has_newer_flight_record(folder, one.number, asked_ns) for one in answering
+        has_newer_flight_record(folder, rank.number, asked_ns) for rank in answering
     ):
         time.sleep(0.02)
 

@@ -16,7 +16,7 @@ from torchtitan_lite.core.diagnosis import NOTIFIER, Cause, Diagnosis
 from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.core.rank.processes import Subreaper, become_subreaper, wait_readable
 from torchtitan_lite.core.rank.supervised import ATTEMPT
-from torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices import LeaveNotifier
+from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
     LighthouseProcess,
 )
@@ -62,12 +62,12 @@ class Launcher:
             report_event=view.report_event,
             report_diagnosis=view.report_diagnosis,
         )
-        self._notifier: LeaveNotifier | None = None
+        self._notifier: DepartureNotifier | None = None
         if plan.notifier_command is not None:
-            self._notifier = LeaveNotifier(
+            self._notifier = DepartureNotifier(
                 plan.notifier_command,
                 self._environment,
-                plan.log_dir / "leave_notifier.log",
+                plan.log_dir / "departure_notifier.log",
                 max_restarts=plan.max_restarts,
             )
         self._resizer = Resizer(
@@ -114,12 +114,12 @@ class Launcher:
         """Number of steps of the run, if all replicas have finished it."""
         if any(replica.state is not ReplicaState.FINISHED for replica in self._replicas):
             return None
-        found = (
+        totals = (
             replica.progress.total_steps
             for replica in self._replicas
             if replica.progress is not None
         )
-        return next((steps for steps in found if steps is not None), None)
+        return next((steps for steps in totals if steps is not None), None)
 
     def sample(self) -> list[str]:
         """Return the text that a finished replica generated at its end; empty if there is none."""
@@ -182,7 +182,7 @@ class Launcher:
         try:
             self._notifier.notify(address, replica.name)
         except OSError as error:
-            # Without a notice the lighthouse notices the missing heartbeats, a few seconds later.
+            # Otherwise the lighthouse detects the missing heartbeats, a few seconds later.
             self._view.report_event(
                 f"replica {replica.number}: the lighthouse was not notified: {error}"
             )
@@ -197,15 +197,15 @@ class Launcher:
         now_s = time.monotonic()
         self._handle_signals(now_s)
         ranks = {
-            (one.number, rank): pid
-            for one in self._replicas
-            for rank, pid in one.rank_pids.items()
-            if one.is_training
+            (replica.number, rank): pid
+            for replica in self._replicas
+            for rank, pid in replica.rank_pids.items()
+            if replica.is_training
         }
         is_symmetric = not self._plan.is_pipelined(self._resizer.mesh) and all(
             # Healing sends the state of one replica to another.
-            one.is_over or one.state is ReplicaState.TRAINING
-            for one in self._replicas
+            replica.is_over or replica.state is ReplicaState.TRAINING
+            for replica in self._replicas
         )
         for diagnosis in self._links.poll(ranks, now_s, is_symmetric=is_symmetric):
             self._view.report_diagnosis(diagnosis)
@@ -223,7 +223,7 @@ class Launcher:
         elif self._has_started and self._deadline_s is None:
             self._resizer.poll(self._replicas, now_s)
         self._reap_orphans(now_s)
-        ends = [one.given_up for one in (self._lighthouse, *self._replicas)]
+        ends = [process.given_up for process in (self._lighthouse, *self._replicas)]
         ends_all = any(end is not None and not end.others_continue for end in ends)
         if ends_all and self._deadline_s is None:
             self._stop(now_s)
@@ -261,9 +261,9 @@ class Launcher:
 
     def _reap_orphans(self, now_s: float) -> None:
         started = {pid for replica in self._replicas for pid in replica.pids}
-        for one in (self._lighthouse, self._notifier):
-            if one is not None and one.pid is not None:
-                started.add(one.pid)
+        for process in (self._lighthouse, self._notifier):
+            if process is not None and process.pid is not None:
+                started.add(process.pid)
         self._subreaper.reap(started, now_s)
 
     def _wait_for_orphans(self) -> None:

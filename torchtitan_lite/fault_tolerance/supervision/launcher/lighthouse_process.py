@@ -112,9 +112,9 @@ class LighthouseProcess:
             return
         has_ended = self._process.poll() is not None
         for line in self._read():
-            found = _LISTENING.fullmatch(line)
-            if found is not None and not self.is_listening:
-                self._port = int(found[1])
+            match = _LISTENING.fullmatch(line)
+            if match is not None and not self.is_listening:
+                self._port = int(match[1])
                 self.is_listening = True
                 self._policy.made_progress(now_s)
                 self._report_event(f"lighthouse: listening on {self.address}")

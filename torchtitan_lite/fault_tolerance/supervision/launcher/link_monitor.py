@@ -31,7 +31,7 @@ takes most of a step, or where ranks wait for a processor before they read."""
 _IDLE = 0.2
 """Fraction of the samples below which a link is no longer slow."""
 _DEAD_RETRANSMISSIONS = 3
-"""Of one segment, without an answer: more than a second."""
+"""Retransmissions of one segment without an answer: more than a second."""
 _DEAD_SAMPLES = 8
 """Consecutive samples with dead links before a diagnosis."""
 _REPEAT_S = 60.0
@@ -149,10 +149,14 @@ class LinkMonitor:
         }
         newly_slow = []
         for sender, fraction in busiest.items():
-            others = sorted(other for rank, other in busiest.items() if rank != sender)
+            peer_fractions = sorted(
+                peer_fraction for rank, peer_fraction in busiest.items() if rank != sender
+            )
             if fraction < _IDLE:
                 self._slow.discard(sender)
-            elif fraction >= _TIMES_OTHERS * max(_LEAST_OTHERS, others[len(others) // 2]):
+            elif fraction >= _TIMES_OTHERS * max(
+                _LEAST_OTHERS, peer_fractions[len(peer_fractions) // 2]
+            ):
                 if sender not in self._slow:
                     newly_slow.append(_slow_link(sender, fraction))
                 self._slow.add(sender)
@@ -170,12 +174,12 @@ def _dead_link(dead: Iterable[Link]) -> Diagnosis:
     counts = Counter(rank for link in links for rank in link)
     most = max(counts.values())
     replica, rank = min(end for end, count in counts.items() if count == most)
-    others = sorted({end for link in links if (replica, rank) in link for end in link})
-    others.remove((replica, rank))
-    names = ", ".join(f"rank {number} of replica {its}" for its, number in others)
+    peers = sorted({end for link in links if (replica, rank) in link for end in link})
+    peers.remove((replica, rank))
+    names = ", ".join(f"rank {number} of replica {its}" for its, number in peers)
     text = f"data sent between it and {names} are not acknowledged"
     return Diagnosis(
-        cause=Cause.DEAD_LINK, text=text, replica=replica, rank=rank, peers=tuple(others)
+        cause=Cause.DEAD_LINK, text=text, replica=replica, rank=rank, peers=tuple(peers)
     )
 
 

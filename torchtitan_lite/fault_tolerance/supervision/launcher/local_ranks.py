@@ -58,10 +58,10 @@ def run_ranks(
                 signal_process(rank.process.pid, forwarded_signal(number))
         statuses = []
         ended = wait_readable((rank.descriptor for rank in running), _POLL_S)
-        for rank in [one for one in running if one.descriptor in ended]:
+        for rank in [rank for rank in running if rank.descriptor in ended]:
             running.remove(rank)
             os.close(rank.descriptor)
-            # Not waited for yet: the launcher reads its exit status, too.
+            # It is not reaped yet: the launcher reads its exit status, too.
             status = exit_status_of(rank.process.pid)
             if status is not None:
                 statuses.append((rank.number, status))

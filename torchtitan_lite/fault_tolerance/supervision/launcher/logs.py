@@ -133,9 +133,9 @@ def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects among `lines`."""
     for line in lines:
         with suppress(ValueError, RecursionError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                yield found
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
 
 
 def is_step(record: dict[str, Any]) -> bool:

@@ -83,8 +83,7 @@ class LaunchPlan:
     """Spare processes per replica; with spares, the groups are agents that replace dead ranks."""
     notifier_command: Callable[[str], Sequence[str]] | None = None
     """Maps HOST:PORT to the command line of a process that notifies the lighthouse of failed
-    replicas: it reads their names, such as "replica_00001", one per line. None disables the
-    notices."""
+    replicas: it reads their names, such as "replica_00001", one per line. None disables it."""
 
     def metrics_file(self, replica: int) -> Path:
         """Return the metrics.jsonl of a replica."""
@@ -186,7 +185,7 @@ def training_plan(
         return [
             sys.executable,
             "-m",
-            "torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices",
+            "torchtitan_lite.fault_tolerance.supervision.launcher.departures",
             address,
         ]
 
@@ -207,7 +206,7 @@ def training_plan(
         max_restarts=max_restarts,
         max_restart_delay_s=max_restart_delay_s,
         grace_s=grace_s,
-        # torchft's own lighthouse does not accept leave notices.
+        # torchft's own lighthouse does not accept departures.
         notifier_command=notifier_command if lighthouse == "builtin" else None,
     )
     plan.devices_of(0)
@@ -228,9 +227,9 @@ def _check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
 def dump_folder(arguments: Sequence[str]) -> Path:
     """Return the `job.dump_folder` that `train` would use with `arguments`. Raises ConfigError if
     no configuration is given, or if `arguments` set an option that the launcher sets."""
-    given = _options(arguments)
+    options = _options(arguments)
     taken = [f"--fault_tolerance.{key}" for key in _OF_THE_LAUNCHER]
-    for option, _ in given:
+    for option, _ in options:
         if option in _OF_TRAIN:
             raise ConfigError(
                 f"{option.replace('_', '-')} is given after --, but the launcher starts the "
@@ -240,7 +239,7 @@ def dump_folder(arguments: Sequence[str]) -> Path:
             raise ConfigError(
                 f"{option} is given, but the launcher sets it for each replica: omit it."
             )
-    files = [value for option, value in given if option in ("--config", "--job.config_file")]
+    files = [value for option, value in options if option in ("--config", "--job.config_file")]
     if not files:
         raise ConfigError(
             "No configuration for train.py is given: end the command with -- --config FILE, such "
@@ -278,12 +277,12 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Return the options with their values, "" for those without; hyphens in names become
     underscores."""
-    found = []
+    options = []
     for index, argument in enumerate(arguments):
         if argument.startswith("--"):
             name, has_value, value = argument.partition("=")
             after = arguments[index + 1] if index + 1 < len(arguments) else "--"
             if not has_value and not after.startswith("--"):
                 value = after
-            found.append(("--" + name[2:].replace("-", "_"), value))
-    return found
+            options.append(("--" + name[2:].replace("-", "_"), value))
+    return options

@@ -158,8 +158,8 @@ class ReplicaProcess:
     @property
     def pids(self) -> list[int]:
         """Process ids of the ranks' parent and of a running hang diagnosis."""
-        found = (one.pid for one in (self._group, self._hang_monitor) if one is not None)
-        return [pid for pid in found if pid is not None]
+        pids = (process.pid for process in (self._group, self._hang_monitor) if process is not None)
+        return [pid for pid in pids if pid is not None]
 
     def restarts_in_s(self, now_s: float) -> float:
         """Return the seconds until the next attempt; 0 if none is scheduled."""

@@ -74,9 +74,9 @@ class SlotsFile:
         if content == self._content:
             return
         self._content = content
-        found = None if content is None else parse_slots(content)
-        if found is not None:
-            self._slots = found
+        slots = None if content is None else parse_slots(content)
+        if slots is not None:
+            self._slots = slots
         else:
             self._report_event(f'{path} is not of the form {{"0": 2, "1": 1}}: it is ignored')
 
@@ -122,20 +122,20 @@ class ResizePolicy:
         """Return the number of ranks that every replica has slots for, at most the largest allowed
         one, and what limits it. `slots` holds the number of ranks available to a replica, where
         known."""
-        given, reasons = self.most, []
+        available, reasons = self.most, []
         for replica in range(self._num_replicas):
             loss = self._lost.get(replica)
             if slots.get(replica, self.most) < self.most:
                 reasons.append(f"replica {replica} has slots for {slots[replica]}")
-                given = min(given, slots[replica])
+                available = min(available, slots[replica])
             if loss is not None and now_s < loss.back_at_s:
                 reasons.append(f"a rank of replica {replica} failed {_MAX_FAILURES} times in a row")
-                given = min(given, loss.left)
-        return given, "; ".join(reasons)
+                available = min(available, loss.left)
+        return available, "; ".join(reasons)
 
     def largest(self, available: int) -> int:
         """Return the largest allowed number of ranks that fits, or else the smallest."""
-        return max((one for one in self._allowed if one <= available), default=self._allowed[0])
+        return max((size for size in self._allowed if size <= available), default=self._allowed[0])
 
 
 class Resizer:
@@ -185,7 +185,7 @@ class Resizer:
         elif self._deadline_s is None:
             self._read_request(replicas, now_s)
             self._check_target(replicas, now_s)
-        elif all(one.has_left for one in replicas):
+        elif all(replica.has_left for replica in replicas):
             self.mesh, self._deadline_s = self._target, None
             for replica in replicas:
                 if not replica.is_over:
@@ -202,10 +202,10 @@ class Resizer:
 
     def _wanted(self, now_s: float) -> tuple[RunMesh, str]:
         """Return the mesh that each replica should have, and what limits it."""
-        given, reason = self._policy.available(self._slots.read(now_s), now_s)
-        if self._requested is not None and self._requested.num_ranks <= given:
+        available, reason = self._policy.available(self._slots.read(now_s), now_s)
+        if self._requested is not None and self._requested.num_ranks <= available:
             return self._requested, "it was requested"
-        return RunMesh(self._policy.largest(given)), reason
+        return RunMesh(self._policy.largest(available)), reason
 
     def _read_request(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
         if not _all_train(replicas):
@@ -213,13 +213,13 @@ class Resizer:
         request = self._inbox.poll(now_s)
         if request is None:
             return
-        given, limit = self._policy.available(self._slots.read(now_s), now_s)
+        available, limit = self._policy.available(self._slots.read(now_s), now_s)
         problem = ""
         if not all(replica.has_agent for replica in replicas):
             problem = "replicas are resized on request only with --spares of 1 or more"
-        elif request.mesh.num_ranks > given:
+        elif request.mesh.num_ranks > available:
             limit = limit or f"--nproc-per-replica allows {self._policy.most}"
-            problem = f"each replica can have {given} ranks: {limit}"
+            problem = f"each replica can have {available} ranks: {limit}"
         if problem:
             self._inbox.answer(request, ResizeState.REJECTED, problem)
         elif request.mesh == self.mesh:
@@ -339,7 +339,11 @@ class _InPlaceResize:
                 return answer.state
         lost = [replica.number for replica in replicas if not replica.is_running]
         phase = _PHASES[self._permission]
-        late = [n for n, one in answers.items() if one is None or one.state is not phase.completed]
+        late = [
+            n
+            for n, answer in answers.items()
+            if answer is None or answer.state is not phase.completed
+        ]
         if lost:
             self.reason = f"replica {lost[0]} has failed"
             return ResizeState.FAILED
@@ -358,22 +362,22 @@ class _InPlaceResize:
     def write_permissions(self, now_s: float) -> bool:
         """Write the permission for all replicas; return whether all have it. What a full disk
         prevents is repeated by the next call, because others may have theirs."""
-        for one in list(self._unwritten):
+        for replica in list(self._unwritten):
             assert self._permission is not None
             with suppress(OSError):
-                one.permit(self._request, self._permission, now_s)
-                self._unwritten.remove(one)
+                replica.permit(self._request, self._permission, now_s)
+                self._unwritten.remove(replica)
         return not self._unwritten
 
 
 class _Phase(NamedTuple):
-    """What replicas do after a permission."""
+    """Phase of a resize, which begins with a permission."""
 
     completed: ResizeState
     """Answer that completes the phase."""
     following: Permission | None
     what: str
-    """What a replica must do, for display."""
+    """Action of a replica in it, for display."""
     limit_s: float
 
 
@@ -382,7 +386,7 @@ _PHASES: Mapping[Permission | None, _Phase] = {
     Permission.LEAVE: _Phase(ResizeState.LEFT, Permission.START, "leave its training", LEAVE_S),
     Permission.START: _Phase(ResizeState.DONE, None, "take a step on the new mesh", _DONE_S),
 }
-"""By the last permission."""
+"""Phases by the last permission."""
 
 
 @dataclass(frozen=True)
@@ -404,15 +408,15 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     low, is_range, high = text.partition(":")
     try:
         numbers = range(int(low), int(high) + 1) if is_range else map(int, text.split(","))
-        found = set(numbers)
+        allowed = set(numbers)
     except ValueError:
-        found = set()
-    if not found or min(found) < 1:
+        allowed = set()
+    if not allowed or min(allowed) < 1:
         raise ConfigError(
             f"--nproc-per-replica is {text}, but must be a number of ranks such as 2, or several "
             "of them: 1:4 for 1 to 4, or 1,2,4."
         )
-    return tuple(sorted(found))
+    return tuple(sorted(allowed))
 
 
 def parse_slots(content: bytes) -> Mapping[int, int] | None:

@@ -30,7 +30,7 @@ LEAVE_S = 120.0
 
 
 class ResizeState(StrEnum):
-    """What has become of a request."""
+    """State of a request."""
 
     ACCEPTED = "accepted"
     READY = "ready"
@@ -51,12 +51,12 @@ class ResizeState(StrEnum):
 
 
 class Permission(StrEnum):
-    """What the launcher permits an agent that resizes together with others."""
+    """Permission of the launcher for an agent that resizes together with others."""
 
     LEAVE = "leave"
     """The ranks may leave the training."""
     START = "start"
-    """They may train on the new mesh."""
+    """The ranks may train on the new mesh."""
     CANCEL = "cancel"
     """The ranks stay, as if there had been no request."""
 

@@ -30,7 +30,7 @@ class Failure:
     """Failure of an attempt."""
 
     description: str
-    """Which process ended, and how, for display."""
+    """The process that ended, and how, for display."""
     signature: str
     """Equal for failures that look alike; empty if the failure does not indicate that the attempt
     itself was at fault, such as a kill from outside or a service that cannot be reached."""

@@ -19,7 +19,7 @@ def start_command(arguments: Sequence[str], world_size: int) -> list[str]:
     options of the torchrun or the `train` that started the ranks, and with as many ranks as there
     are now."""
     if words := _torchrun(len(sys.argv) - 1):
-        # Such as "train" under `torchrun -m torchtitan_lite`.
+        # For example, "train" under `torchrun -m torchtitan_lite`.
         command = sys.argv[1:2] if sys.argv[1:2] == ["train"] else []
         return [program("torchrun"), *words, *command, *arguments]
     num_local = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))

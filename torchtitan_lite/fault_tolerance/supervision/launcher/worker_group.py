@@ -97,7 +97,7 @@ class WorkerGroup:
         """Descriptors of the processes that are not known to have exited; readable after an
         exit."""
         ranks = (rank.descriptor for rank in self._ranks.values())
-        return [one for one in (self._descriptor, *ranks) if one >= 0]
+        return [descriptor for descriptor in (self._descriptor, *ranks) if descriptor >= 0]
 
     @property
     def pid(self) -> int:
@@ -201,7 +201,7 @@ class WorkerGroup:
     def rank_pids(self) -> dict[int, int]:
         """Return the process ids of the ranks that have not exited, by rank. Spare processes have
         no rank."""
-        pids = {one.pid: one.number for one in self._ranks.values() if one.descriptor >= 0}
+        pids = {rank.pid: rank.number for rank in self._ranks.values() if rank.descriptor >= 0}
         if self.replaces_ranks:
             # A process may get another rank.
             ranks = self._ranks_with_heartbeats()
@@ -289,7 +289,7 @@ class WorkerGroup:
     def _ranks_with_heartbeats(self) -> dict[int, int]:
         """Return the ranks that send heartbeats, by process id."""
         heartbeats = ((rank, self._heartbeats.read(rank)) for rank in range(self.num_ranks))
-        return {found.pid: rank for rank, found in heartbeats if found is not None}
+        return {heartbeat.pid: rank for rank, heartbeat in heartbeats if heartbeat is not None}
 
     def _watch(self, pid: int, number: int | None) -> None:
         try:

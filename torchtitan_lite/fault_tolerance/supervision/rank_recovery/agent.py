@@ -43,7 +43,7 @@ _POLL_S = 0.02
 _CAUSE_S = 0.5
 """After a rank reported an exception, time in which the death of another is found to be its
 cause."""
-_PARK_S = 5.0
+_STANDBY_S = 5.0
 """Time in which a surviving process must leave its training; then it is killed and replaced."""
 EXIT_S = 10.0
 _KILL_S = 5.0
@@ -95,7 +95,7 @@ class ProcessAgent(SimpleElasticAgent):
         rendezvous: RendezvousHandler,
         requests: Sequence[int],
     ) -> None:
-        """`start_process` starts a process that parks; `mesh` is that of the first attempt, with
+        """`start_process` starts a process on standby; `mesh` is that of the first attempt, with
         the ranks of this machine. `requests` receives the numbers of signals to forward to the
         ranks."""
         spec = WorkerSpec(
@@ -136,9 +136,10 @@ class ProcessAgent(SimpleElasticAgent):
     def _attempt(self) -> int:
         """Return the number of attempts before the present one."""
 
-    def _park_deadline_s(self, began_s: float) -> float:
-        """Return when ranks must have parked that were ordered to at `began_s`."""
-        return began_s + _PARK_S
+    def _standby_deadline_s(self, began_s: float) -> float:
+        """Return the time by which ranks that were ordered to stop at `began_s` must be on
+        standby."""
+        return began_s + _STANDBY_S
 
     def _may_forward(self) -> bool:
         """Whether signals reach ranks that can handle them."""
@@ -166,7 +167,7 @@ class ProcessAgent(SimpleElasticAgent):
             for number in sorted(waiting):
                 process = self._ranks[number]
                 process.poll()
-                if process.state in (RankState.PARKED, RankState.ENDED):
+                if process.state in (RankState.STANDBY, RankState.ENDED):
                     environment = self._environment(ranks[number], worker_group)
                     process.start_training(environment, self._mesh.arguments)
                 elif process.state is RankState.STARTING and time.monotonic() >= deadline_s:
@@ -207,14 +208,14 @@ class ProcessAgent(SimpleElasticAgent):
             self._shutdown()
             return
         began_s = time.monotonic()
-        surviving = {n: one for n, one in self._ranks.items() if n not in self._lost}
+        surviving = {n: process for n, process in self._ranks.items() if n not in self._lost}
         for process in surviving.values():
             process.abort_training()
         lost = [self._ranks.pop(number) for number in self._lost]
-        self._end(lost, self._park_deadline_s(began_s))
+        self._end(lost, self._standby_deadline_s(began_s))
         self._lost.clear()
-        while any(not is_idle(one) for one in surviving.values()):
-            if time.monotonic() >= self._park_deadline_s(began_s):
+        while any(not is_idle(process) for process in surviving.values()):
+            if time.monotonic() >= self._standby_deadline_s(began_s):
                 break
             self._pause()
             for process in surviving.values():
@@ -236,7 +237,7 @@ class ProcessAgent(SimpleElasticAgent):
             if self.exit_status:
                 process.abort_training()
             process.exit(0)
-        deadline = time.monotonic() + (_PARK_S if self.exit_status else EXIT_S)
+        deadline = time.monotonic() + (_STANDBY_S if self.exit_status else EXIT_S)
         self._end(processes, deadline, status=None)
 
     def _failure(self) -> Failure | None:
@@ -305,27 +306,27 @@ class ProcessAgent(SimpleElasticAgent):
         missing = mesh.num_ranks - len(self._ranks)
         while len(self._spares) < missing:
             self._spares.append(self._start_process())
-        return sum(spare.state is RankState.PARKED for spare in self._spares) >= missing
+        return sum(spare.state is RankState.STANDBY for spare in self._spares) >= missing
 
     def _end_surplus_ranks(self) -> None:
-        """End the processes that the next attempt does not have. They have parked: their snapshots
-        are in shared memory."""
+        """End the processes that the next attempt does not have. They are on standby: their
+        snapshots are in shared memory."""
         surplus = self._ranks.keys() - range(self._worker_group.spec.local_world_size)
         self._kill([self._ranks.pop(number) for number in surplus])
 
     def _end_surplus_spares(self) -> None:
         """End the spares beyond the configured number, which a resize that is not followed has
         started."""
-        self._spares.sort(key=lambda spare: spare.state is not RankState.PARKED)
+        self._spares.sort(key=lambda spare: spare.state is not RankState.STANDBY)
         surplus, self._spares = self._spares[self._num_spares :], self._spares[: self._num_spares]
         self._kill(surplus)
 
     def _take_spare(self) -> RankProcess | None:
-        """Return a spare, one that is parked if possible."""
+        """Return a spare, one on standby if possible."""
         for spare in self._spares:
             spare.poll()
-        self._spares.sort(key=lambda spare: spare.state is not RankState.PARKED)
-        living = [one for one in self._spares if one.state is not RankState.EXITED]
+        self._spares.sort(key=lambda spare: spare.state is not RankState.STANDBY)
+        living = [spare for spare in self._spares if spare.state is not RankState.EXITED]
         if not living:
             return None
         self._spares.remove(living[0])
@@ -353,7 +354,7 @@ class ProcessAgent(SimpleElasticAgent):
                 logger.error("Process %d does not end after SIGKILL: a driver blocks it.", pid)
 
     def _wait_for_exit(self, processes: Sequence[RankProcess], deadline: float) -> None:
-        while any(one.state is not RankState.EXITED for one in processes):
+        while any(process.state is not RankState.EXITED for process in processes):
             if time.monotonic() >= deadline:
                 return
             self._pause()

@@ -21,7 +21,7 @@ class Lease:
     def __init__(self) -> None:
         self._until_s: float | None = None
         self.is_training = False
-        """Whether the process trains; a parked one needs no lease."""
+        """Whether the process trains; one on standby needs no lease."""
 
     def renew(self, until_s: float) -> None:
         """Extend the lease until then (`lease_clock_s`). Without a call, there is no limit."""

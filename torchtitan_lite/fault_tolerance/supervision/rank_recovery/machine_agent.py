@@ -1,7 +1,7 @@
 """The agent of one of several machines. The rendezvous decides when an attempt starts and ends, and
-who takes part in it; this agent reports to it, and stops its ranks without being asked to when the
-rendezvous does not answer in time. It passes a request to resize the run on to the rendezvous,
-whose answers name the phase for all machines."""
+which machines take part in it; this agent reports to it, and stops its ranks without being asked to
+when the rendezvous does not answer in time. It passes a request to resize the run on to the
+rendezvous, whose answers name the phase for all machines."""
 
 import math
 import os
@@ -45,7 +45,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     HOLD_S,
     LEASE_S,
-    PARK_S,
+    STANDBY_S,
     STOP_S,
     lease_clock_s,
 )
@@ -142,7 +142,7 @@ class MachineAgent(ProcessAgent):
                 self._leave(1, self._too_few(answer))
             if answer is None or not self._has_seat(answer):
                 if self._link.report.phase is NodeState.JOINED:
-                    self._link.update(phase=NodeState.PARKED)
+                    self._link.update(phase=NodeState.STANDBY)
                 continue
             if not self._link.has_lease:
                 continue
@@ -163,7 +163,7 @@ class MachineAgent(ProcessAgent):
         if answer.attempt > self._attempt_number:
             if answer.is_blamed and self._excepted in self._ranks:
                 # Its state may be part of the cause. This prints its traceback, too.
-                self._end([self._ranks.pop(self._excepted)], time.monotonic() + PARK_S)
+                self._end([self._ranks.pop(self._excepted)], time.monotonic() + STANDBY_S)
             self._excepted = None
             for number, process in list(self._ranks.items()):
                 if process.state is RankState.EXITED:
@@ -218,11 +218,11 @@ class MachineAgent(ProcessAgent):
         log("Training ends on this machine: %s", reason)
         raise RendezvousGracefulExitError(reason)
 
-    def _park_deadline_s(self, began_s: float) -> float:
-        # Ranks that do not park are killed before the place may be given away, also if the lease
-        # ends while they do.
+    def _standby_deadline_s(self, began_s: float) -> float:
+        # Ranks that do not return to standby are killed before the place may be given away, also
+        # if the lease ends meanwhile.
         lease_s = self._link.lease_until_s - lease_clock_s()
-        return min(super()._park_deadline_s(began_s), time.monotonic() + lease_s + PARK_S)
+        return min(super()._standby_deadline_s(began_s), time.monotonic() + lease_s + STANDBY_S)
 
     def _kill_writers_without_lease(self) -> None:
         """Kill the checkpoint writers if there is no lease, unless all ranks have finished."""
@@ -230,13 +230,13 @@ class MachineAgent(ProcessAgent):
             self._writers_killed_s = -math.inf
         elif time.monotonic() - self._writers_killed_s > _REAP_S and not self._has_finished():
             kill_writers(os.getpid())
-            # Again later, because ranks that have not parked yet may start others.
+            # Again later, because ranks that are not on standby yet may start others.
             self._writers_killed_s = time.monotonic()
 
     def _has_finished(self) -> bool:
         """Whether all ranks have finished their training."""
         ended = [rank for rank in self._ranks.values() if rank.state is RankState.ENDED]
-        is_clean = all(one.status is not None and one.status.is_clean for one in ended)
+        is_clean = all(process.status is not None and process.status.is_clean for process in ended)
         return 0 < len(self._ranks) == len(ended) and is_clean
 
     def _pause(self) -> None:
@@ -334,7 +334,7 @@ class MachineAgent(ProcessAgent):
 
     def _decide(self, failure: Failure) -> RunResult:
         """Report the failure, and wait for the end of the attempt."""
-        self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
+        self._lost = {n for n, process in self._ranks.items() if process.state is RankState.EXITED}
         if self._link.report.phase is not NodeState.FAILED:
             self._report_failure(failure)
         return RunResult(state=WorkerState.HEALTHY)
@@ -369,8 +369,8 @@ class MachineAgent(ProcessAgent):
         self._kill_writers_without_lease()
         for process in self._ranks.values():
             process.poll()
-        self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
-        failed = {n: one for n, one in self._ranks.items() if one.error}
+        self._lost = {n for n, process in self._ranks.items() if process.state is RankState.EXITED}
+        failed = {n: process for n, process in self._ranks.items() if process.error}
         if failed and self._link.report.phase is NodeState.JOINED:
             # The order to stop came first; the cause may be here all the same.
             rank = min(failed, key=lambda number: failed[number].failed_at_s)
@@ -379,7 +379,7 @@ class MachineAgent(ProcessAgent):
         if not self._link.has_lease:
             kill_writers(os.getpid())
         self._link.update(
-            phase=NodeState.PARKED, has_lost_lease=has_lost_lease, has_left=has_left and not failed
+            phase=NodeState.STANDBY, has_lost_lease=has_lost_lease, has_left=has_left and not failed
         )
 
     def _adopt_mesh(self, text: str) -> None:
@@ -450,7 +450,7 @@ class MachineAgent(ProcessAgent):
     def _has_left(self) -> bool:
         """Whether all ranks have left the training as they were ordered to."""
         is_ordered = self._left_attempt == self._attempt_number
-        return is_ordered and all(rank.state is RankState.PARKED for rank in self._ranks.values())
+        return is_ordered and all(rank.state is RankState.STANDBY for rank in self._ranks.values())
 
     def _finish(self, answer: Answer) -> RunResult:
         """End with the run."""
@@ -461,7 +461,7 @@ class MachineAgent(ProcessAgent):
             if answer.is_blamed and self._excepted in self._ranks:
                 process = self._ranks[self._excepted]
                 process.exit(answer.status)
-                self._end([process], time.monotonic() + PARK_S, status=None)
+                self._end([process], time.monotonic() + STANDBY_S, status=None)
         elif has_finished:
             return succeeded(self._worker_group)
         return RunResult(state=WorkerState.FAILED)

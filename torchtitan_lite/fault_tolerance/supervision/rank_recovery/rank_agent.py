@@ -1,8 +1,8 @@
 """The agent of a run on one machine alone: it decides about restarts, and resizes on request.
 
-A resize restarts the training as after the loss of a rank: the processes that stay park, and build
-the new mesh with the state that the snapshots in shared memory hold. That of a replica needs the
-launcher's permission to leave the former mesh and to start on the new one.
+A resize restarts the training as after the loss of a rank: the processes that stay return to
+standby, and build the new mesh with the state that the snapshots in shared memory hold. That of a
+replica needs the launcher's permission to leave the former mesh and to start on the new one.
 """
 
 import os
@@ -152,7 +152,7 @@ class RankAgent(ProcessAgent):
             resize.leave_until_s = time.monotonic() + LEAVE_S
             for process in self._ranks.values():
                 process.leave_training()
-        has_left = all(rank.state is RankState.PARKED for rank in self._ranks.values())
+        has_left = all(rank.state is RankState.STANDBY for rank in self._ranks.values())
         if has_left and resize.request.is_joint:
             resize.waits_to_start = True
             self._inbox.answer(resize.request, ResizeState.LEFT)
@@ -167,7 +167,7 @@ class RankAgent(ProcessAgent):
         for process in (*self._ranks.values(), *self._spares):
             process.poll()
         # One that has died is replaced when the training starts.
-        self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
+        self._lost = {n for n, process in self._ranks.items() if process.state is RankState.EXITED}
         if self._inbox.permission(resize.request) is Permission.START:
             return self._start_on(resize.request.mesh, resize)
         if self._requests:

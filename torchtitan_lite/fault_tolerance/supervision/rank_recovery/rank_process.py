@@ -18,10 +18,10 @@ class RankState(Enum):
     """State of a process, as it has reported it."""
 
     STARTING = "starting"
-    PARKED = "parked"
+    STANDBY = "standby"
     TRAINING = "training"
     FAILED = "failed"
-    """Its training raised an exception and unwinds; `PARKED` follows."""
+    """Its training raised an exception and unwinds; `STANDBY` follows."""
     ENDED = "ended"
     """Its training ended; it waits for the others."""
     EXITED = "exited"
@@ -65,8 +65,8 @@ class RankProcess:
     def poll(self) -> None:
         """Read its messages and its exit status."""
         for message in self._channel.receive(wait=False):
-            if "parked" in message:
-                self.state = RankState.PARKED
+            if "standby" in message:
+                self.state = RankState.STANDBY
             elif "failed" in message:
                 self.state, self.error = RankState.FAILED, str(message["failed"])
                 self.may_pass = bool(message["may_pass"])
@@ -82,13 +82,13 @@ class RankProcess:
             self._channel.close()
 
     def start_training(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
-        """Order a parked process to train as the rank that `environment` describes, with
+        """Order a process on standby to train as the rank that `environment` describes, with
         `arguments` added to its own."""
         self.state, self.has_progress, self.error = RankState.TRAINING, False, ""
         self.status = None
         if self._lease_until_s is not None:
             self._channel.send(lease=self._lease_until_s)
-        # A parked process reads its messages, and has received none but orders.
+        # A process on standby reads its messages, and has received none but orders.
         self._channel.send(start=dict(environment), arguments=list(arguments))
 
     def renew_lease(self, until_s: float) -> None:
@@ -100,12 +100,12 @@ class RankProcess:
 
     def leave_training(self) -> None:
         """Order to leave the training after a step, on which all ranks agree, so that the process
-        parks. Every rank must receive it."""
+        returns to standby. Every rank must receive it."""
         self._channel.offer(leave=True)
 
     def abort_training(self) -> None:
-        """Order to abort the training, so that the process parks. Without effect if the process
-        does not read; it is killed later."""
+        """Order to abort the training, so that the process returns to standby. Without effect
+        if the process does not read; it is killed later."""
         self._channel.offer(abort=True)
 
     def exit(self, status: int) -> None:

@@ -1,10 +1,10 @@
-"""The process of a rank, or of a spare: it imports what training needs and waits, parked, until the
-agent gives it a rank.
+"""The process of a rank, or of a spare: it imports what training needs and waits on standby until
+the agent gives it a rank.
 
 When another rank is lost, the agent orders to abort: a thread interrupts the main thread, and
 aborts the process groups, so that the collective in which the main thread waits ends. The training
-unwinds like any failed one, which leaves its snapshots in shared memory, and the process is parked
-again.
+unwinds like any failed one, which leaves its snapshots in shared memory, and the process returns to
+standby.
 """
 
 import gc
@@ -37,7 +37,7 @@ a callback of torch, which swallows exceptions, and is raised again then."""
 
 
 class RecoveryHooks:
-    """What the training of one attempt tells the agent, and where the agent may interrupt it."""
+    """Hooks of the training of one attempt: reports to the agent, and interruption by it."""
 
     def __init__(self, channel: AgentChannel) -> None:
         self._channel = channel
@@ -131,7 +131,7 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
     gc.freeze()
     lease = Lease()
     threading.Thread(target=_receive, args=(channel, recovery, lease, orders), daemon=True).start()
-    channel.send(parked=True)
+    channel.send(standby=True)
     failure = ""
     while (order := orders.get()) is not None:
         if "exit" in order:
@@ -146,9 +146,9 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
             status = train(recovery, order["arguments"])
         except (Exception, TrainingAborted) as error:
             if not isinstance(error, TrainingAborted):
-                # Of the start, before the process groups exist.
+                # The start failed, before the process groups exist.
                 recovery.report(error)
-            failure, outcome = traceback.format_exc(), {"parked": True}
+            failure, outcome = traceback.format_exc(), {"standby": True}
         else:
             outcome = {"ended": status, "reason": recovery.end_reason}
         # The frames of the traceback, which held the model and its process groups, are gone. After
@@ -180,8 +180,8 @@ def _receive(
 
 
 def _abort(recovery: RecoveryHooks) -> None:
-    # First of all, so that the main thread does not go on with the result of an aborted collective:
-    # on a GPU the wait for it returns without an error.
+    # Interrupt first, so that the main thread does not continue with the result of an aborted
+    # collective: on a GPU the wait for it returns without an error.
     _interrupt(recovery)
     abort_all_groups()
     pause = threading.Event()

@@ -2,7 +2,7 @@
 
 Each attempt has a number, and a node rank for each of its members. An attempt ends for all members
 when a machine is lost or a rank fails. The next one is decided when every machine that still
-answers has parked its ranks: members keep their node ranks, spare machines fill the others.
+answers has its ranks on standby: members keep their node ranks, spare machines fill the others.
 
 A resize, which any member may request, has three phases: all members start missing processes, all
 ranks leave the training after the same step, and the next attempt is on the new mesh. If that
@@ -182,17 +182,17 @@ class Coordinator:
             raise Rejected(f"{_MAX_MACHINES} machines have joined already.")
         if self._state is RunState.REBUILDING and report.attempt:
             # Machines of the run precede those that reached a restarted rendezvous before them.
-            for machine, one in list(self._machines.items()):
-                if not one.report.attempt and _difference(one.report, report):
+            for machine, entry in list(self._machines.items()):
+                if not entry.report.attempt and _difference(entry.report, report):
                     del self._machines[machine]
-        others = [one.report for one in self._machines.values()]
-        if not others:
+        joined = [entry.report for entry in self._machines.values()]
+        if not joined:
             return
-        other = max(others, key=lambda one: one.attempt)
-        if difference := _difference(other, report):
+        newest = max(joined, key=lambda peer: peer.attempt)
+        if difference := _difference(newest, report):
             label, theirs, own = difference
             raise Rejected(
-                f"{label} is {own} here, but {theirs} on {other.name}, which has joined: "
+                f"{label} is {own} here, but {theirs} on {newest.name}, which has joined: "
                 "start all machines with the same options and configuration, or start another "
                 "rendezvous for this run."
             )
@@ -224,11 +224,11 @@ class Coordinator:
             now_s - self._outage_ended_s <= LOST_S
         )
         limit_s = ALL_LOST_S if is_outage and self._state is not RunState.ENDED else LOST_S
-        for machine, one in list(self._machines.items()):
-            if machine != except_for and now_s - one.heard_s > limit_s:
+        for machine, entry in list(self._machines.items()):
+            if machine != except_for and now_s - entry.heard_s > limit_s:
                 del self._machines[machine]
                 if machine in self._members:
-                    self._lost.append(one.report.name)
+                    self._lost.append(entry.report.name)
 
     def _advance(self, now_s: float) -> None:
         if self._state is RunState.REBUILDING:
@@ -241,7 +241,7 @@ class Coordinator:
     def _rebuild(self, now_s: float) -> None:
         """Learn the last attempt from the reports."""
         if self._first_report_s is None:
-            # Not from the start of this process: all machines may reach it late.
+            # The start of this process does not count: all machines may reach it late.
             self._first_report_s = now_s
         reports = [machine.report for machine in self._machines.values()]
         self._attempt = max(report.seen_attempt for report in reports)
@@ -297,16 +297,16 @@ class Coordinator:
             if not self._has_finished(node_rank)
         ]
         living = [member for member in members if member is not None]
-        for one in living:
-            one.was_joined = one.was_joined or one.report.attempt == self._attempt
+        for member in living:
+            member.was_joined = member.was_joined or member.report.attempt == self._attempt
         if len(living) == len(members):
-            if all(self._has_ended(one.report) for one in living):
+            if all(self._has_ended(member.report) for member in living):
                 self._end(0, "all ranks have finished")
                 return
-            if all(one.report.has_progress and one.was_joined for one in living):
+            if all(member.report.has_progress and member.was_joined for member in living):
                 self._policy.made_progress(now_s)
                 self._progress_since_s = self._progress_since_s or now_s
-                self._follow_requests([one.report for one in living], now_s)
+                self._follow_requests([member.report for member in living], now_s)
             if self._continues(living, now_s):
                 return
         self._state, self._is_judged = RunState.FORMING, False
@@ -329,7 +329,9 @@ class Coordinator:
         if self._resize is not None and self._resize.state is ResizeState.LEFT:
             self._end_resize(ResizeState.DONE)
         reported = {report.request: report.request_mesh for report in members if report.request}
-        self._outcomes = {key: one for key, one in self._outcomes.items() if key in reported}
+        self._outcomes = {
+            key: outcome for key, outcome in self._outcomes.items() if key in reported
+        }
         stopping = next((report for report in members if report.is_stopping), None)
         resize = self._resize
         if resize is None:
@@ -367,17 +369,17 @@ class Coordinator:
         """Return whether all ranks of a machine have finished in the present attempt."""
         return report.attempt == self._attempt and report.phase is NodeState.ENDED
 
-    def _has_stopped(self, one: _Machine) -> bool:
+    def _has_stopped(self, member: _Machine) -> bool:
         """Return whether a member does not train in the present attempt any more."""
-        if one.report.attempt == self._attempt:
-            return one.report.phase in (NodeState.PARKED, NodeState.FAILED)
-        return one.was_joined
+        if member.report.attempt == self._attempt:
+            return member.report.phase in (NodeState.STANDBY, NodeState.FAILED)
+        return member.was_joined
 
     def _form(self, now_s: float) -> None:
-        """Start the next attempt if there are enough machines, all of them parked."""
+        """Start the next attempt if there are enough machines, all of them on standby."""
         former = [self._machines[m] for m in self._members if m in self._machines]
         busy = (NodeState.JOINED, NodeState.FAILED)
-        if any(one.report.phase in busy for one in self._machines.values()):
+        if any(member.report.phase in busy for member in self._machines.values()):
             return
         if not self._is_judged:
             self._is_judged = True
@@ -386,24 +388,24 @@ class Coordinator:
             return
         size = next(iter(self._machines.values())).report.num_machines
         seats: dict[int, str] = {
-            number: machine
-            for number, machine in enumerate(self._members)
+            node_rank: machine
+            for node_rank, machine in enumerate(self._members)
             if machine in self._machines
         }
         spares = [machine for machine in self._ranked() if machine not in seats.values()]
         if len(seats) + len(spares) < size:
             return
-        for number in range(size):
-            if number not in seats:
-                seats[number] = spares.pop(0)
-        seen = max(one.report.seen_attempt for one in self._machines.values())
+        for node_rank in range(size):
+            if node_rank not in seats:
+                seats[node_rank] = spares.pop(0)
+        seen = max(member.report.seen_attempt for member in self._machines.values())
         self._attempt = max(self._attempt, seen) + 1
-        self._members = [seats[number] for number in range(size)]
+        self._members = [seats[node_rank] for node_rank in range(size)]
         self._state, self._lost = RunState.RUNNING, []
         self._policy.attempt_started()
         self._progress_since_s = None
-        for one in self._machines.values():
-            one.was_joined = False
+        for member in self._machines.values():
+            member.was_joined = False
 
     def _ranked(self) -> Iterable[str]:
         """Return the machines, those first that have not failed."""
@@ -412,39 +414,44 @@ class Coordinator:
     def _judge(self, former: list[_Machine], now_s: float) -> None:
         """Find why the attempt ended, and whether there is a next one."""
         failed = [
-            one for one in former if one.report.failure and one.report.attempt == self._attempt
+            member
+            for member in former
+            if member.report.failure and member.report.attempt == self._attempt
         ]
         by_kind = {
-            kind: [one for one in failed if one.report.failure is kind] for kind in FailureKind
+            kind: [member for member in failed if member.report.failure is kind]
+            for kind in FailureKind
         }
         self._blamed = ""
         cause = None
         # A machine that is lost, or has stopped its ranks at the end of its lease, explains the
         # exceptions of the others, as a process that died does, and not the reverse.
         cut = [
-            one
-            for one in former
-            if one.report.has_lost_lease and one.report.attempt == self._attempt
+            member
+            for member in former
+            if member.report.has_lost_lease and member.report.attempt == self._attempt
         ]
         was_cut = bool(self._lost or cut)
         resize = self._resize
         is_leaving = resize is not None and resize.state is ResizeState.READY
-        # So do ranks that are aborted because others leave too late.
+        # Exceptions of ranks that are aborted because others leave too late are explained, too.
         is_explained = was_cut or (resize is not None and is_leaving and resize.is_late)
         for kind in (FailureKind.USER_ERROR, FailureKind.DEATH, FailureKind.EXCEPTION):
             if by_kind[kind] and (kind is not FailureKind.EXCEPTION or not is_explained):
-                cause = min(by_kind[kind], key=lambda one: one.failed_at_s)
+                cause = min(by_kind[kind], key=lambda member: member.failed_at_s)
                 break
-        stopping = next((one.report for one in former if one.report.is_stopping), None)
+        stopping = next((member.report for member in former if member.report.is_stopping), None)
         left = [
-            one for one in former if one.report.has_left and one.report.attempt == self._attempt
+            member
+            for member in former
+            if member.report.has_left and member.report.attempt == self._attempt
         ]
         if cause is None and not was_cut and (left or is_leaving):
             self._end_leaving(stopping)
             self._not_before_s = now_s
             return
         if cause is None:
-            names = ", ".join(self._lost or [one.report.name for one in cut])
+            names = ", ".join(self._lost or [member.report.name for member in cut])
             self._reason = f"lost {names}" if self._lost else f"{names or 'a machine'} was cut off"
             # An outage of the rendezvous cuts all of them off, and a bad network one of them.
             suspects = cut if len(cut) < len(self._members) - len(left) else []
@@ -543,7 +550,7 @@ class Coordinator:
             first = self._machines[members[0]].report
             if first.attempt == self._attempt and first.store_port:
                 store_address, store_port = first.address, first.store_port
-        names = sorted(one.report.name for one in self._machines.values())
+        names = sorted(member.report.name for member in self._machines.values())
         resize = self._resize
         request = self._machines[machine].report.request if machine in self._machines else ""
         state, reason = self._outcomes.get(request, (ResizeState.ACCEPTED, ""))
@@ -570,14 +577,14 @@ class Coordinator:
         )
 
 
-def _difference(other: Report, report: Report) -> tuple[str, object, object] | None:
+def _difference(expected: Report, report: Report) -> tuple[str, object, object] | None:
     """Return the first setting in which two machines differ, and its values: they cannot take part
     in the same run."""
     for label, theirs, own in (
-        ("--rdzv-id", other.run_id, report.run_id),
-        ("--nnodes", other.num_machines, report.num_machines),
-        ("--nproc", other.num_ranks, report.num_ranks),
-        ("the configuration's fingerprint", other.fingerprint, report.fingerprint),
+        ("--rdzv-id", expected.run_id, report.run_id),
+        ("--nnodes", expected.num_machines, report.num_machines),
+        ("--nproc", expected.num_ranks, report.num_ranks),
+        ("the configuration's fingerprint", expected.fingerprint, report.fingerprint),
     ):
         if theirs != own:
             return label, theirs, own

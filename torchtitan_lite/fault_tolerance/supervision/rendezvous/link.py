@@ -132,7 +132,7 @@ class RendezvousLink:
         except RpcError as error:
             # Once it has answered, an error may be due to its restart, after which a machine of
             # another run may have reached it first. A status without a proof decides nothing,
-            # because anybody on the way can forge it.
+            # because any machine on the way can forge it.
             is_at_fault = self.report.failure_status == MACHINE_FAULT
             if error.is_final and (self.answer is None or is_at_fault):
                 self.rejection = str(error)

@@ -21,7 +21,7 @@ _MAX_NUMBER = 1 << 40
 class NodeState(StrEnum):
     """Phase of a machine."""
 
-    PARKED = "parked"
+    STANDBY = "standby"
     """No rank of it trains."""
     JOINED = "joined"
     """Its ranks start or train, as a member of `attempt`."""
@@ -92,7 +92,7 @@ class Report(_Message):
     """Ranks per machine with which it was started."""
     fingerprint: str
     """Fingerprint of the configuration."""
-    phase: NodeState = NodeState.PARKED
+    phase: NodeState = NodeState.STANDBY
     attempt: int = 0
     """The last attempt of which it was a member; 0 if there is none."""
     node_rank: int = -1
@@ -111,12 +111,12 @@ class Report(_Message):
     is_stopping: bool = False
     """Whether it was asked to stop."""
     has_lost_lease: bool = False
-    """Whether it parked in `attempt` because its lease had ended."""
+    """Whether it went on standby in `attempt` because its lease had ended."""
     failure: FailureKind = FailureKind.NONE
     """How a rank failed in `attempt`."""
     failure_text: str = ""
     failure_signature: str = ""
-    """As in `restart_policy.Failure`."""
+    """Signature of the failure, see `restart_policy.Failure`."""
     failure_rank: int = -1
     failure_status: int = 0
     failure_age_s: float = 0.0
@@ -141,7 +141,7 @@ class RunState(StrEnum):
     REBUILDING = "rebuilding"
     """The rendezvous was restarted and learns from reports what runs. Nothing changes meanwhile."""
     FORMING = "forming"
-    """The next attempt waits for machines. All ranks park."""
+    """The next attempt waits for machines. All ranks go on standby."""
     RUNNING = "running"
     ENDED = "ended"
 

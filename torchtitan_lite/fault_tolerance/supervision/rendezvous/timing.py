@@ -20,14 +20,14 @@ LEASE_S = 4.0
 answered report was sent."""
 STOP_S = 3.0
 """Time in which it must have stopped them."""
-PARK_S = STOP_S * 2 / 3
-"""The part of it for ranks to park; then they are killed."""
+STANDBY_S = STOP_S * 2 / 3
+"""The part of it for ranks to return to standby; then they are killed."""
 LOST_S = LEASE_S + STOP_S + 1.0
 """Time without a report after which a machine is lost. Counted from when the rendezvous received
 the last report, and that is later than it was sent; the last second is a margin."""
 ALL_LOST_S = 60.0
 """The same if all machines were silent, which is more likely an outage of the rendezvous or its
-network: then nobody is replaced before it is sure."""
+network: then no machine is replaced before it is certain."""
 OUTAGE_S = LEASE_S
 """Time without a report of any machine that counts as such an outage."""
 HOLD_S = 60.0

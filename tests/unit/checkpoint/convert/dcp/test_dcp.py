@@ -1,5 +1,6 @@
 """Conversion from and to torch DCP checkpoints with torchtitan's names."""
 
+import errno
 import pickle
 import subprocess
 import warnings
@@ -33,6 +34,7 @@ from torchtitan_lite.checkpoint.convert.dcp.keys import (
 from torchtitan_lite.checkpoint.convert.dcp.to_dcp import convert_to_dcp
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage, open_storage
+from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.models import deepseek_v3, llama3, qwen3
 from torchtitan_lite.nn.moe import MoEDims
@@ -334,6 +336,21 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], Any], message:
     damage(dcp)
     with pytest.raises(DamagedCheckpoint, match=message):
         import_dcp(dcp, tmp_path / "ours", LLAMA)
+
+
+class _FullDisk(Files):
+    def create(self, path: Path, *, direct: bool = False) -> int:
+        if path.name == "rank-00001.safetensors":
+            raise OSError(errno.ENOSPC, "no space")
+        return super().create(path, direct=direct)
+
+
+def test_a_full_disk_leaves_no_files(tmp_path: Path) -> None:
+    source = DcpFolder(theirs(LLAMA, "0.3").save(tmp_path / "given"))
+    out = open_storage(str(tmp_path / "ours"), _FullDisk())
+    with pytest.raises(OSError, match="no space"):
+        convert_from_dcp(source, out, LLAMA, run_config={}, file_bytes=1)
+    assert list((tmp_path / "ours").iterdir()) == []
 
 
 def test_a_folder_without_dcp_metadata(tmp_path: Path) -> None:

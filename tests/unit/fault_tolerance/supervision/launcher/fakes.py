@@ -55,7 +55,7 @@ def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, gr
         log_dir=folder / "logs",
         max_restarts=restarts,
         grace_s=grace,
-        notifier_command=lambda address: fake("leave_notice_sender", folder, address),
+        notifier_command=lambda address: fake("departure_notifier", folder, address),
     )
     launcher = Launcher(plan, PlainLines())
     status = launcher.run()
@@ -73,8 +73,8 @@ def lighthouse(folder: Path, address: str) -> int:
     return 0
 
 
-def leave_notice_sender(folder: Path, address: str) -> int:
-    _note(folder, "leave_notice_sender", "0")
+def departure_notifier(folder: Path, address: str) -> int:
+    _note(folder, "departure_notifier", "0")
     for line in sys.stdin:
         with (folder / "left").open("a") as file:
             file.write(f"{address} {line}")
@@ -156,8 +156,8 @@ def main(kind: str, folder: str, *rest: str) -> int:
             return launch(Path(folder), mode, int(replicas), int(ranks), int(restarts), grace)
         case "parent":
             return parent(Path(folder), rest[0], int(rest[1]), int(rest[2]))
-        case "leave_notice_sender":
-            return leave_notice_sender(Path(folder), rest[0])
+        case "departure_notifier":
+            return departure_notifier(Path(folder), rest[0])
         case "rank":
             return rank(Path(folder), rest[0], int(rest[1]))
     return lighthouse(Path(folder), rest[0])

@@ -131,7 +131,7 @@ def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.Mon
     assert f"train --nproc=2 --spares=0 --resized={degree}=2 --config" in command
     options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
     assert " ".join(plan.lighthouse_command("a:1")) == f"{program}.{module} {options}"
-    # torchft's lighthouse accepts no notices.
+    # torchft's lighthouse accepts no departures.
     assert (plan.notifier_command is not None) == (lighthouse == "builtin")
     assert plan.is_pipelined(pipelined) and not plan.is_pipelined(RunMesh(4))
     assert plan.log_folder(1) == Path("from_file/launch_logs/replica_001")

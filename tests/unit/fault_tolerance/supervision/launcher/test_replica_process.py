@@ -321,16 +321,16 @@ def test_a_launcher_reports_a_hang_unless_a_link_explains_it(explains: bool) -> 
 
 def test_a_launcher_counts_failures_of_ranks_and_notifies_the_lighthouse() -> None:
     failures: list[tuple[int, int]] = []
-    notices: list[tuple[str, str]] = []
+    departures: list[tuple[str, str]] = []
     launcher = _launcher(
         _resizer=SimpleNamespace(record_failure=lambda *one: failures.append(one[:2])),
         _lighthouse=SimpleNamespace(address="host:1"),
-        _notifier=SimpleNamespace(notify=lambda *one: notices.append(one)),
+        _notifier=SimpleNamespace(notify=lambda *one: departures.append(one)),
     )
     replica: Any = SimpleNamespace(number=3, name="replica_00003")
     for rank in (None, 0):
         launcher._on_failure(replica, rank)
-    assert failures == [(3, 0)] and notices == [("host:1", "replica_00003")] * 2
+    assert failures == [(3, 0)] and departures == [("host:1", "replica_00003")] * 2
 
 
 def test_a_launcher_follows_each_signal_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from tests.harness.launch import SMALL
 from torchtitan_lite.cli import main
-from torchtitan_lite.cli.train import _checked, _resizing, _split_options
+from torchtitan_lite.cli.train_agents import resizing
+from torchtitan_lite.cli.train_options import checked_config, split_options
 from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize import (
@@ -204,12 +205,12 @@ def test_a_request_to_resize_may_change_nothing_else(arguments: list[str]) -> No
 def test_an_agent_accepts_a_request_if_its_run_can_continue(
     tmp_path: Path, arguments: tuple[str, ...], error: str
 ) -> None:
-    options, given = _split_options(
+    options, given = split_options(
         [*SMALL, f"--job.dump_folder={tmp_path}", "--checkpoint.ram_interval=1",
          "--training.local_batch_size=1", *arguments]
     )  # fmt: skip
-    config, _ = _checked(given, 1)
-    _, check = _resizing(given, options, config)
+    config, _ = checked_config(given, 1)
+    _, check = resizing(given, options, config)
     request = ResizeRequest(mesh=RunMesh(2))
     with pytest.raises(ConfigError, match=error) if error else nullcontext():
         check(request)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.cli.train import _split_options
+from torchtitan_lite.cli.train_options import split_options
 from torchtitan_lite.fault_tolerance.supervision.launcher import start_command as module
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import (
     TRAIN_OPTIONS,
@@ -72,7 +72,7 @@ def test_options_of_torchrun(options: str, program: str, tmp_path: Path) -> None
     ],
 )
 def test_options_of_train(given: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, arguments = _split_options(given.split())
+    options, arguments = split_options(given.split())
     monkeypatch.setenv(TRAIN_OPTIONS, shlex.join(options.kept))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     words = start_command(arguments, 4)

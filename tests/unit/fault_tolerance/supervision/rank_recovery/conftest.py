@@ -30,7 +30,7 @@ class FakeProcess:
         self.is_started, self.state = True, RankState.TRAINING
 
     def abort_training(self) -> None:
-        """It may park, or not."""
+        """It may go on standby, or not."""
 
     def leave_training(self) -> None:
         self.is_ordered_to_leave = True

@@ -31,9 +31,9 @@ def test_messages_arrive_in_order_until_the_other_end_closes() -> None:
     ours, theirs = socket.socketpair()
     channel, other = AgentChannel(ours), AgentChannel(theirs)
     assert channel.receive(wait=False) == []
-    other.send(parked=True)
+    other.send(standby=True)
     other.send(failed="x" * 100_000)
-    assert channel.receive(wait=True) == [{"parked": True}]
+    assert channel.receive(wait=True) == [{"standby": True}]
     assert channel.receive(wait=True) == [{"failed": "x" * 100_000}]
     theirs.sendall(b'{"ended"')
     assert channel.receive(wait=False) == [] and not channel.has_ended

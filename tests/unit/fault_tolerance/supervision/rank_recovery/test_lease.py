@@ -18,7 +18,7 @@ class _Killed(Exception):
 def test_a_rank_that_trains_is_killed_at_the_end_of_its_lease(
     monkeypatch: pytest.MonkeyPatch, trains_from_s: int, ends_after_s: int
 ) -> None:
-    """A parked one needs none."""
+    """One on standby needs none."""
     now_s, held = 0, Lease()
     held._until_s = 5
 

@@ -45,7 +45,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.server import rendezvous_server
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     LEASE_S,
-    PARK_S,
+    STANDBY_S,
     lease_clock_s,
 )
 
@@ -152,9 +152,9 @@ class _Agent(MachineAgent):
         """End the processes, and leave."""
         self._shutdown()
 
-    def park_deadline_s(self) -> float:
+    def standby_deadline_s(self) -> float:
         """Return the deadline of an order that comes now."""
-        return self._park_deadline_s(time.monotonic())
+        return self._standby_deadline_s(time.monotonic())
 
 
 _HANGS_S = 4.0
@@ -224,16 +224,16 @@ def test_writers_end_first_when_the_lease_ends(
     agent: _Agent, writer: subprocess.Popen[bytes]
 ) -> None:
     agent.pause()
-    assert agent.park_deadline_s() - time.monotonic() > PARK_S
+    assert agent.standby_deadline_s() - time.monotonic() > STANDBY_S
     # Without it, reports end, and the lease does.
-    time.sleep(LEASE_S + PARK_S)
+    time.sleep(LEASE_S + STANDBY_S)
     assert writer.poll() is None
-    assert agent.park_deadline_s() < time.monotonic() + PARK_S
+    assert agent.standby_deadline_s() < time.monotonic() + STANDBY_S
     agent.pause()
     assert writer.wait(5) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("phase", [NodeState.PARKED, NodeState.ENDED])
+@pytest.mark.parametrize("phase", [NodeState.STANDBY, NodeState.ENDED])
 def test_writers_end_before_a_machine_leaves_unless_it_has_finished(
     phase: NodeState, agent: _Agent, writer: subprocess.Popen[bytes]
 ) -> None:
@@ -323,7 +323,7 @@ def test_a_signal_waits_until_ranks_that_left_train_again(agent: _Agent) -> None
     agent.stop()
     agent.answered(replace(_READY, resize=""))
     assert not agent.may_forward()
-    agent.report(NodeState.PARKED)
+    agent.report(NodeState.STANDBY)
     assert agent.may_wait(_READY)
     # Also before the store of the next attempt is known, but not on a spare machine.
     agent.joins(2)
@@ -466,11 +466,11 @@ def test_a_spare_machine_waits_as_long_as_it_has_a_lease(agent: _Agent) -> None:
         agent.joined((spare, True), (replace(spare, num_joined=1), False), timeout_s=-1)
 
 
-def test_ranks_may_park_before_their_machine_is_told_to_order_it(agent: _Agent) -> None:
+def test_ranks_may_be_on_standby_before_their_machine_is_told_to_order_it(agent: _Agent) -> None:
     """All ranks leave after the same step, of which another machine was told first."""
     agent.joins(1)
     process = FakeProcess()
-    process.state = RankState.PARKED
+    process.state = RankState.STANDBY
     agent.answered(replace(_READY, resize_state=ResizeState.ACCEPTED))
     assert agent.monitored(process) is WorkerState.HEALTHY
     agent.answered(_READY)

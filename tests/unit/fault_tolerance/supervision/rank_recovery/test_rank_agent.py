@@ -89,7 +89,7 @@ class _Replica:
     def ready(self) -> None:
         self.tick()
         (new,) = self.started
-        new.state = RankState.PARKED
+        new.state = RankState.STANDBY
         self.tick()
         assert self.answer() is ResizeState.READY
 
@@ -97,7 +97,7 @@ class _Replica:
         self.ready()
         self.permit(Permission.LEAVE)
         for one in self.ranks:
-            one.state = RankState.PARKED
+            one.state = RankState.STANDBY
         self.tick()
         assert self.answer() is ResizeState.LEFT
 
@@ -117,10 +117,10 @@ def test_each_phase_needs_a_permission(replica: _Replica) -> None:
     assert not any(one.is_ordered_to_leave for one in replica.ranks)
     replica.permit(Permission.LEAVE)
     assert all(one.is_ordered_to_leave for one in replica.ranks)
-    replica.ranks[0].state = RankState.PARKED
+    replica.ranks[0].state = RankState.STANDBY
     replica.tick()
     assert replica.answer() is ResizeState.READY
-    replica.ranks[1].state = RankState.PARKED
+    replica.ranks[1].state = RankState.STANDBY
     replica.tick()
     assert replica.answer() is ResizeState.LEFT
     assert replica.tick().state is WorkerState.HEALTHY
@@ -133,10 +133,10 @@ def test_each_phase_needs_a_permission(replica: _Replica) -> None:
 
 
 def test_a_rank_that_is_slow_to_start_is_not_killed(replica: _Replica) -> None:
-    states = iter([RankState.STARTING, RankState.STARTING, RankState.PARKED])
+    states = iter([RankState.STARTING, RankState.STARTING, RankState.STANDBY])
     slow = replica.ranks[0]
     for one in replica.ranks:
-        one.state = RankState.PARKED
+        one.state = RankState.STANDBY
     slow.poll = lambda: setattr(slow, "state", next(states, slow.state))
     replica.start()
     assert all(one.is_started for one in replica.ranks)
@@ -147,21 +147,21 @@ def test_a_rank_that_is_slow_to_start_is_not_killed(replica: _Replica) -> None:
 def test_a_rank_that_does_not_leave_its_training_in_time_is_replaced(
     replica: _Replica, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
-    monkeypatch.setattr(agent, "_PARK_S", 0.0)
+    monkeypatch.setattr(agent, "_STANDBY_S", 0.0)
     stays = replica.ranks[1]
     polls = iter([RankState.TRAINING] * 3)
     # What does not end in time ends at last.
-    stays.poll = lambda: setattr(stays, "state", next(polls, RankState.PARKED))
-    replica.ranks[0].state = RankState.PARKED
+    stays.poll = lambda: setattr(stays, "state", next(polls, RankState.STANDBY))
+    replica.ranks[0].state = RankState.STANDBY
     if leaves:
-        stays.state = RankState.PARKED
+        stays.state = RankState.STANDBY
     replica.agent._stop_workers(replica.agent._worker_group)
     assert [number in replica.agent._ranks for number in (0, 1)] == [True, leaves]
 
 
 def test_ranks_that_start_are_not_ordered_to_leave(replica: _Replica) -> None:
     replica.tick()
-    replica.started[0].state = RankState.PARKED
+    replica.started[0].state = RankState.STANDBY
     replica.ranks[1].has_progress = False
     replica.tick()
     assert replica.answer() is ResizeState.ACCEPTED
@@ -289,7 +289,7 @@ def test_an_answer_that_cannot_be_written_is_written_later(
     replica: _Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica.tick()
-    replica.started[0].state = RankState.PARKED
+    replica.started[0].state = RankState.STANDBY
 
     def full(*_: object) -> None:
         raise OSError("no space left on device")
@@ -335,7 +335,7 @@ def test_ranks_that_start_are_watched_anew(
     agent: Any = replica.agent
     monkeypatch.setattr(agent, "_environment", lambda worker, group: {})
     for one in replica.ranks:
-        one.state = RankState.PARKED
+        one.state = RankState.STANDBY
         monkeypatch.setattr(
             one, "start_training", lambda *given, process=one: started.append(process), False
         )
@@ -348,17 +348,17 @@ def test_ranks_that_start_are_watched_anew(
 def test_only_the_ranks_that_were_lost_are_replaced(replica: _Replica) -> None:
     agent: Any = replica.agent
     for one in replica.ranks:
-        one.state = RankState.PARKED
+        one.state = RankState.STANDBY
         one.abort_training = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     lost = replica.ranks[1]
     agent._lost = {1}
     agent._stop_workers(agent._worker_group)
     assert lost.state is RankState.EXITED and list(agent._ranks) == [0]
     agent._ranks[1] = new = FakeProcess()
-    new.state = RankState.PARKED
+    new.state = RankState.STANDBY
     new.abort_training = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     agent._stop_workers(agent._worker_group)
-    assert new.state is RankState.PARKED and list(agent._ranks) == [0, 1]
+    assert new.state is RankState.STANDBY and list(agent._ranks) == [0, 1]
 
 
 def test_a_process_that_trains_again_has_no_exit_status() -> None:
@@ -398,7 +398,7 @@ def test_only_the_configured_spares_remain_the_warm_ones_first(
     starting, warm, other = (FakeProcess() for _ in range(3))
     starting.state, warm.state, other.state = (
         RankState.STARTING,
-        RankState.PARKED,
+        RankState.STANDBY,
         RankState.STARTING,
     )
     agent._spares = [starting, warm, other]

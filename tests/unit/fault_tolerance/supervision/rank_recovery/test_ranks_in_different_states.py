@@ -16,12 +16,12 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent imp
 
 
 def _ranks(*values: dict[str, Any]) -> dict[int, Any]:
-    default = {"state": RankState.PARKED, "has_progress": False, "poll": lambda: None}
+    default = {"state": RankState.STANDBY, "has_progress": False, "poll": lambda: None}
     return {rank: SimpleNamespace(**{**default, **value}) for rank, value in enumerate(values)}
 
 
 @pytest.mark.parametrize(
-    ("second", "has_ended"), [(RankState.ENDED, True), (RankState.PARKED, False)]
+    ("second", "has_ended"), [(RankState.ENDED, True), (RankState.STANDBY, False)]
 )
 def test_a_run_succeeds_once_all_ranks_have_ended(second: RankState, has_ended: bool) -> None:
     agent: Any = SimpleNamespace(
@@ -58,12 +58,12 @@ def test_spares_start_once_all_ranks_have_progress(has_progress: bool) -> None:
     assert started == (["progress", "spare"] if has_progress else [])
 
 
-@pytest.mark.parametrize("second", [RankState.PARKED, RankState.ENDED])
-def test_a_machine_has_left_once_all_its_ranks_are_parked(second: RankState) -> None:
+@pytest.mark.parametrize("second", [RankState.STANDBY, RankState.ENDED])
+def test_a_machine_has_left_once_all_its_ranks_are_on_standby(second: RankState) -> None:
     agent: Any = SimpleNamespace(
         _left_attempt=3, _attempt_number=3, _ranks=_ranks({}, {"state": second})
     )
-    assert MachineAgent._has_left(agent) == (second is RankState.PARKED)
+    assert MachineAgent._has_left(agent) == (second is RankState.STANDBY)
 
 
 @pytest.mark.parametrize("has_progress", [True, False])

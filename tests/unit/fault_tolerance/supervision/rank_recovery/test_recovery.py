@@ -106,7 +106,7 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
     def agent() -> None:
         channel = AgentChannel(here)
         for _ in range(2):
-            # It is parked, and then has ended.
+            # It is on standby, and then has ended.
             log.append(f"{channel.receive(wait=True)} training: {lease.is_training}")
             channel.send(**({"start": {}, "arguments": []} if len(log) == 1 else {"exit": 3}))
         channel.close()
@@ -125,7 +125,7 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
         thread.join()
         own.close()
     assert log == [
-        "[{'parked': True}] training: False",
+        "[{'standby': True}] training: False",
         "forgotten",
         "[{'ended': 0, 'reason': ''}] training: False",
     ]

@@ -67,7 +67,7 @@ def _started(train_s: float, module: str = "json") -> Iterator[tuple[AgentChanne
 
 def _start(train_s: float) -> Iterator[tuple[AgentChannel, Any]]:
     with _started(train_s) as (channel, process):
-        assert channel.receive(wait=True) == [{"parked": True}]
+        assert channel.receive(wait=True) == [{"standby": True}]
         yield channel, process
 
 
@@ -102,7 +102,7 @@ def test_an_error_before_the_process_groups_exist_is_reported(
     for _ in range(2):
         channel.send(start={}, arguments=["unreachable"])
         messages = channel.receive(wait=True)
-        while {"parked": True} not in messages:
+        while {"standby": True} not in messages:
             messages += channel.receive(wait=True)
         assert messages[0] == {"failed": "ConnectionRefusedError: the store", "may_pass": True}
     channel.send(start={}, arguments=["wrong"])
@@ -127,7 +127,7 @@ def test_a_swallowed_interrupt_is_repeated(
     began_s = time.monotonic()
     channel.send(abort=True)
     # It does not count as a failure of this rank.
-    assert channel.receive(wait=True) == [{"parked": True}]
+    assert channel.receive(wait=True) == [{"standby": True}]
     assert 0.9 < time.monotonic() - began_s < 5
 
 
@@ -135,7 +135,7 @@ def test_a_rank_kills_itself_when_its_lease_ends(
     slow: tuple[AgentChannel, Any],
 ) -> None:
     channel, process = slow
-    # A parked process needs no lease.
+    # A process on standby needs no lease.
     channel.send(lease=lease_clock_s() + 0.1)
     time.sleep(0.5)
     assert process.is_alive()

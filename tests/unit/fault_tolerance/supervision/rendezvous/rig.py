@@ -72,12 +72,12 @@ class Rig:
                 has_lost_lease=False,
                 failure=FailureKind.NONE,
             )
-        elif answer.state is RunState.FORMING and report.phase is not NodeState.PARKED:
+        elif answer.state is RunState.FORMING and report.phase is not NodeState.STANDBY:
             if report.machine in self.stays:
                 # They wait for ranks of other machines, which are aborted first.
                 failure = FailureKind.EXCEPTION
                 report = replace(report, failure=failure, failure_text="connection closed")
-            report = replace(report, phase=NodeState.PARKED)
+            report = replace(report, phase=NodeState.STANDBY)
         elif is_member and report.phase is NodeState.JOINED and report.has_progress:
             report = self._resized(report, answer)
         if answer.request == report.request and answer.request_state.is_final:
@@ -92,7 +92,7 @@ class Rig:
         if answer.resize_state is ResizeState.READY:
             report = replace(report, leaving_for=answer.resize_mesh)
             if report.machine not in self.stays:
-                report = replace(report, phase=NodeState.PARKED, has_left=True)
+                report = replace(report, phase=NodeState.STANDBY, has_left=True)
         return report
 
     def train(self, *names: str) -> None:
@@ -137,10 +137,10 @@ class Rig:
         return max(one.attempt for one in self.answers.values())
 
 
-def park(rig: Rig, *names: str) -> None:
+def stand_by(rig: Rig, *names: str) -> None:
     """Stop the ranks of machines whose leases have ended."""
     for name in names:
-        rig.machines[name] = replace(rig.machines[name], phase=NodeState.PARKED)
+        rig.machines[name] = replace(rig.machines[name], phase=NodeState.STANDBY)
 
 
 def fail(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, fail, park
+from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, fail, stand_by
 from torchtitan_lite.core.errors import GIVEN_UP, MACHINE_FAULT
 from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import HEALTHY_S
 from torchtitan_lite.fault_tolerance.supervision.rendezvous import coordinator
@@ -25,14 +25,14 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     LEASE_S,
     LOST_S,
     OUTAGE_S,
-    PARK_S,
     REPORT_S,
+    STANDBY_S,
     STOP_S,
 )
 
 
 def test_a_lease_ends_before_a_machine_counts_as_lost() -> None:
-    assert LEASE_S + STOP_S < LOST_S < ALL_LOST_S and PARK_S < STOP_S
+    assert LEASE_S + STOP_S < LOST_S < ALL_LOST_S and STANDBY_S < STOP_S
     # One report of a lease may fail, and an agent that is blocked reports no more.
     assert REPORT_S + CALL_S < LEASE_S and BLOCKED_S < LEASE_S and OUTAGE_S < LOST_S
 
@@ -75,7 +75,7 @@ def test_a_spare_takes_the_place_of_a_lost_machine_only_after_its_lease() -> Non
     assert "lost b" in rig.answers["a"].reason
     # It returns, and neither is a member nor ends the attempt.
     rig.silent.clear()
-    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.PARKED)
+    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.STANDBY)
     rig.run(5)
     assert rig.places() == {"a": 0, "c": 1} and rig.attempt() == 2
 
@@ -133,7 +133,7 @@ def test_an_exception_that_the_end_of_a_lease_explains_blames_nobody() -> None:
     rig = Rig("a", "b")
     rig.start()
     rig.restart_server(outage_s=LOST_S)
-    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.PARKED, has_lost_lease=True)
+    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.STANDBY, has_lost_lease=True)
     closed = "rank 0: Connection closed by peer"
     fail(rig, "a", FailureKind.EXCEPTION, closed)
     rig.run(5)
@@ -147,7 +147,7 @@ def test_the_first_of_several_exceptions_is_the_cause() -> None:
     fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed", age_s=0.6)
     rig.send(
         "b",
-        phase=NodeState.PARKED,
+        phase=NodeState.STANDBY,
         failure=FailureKind.EXCEPTION,
         failure_text="rank 1: InjectedError",
         failure_age_s=0.9,
@@ -162,7 +162,7 @@ def test_an_outage_of_the_server_expires_nobody(silence_s: float, first: str) ->
     rig = Rig("a", "b", "c")
     rig.start()
     rig.now_s += silence_s
-    park(rig, "a", "b")
+    stand_by(rig, "a", "b")
     # One machine reports for some time before the others do.
     rig.silent = set("abc") - {first}
     rig.run(4)
@@ -184,20 +184,20 @@ def test_machines_that_are_all_lost_are_replaced_in_the_end() -> None:
     assert rig.attempt() == 2 and rig.places()["c"] != rig.places()["d"]
 
 
-@pytest.mark.parametrize("is_parked", [False, True])
-def test_a_restarted_server_keeps_members_and_spares(is_parked: bool) -> None:
+@pytest.mark.parametrize("is_standby", [False, True])
+def test_a_restarted_server_keeps_members_and_spares(is_standby: bool) -> None:
     rig = Rig("a", "b", "c", "d")
     rig.start()
-    rig.restart_server(outage_s=LOST_S if is_parked else 1)
-    if is_parked:
-        park(rig, "a", "b")
+    rig.restart_server(outage_s=LOST_S if is_standby else 1)
+    if is_standby:
+        stand_by(rig, "a", "b")
     # The spares come first, alone, and are enough for an attempt.
     rig.silent = {"a", "b"}
     rig.run(LOST_S - 2)
     rig.silent = set()
     rig.run(5)
     assert rig.places() == {"a": 0, "b": 1}
-    assert rig.attempt() == (2 if is_parked else 1)
+    assert rig.attempt() == (2 if is_standby else 1)
 
 
 @pytest.mark.parametrize("late_s", [0.0, LOST_S + 2])
@@ -207,7 +207,7 @@ def test_members_that_reach_a_restarted_server_late_keep_their_places(late_s: fl
     # Nobody reaches it at first; then the spares do, and are enough for an attempt.
     rig.restart_server()
     rig.now_s += LOST_S + 1
-    park(rig, "a", "b")
+    stand_by(rig, "a", "b")
     rig.silent = {"a", "b"}
     rig.send("c")
     rig.send("d")
@@ -260,7 +260,7 @@ def test_a_member_of_an_older_attempt_does_not_displace_a_newer_one() -> None:
     assert rig.attempt() == 2
     rig.restart_server()
     rig.silent = set()
-    park(rig, "b")
+    stand_by(rig, "b")
     rig.run(LOST_S + 5)
     assert rig.places() == {"a": 0, "c": 1} and rig.attempt() == 2
 
@@ -337,7 +337,7 @@ def test_failures_in_a_row_delay_an_attempt_by_at_most_a_second_and_end_the_run(
     rig.start()
     for delay_s in (0.1, 0.2, 0.4, 0.8, *(1.0,) * 6):
         fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
-        # The ranks of the other machine park.
+        # The ranks of the other machine return to standby.
         rig.send("a")
         for name in "bab":
             assert rig.send(name).state is RunState.FORMING
@@ -403,7 +403,7 @@ def _cut(rig: Rig, *names: str) -> Mapping[str, int]:
     """Let members lose their leases. Return the node ranks in the next attempt."""
     attempt = rig.attempt()
     for name in names:
-        rig.send(name, phase=NodeState.PARKED, has_lost_lease=True)
+        rig.send(name, phase=NodeState.STANDBY, has_lost_lease=True)
     rig.run(4)
     assert rig.attempt() == attempt + 1
     return rig.places()
@@ -466,7 +466,7 @@ def test_a_machine_that_loses_its_lease_twice_in_a_row_is_replaced() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     for attempt in (2, 3):
-        rig.send("b", phase=NodeState.PARKED, has_lost_lease=True)
+        rig.send("b", phase=NodeState.STANDBY, has_lost_lease=True)
         rig.run(8)
         assert rig.attempt() == attempt and rig.answers["a"].reason == "b was cut off"
     assert rig.places() == {"a": 0, "c": 1}
@@ -476,7 +476,7 @@ def test_a_machine_that_loses_its_lease_again_and_again_without_a_spare_ends_the
     rig = Rig("a", "b")
     rig.start()
     for _ in range(20):
-        rig.send("b", phase=NodeState.PARKED, has_lost_lease=True)
+        rig.send("b", phase=NodeState.STANDBY, has_lost_lease=True)
         rig.run(8, until=lambda: rig.state() is RunState.RUNNING)
         if rig.state() is RunState.ENDED:
             break
@@ -489,7 +489,7 @@ def test_leases_that_all_machines_lose_only_delay_the_next_attempt() -> None:
     for attempt in range(2, 20):
         for name in "ab":
             rig.machines[name] = replace(
-                rig.machines[name], phase=NodeState.PARKED, has_lost_lease=True
+                rig.machines[name], phase=NodeState.STANDBY, has_lost_lease=True
             )
         rig.run(0.5)
         assert rig.attempt() == attempt - 1
@@ -502,7 +502,7 @@ def test_a_machine_at_fault_is_replaced_at_once_and_does_not_return() -> None:
     rig.start()
     fail(rig, "b", FailureKind.USER_ERROR, "rank 1: exit status 4", status=MACHINE_FAULT)
     rig.silent = {"b"}
-    rig.send("b", phase=NodeState.PARKED)
+    rig.send("b", phase=NodeState.STANDBY)
     rig.run(5)
     assert rig.places()["c"] == 1 and rig.attempt() == 2
     with pytest.raises(Rejected, match="at fault"):

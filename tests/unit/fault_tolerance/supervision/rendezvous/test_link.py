@@ -127,7 +127,7 @@ def test_reports_have_their_interval_unless_they_change() -> None:
     assert link._client.calls == ["Report"] * 3
 
 
-def test_no_report_follows_the_notice_of_leaving() -> None:
+def test_no_report_follows_the_departure() -> None:
     """It would bring the machine back."""
     link: Any = _link("127.0.0.1:1")
     client = link._client = _Client()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, fail, park
+from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, fail, stand_by
 from torchtitan_lite.core.errors import MACHINE_FAULT
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import LEAVE_S, ResizeState
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
@@ -93,7 +93,7 @@ def test_a_lost_lease_ends_a_resize_that_not_all_machines_have_joined() -> None:
     rig.run(5, until=lambda: rig.attempt() == 2)
     rig.silent = {"a"}
     rig.run(1)
-    rig.send("b", phase=NodeState.PARKED, has_lost_lease=True)
+    rig.send("b", phase=NodeState.STANDBY, has_lost_lease=True)
     rig.silent = set()
     rig.run(5)
     assert rig.ended.get("r1") == (ResizeState.FAILED, "b was cut off")
@@ -191,7 +191,7 @@ def test_a_machine_at_fault_is_replaced_and_the_run_returns_to_its_mesh() -> Non
     rig.run(5)
     fail(rig, "b", FailureKind.USER_ERROR, "rank 2: a faulty GPU", status=MACHINE_FAULT)
     rig.silent.add("b")
-    rig.send("b", phase=NodeState.PARKED)
+    rig.send("b", phase=NodeState.STANDBY)
     rig.run(5)
     assert rig.places()["c"] == 1 and rig.answers["a"].mesh == "1"
 
@@ -246,7 +246,10 @@ def test_a_late_leave_explains_no_later_failure() -> None:
     _request(rig, name="a")
     rig.run(LEAVE_S + 10, until=lambda: rig.state() is RunState.FORMING)
     rig.send(
-        "b", phase=NodeState.PARKED, failure=FailureKind.DEATH, failure_text="rank 1: out of memory"
+        "b",
+        phase=NodeState.STANDBY,
+        failure=FailureKind.DEATH,
+        failure_text="rank 1: out of memory",
     )
     rig.run(5)
     assert rig.attempt() == 2 and _present(rig) == ("r1", ResizeState.ACCEPTED)
@@ -291,7 +294,7 @@ def test_an_outage_while_ranks_leave_blames_no_machine() -> None:
     rig.run(2)
     rig.now_s += LEASE_S + 1
     rig.machines["b"] = replace(rig.machines["b"], has_lost_lease=True)
-    park(rig, "b")
+    stand_by(rig, "b")
     rig.run(3)
     rig.train("a", "b")
     # It would be the second failure of this machine, which a spare one replaces.

@@ -1,11 +1,11 @@
-"""Notices to the lighthouse that a replica has left: the launcher's side, and the process that
+"""Departures of replicas, as reported to the lighthouse: the launcher's side, and the process that
 sends them.
 
-`python -m torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices HOST:PORT` reads the
+`python -m torchtitan_lite.fault_tolerance.supervision.launcher.departures HOST:PORT` reads the
 names of replicas and the times of their failures (time.monotonic()) from standard input, one per
-line. It runs for the whole run, so that a notice arrives within milliseconds; and it is a separate
-process, because gRPC's threads are incompatible with the launcher's forks. TORCHTITAN_LITE_TOKEN
-authenticates it.
+line. It runs for the whole run, so that a departure arrives within milliseconds; and it is a
+separate process, because gRPC's threads are incompatible with the launcher's forks.
+TORCHTITAN_LITE_TOKEN authenticates it.
 """
 
 import math
@@ -27,11 +27,11 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import 
 )
 
 _TIMEOUT_S = 1.0
-"""Age at which a notice is dropped. A replica needs longer to join again."""
+"""Age at which a departure is dropped. A replica needs longer to join again."""
 
 
-class LeaveNotifier:
-    """Process that sends leave notices, started on first use and restarted after it died."""
+class DepartureNotifier:
+    """Process that sends departures, started on first use and restarted after it died."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LeaveNotifier:
     ) -> None:
         """`command` returns the command line for the lighthouse at HOST:PORT. Its errors go to
         `log`. It is started again after at most `max_restarts` consecutive failures, and then only
-        for the next notice."""
+        for the next departure."""
         self._command, self._environment, self._log = command, environment, log
         self._process: subprocess.Popen[bytes] | None = None
         self._input = -1
@@ -79,7 +79,7 @@ class LeaveNotifier:
         if now_s >= self._restart_at_s:
             self._restart_at_s = math.inf
             with suppress(OSError):
-                # Else the next notice starts it.
+                # Otherwise the next departure starts it.
                 self.start(address)
         if self._process is None:
             return None
@@ -88,10 +88,10 @@ class LeaveNotifier:
             return None
         self.kill()
         status = ExitStatus(code)
-        failure = failure_of("leave notifier", status, self._log)
+        failure = failure_of("departure notifier", status, self._log)
         decision = self._policy.attempt_failed(failure, now_s)
         if isinstance(decision, GiveUp):
-            return f"{status}: {decision.reason}; the next notice starts it again"
+            return f"{status}: {decision.reason}; the next departure starts it again"
         self._restart_at_s = now_s + decision.delay_s
         return f"{status}; it restarts in {decision.delay_s:g} s"
 
@@ -109,7 +109,7 @@ class LeaveNotifier:
 
 
 def main(address: str) -> int:
-    """Send a notice for each line of standard input, and return the exit status."""
+    """Send a departure for each line of standard input, and return the exit status."""
     # Imported here because the launcher imports this module and must not load gRPC.
     from torchtitan_lite.fault_tolerance.lighthouse.client import notify_left
 
@@ -123,7 +123,7 @@ def main(address: str) -> int:
         try:
             notify_left(address, name, token, left_s)
         except UserError as error:
-            # Without a notice the lighthouse notices the missing heartbeats, a few seconds later.
+            # Otherwise the lighthouse detects the missing heartbeats, a few seconds later.
             print(error, file=sys.stderr, flush=True)
     return 0
 

@@ -1,12 +1,12 @@
-"""The process that sends leave notices is started again after it died, but not in a loop."""
+"""The departure notifier is restarted after it died, but not in a loop."""
 
 import time
 from pathlib import Path
 
-from torchtitan_lite.fault_tolerance.supervision.launcher.leave_notices import LeaveNotifier
+from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier
 
 
-def _polled(notifier: LeaveNotifier, now_s: float) -> str:
+def _polled(notifier: DepartureNotifier, now_s: float) -> str:
     """Poll until the process has ended."""
     deadline_s = time.monotonic() + 30
     while (text := notifier.poll("a:1", now_s)) is None:
@@ -22,7 +22,7 @@ def test_a_notifier_that_fails_is_restarted_with_growing_delays(tmp_path: Path) 
         starts.append(address)
         return ["false"]
 
-    notifier = LeaveNotifier(command, {}, tmp_path / "log", max_restarts=2)
+    notifier = DepartureNotifier(command, {}, tmp_path / "log", max_restarts=2)
     notifier.start("a:1")
     assert "restarts in 0.2 s" in _polled(notifier, 0.0)
     assert notifier.poll("a:1", 0.1) is None and len(starts) == 1
@@ -33,12 +33,12 @@ def test_a_notifier_that_fails_is_restarted_with_growing_delays(tmp_path: Path) 
     if "0.4 s" in text:
         # It was seen alive.
         text = _polled(notifier, 2.0)
-    assert text.endswith("the next notice starts it again")
+    assert text.endswith("the next departure starts it again")
     assert notifier.poll("a:1", 1000.0) is None and notifier.pid is None
 
 
 def test_a_killed_notifier_has_ended(tmp_path: Path) -> None:
-    notifier = LeaveNotifier(lambda address: ["cat"], {}, tmp_path / "log", max_restarts=2)
+    notifier = DepartureNotifier(lambda address: ["cat"], {}, tmp_path / "log", max_restarts=2)
     notifier.start("a:1")
     pid = notifier.pid
     assert pid is not None
@@ -47,7 +47,7 @@ def test_a_killed_notifier_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_killed_notifier_stays_down(tmp_path: Path) -> None:
-    notifier = LeaveNotifier(lambda address: ["false"], {}, tmp_path / "log", max_restarts=2)
+    notifier = DepartureNotifier(lambda address: ["false"], {}, tmp_path / "log", max_restarts=2)
     notifier.start("a:1")
     _polled(notifier, 0.0)
     notifier.kill()

@@ -1,0 +1,71 @@
+"""Training together with other machines, which a rendezvous connects. Needs gRPC."""
+
+import os
+from collections.abc import Sequence
+from ipaddress import ip_address
+
+from torchtitan_lite.cli.train_agents import resizing
+from torchtitan_lite.cli.train_options import TrainOptions
+from torchtitan_lite.cli.train_processes import agent_environment, received_signals
+from torchtitan_lite.config import Config, check_resize_arguments, config_fingerprint
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.distributed.network import address_for_others, names_loopback
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
+
+
+def train_on_machines(
+    arguments: Sequence[str], options: TrainOptions, config: Config, secret: str
+) -> int:
+    """Train as one of several machines with the same `secret`, or wait as a spare one. Returns the
+    exit status. Raises UserError."""
+    address = _own_address(options)
+    link = RendezvousLink(
+        options.endpoint,
+        secret,
+        address=address,
+        name=f"{address} (process {os.getpid()})",
+        run_id=options.run_id,
+        num_machines=options.num_machines,
+        num_ranks=options.num_ranks,
+        fingerprint=config_fingerprint(config, options.num_ranks * options.num_machines),
+    )
+    inbox = ResizeInbox(
+        *resizing(arguments, options, config), check_arguments=check_resize_arguments
+    )
+    environment = agent_environment(options)
+    with received_signals() as received:
+        agent = MachineAgent(
+            lambda: RankProcess(arguments, environment),
+            options.num_ranks,
+            options.num_spares,
+            link=link,
+            join_timeout_s=options.join_timeout_s,
+            requests=received,
+            inbox=inbox,
+        )
+        inbox.start()
+        link.start()
+        agent.run()
+    return agent.exit_status
+
+
+def _own_address(options: TrainOptions) -> str:
+    """Return the address at which the other machines reach this one. Raises ConfigError."""
+    host, _, port = options.endpoint.rpartition(":")
+    host = host.strip("[]")
+    try:
+        address = address_for_others(host, int(port))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--rdzv-endpoint {options.endpoint} cannot be reached from this machine: {error}"
+        ) from None
+    is_local = ip_address(address).is_loopback and not names_loopback(host)
+    if is_local and options.num_machines > 1:
+        raise ConfigError(
+            f"This machine reaches --rdzv-endpoint {options.endpoint} by {address}, which other "
+            "machines cannot reach: name an address of the network that all machines share."
+        )
+    return address

@@ -1,0 +1,150 @@
+"""The command line of `torchtitan-lite train`: options, and arguments of the configuration."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.cli.parsers import similar_option, train_parser
+from torchtitan_lite.config import Config
+from torchtitan_lite.config.problems import tables_with
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.training.run_config import parse_command_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of `train` that are not keys of the configuration."""
+
+    num_ranks: int = 1
+    """Ranks per machine."""
+    num_spares: int = 0
+    """Spare processes per machine."""
+    resized: tuple[str, ...] = ()
+    """Arguments that a resize has changed, of an agent that the launcher starts again."""
+    num_machines: int = 1
+    endpoint: str = ""
+    """HOST:PORT of the rendezvous; empty for a run on this machine alone."""
+    run_id: str = "default"
+    join_timeout_s: int = 600
+    kept: tuple[str, ...] = ()
+    """The words of the options with which the run is resumed, whatever its number of ranks."""
+
+
+_OPTIONS = {
+    "--nproc": "--nproc",
+    "--nproc-per-node": "--nproc",
+    "--nproc_per_node": "--nproc",
+    "--spares": "--spares",
+    "--resized": "--resized",
+    "--nnodes": "--nnodes",
+    "--rdzv-endpoint": "--rdzv-endpoint",
+    "--rdzv_endpoint": "--rdzv-endpoint",
+    "--rdzv-id": "--rdzv-id",
+    "--rdzv_id": "--rdzv-id",
+    "--rdzv-timeout-s": "--rdzv-timeout-s",
+}
+"""Options and their other spellings, which are torchrun's."""
+
+
+def split_options(argv: Sequence[str]) -> tuple[TrainOptions, list[str]]:
+    """Return the options, and the arguments without them. Raises ConfigError."""
+    rest: list[str] = []
+    values: dict[str, str] = {}
+    arguments = iter(argv)
+    for word in arguments:
+        name, has_value, value = word.partition("=")
+        if name in _OPTIONS:
+            values[_OPTIONS[name]] = value if has_value else next(arguments, "")
+        else:
+            _check_spelling(name)
+            rest.append(word)
+    if values and "RANK" in os.environ:
+        raise ConfigError(
+            f"{next(iter(values))} is given, but torchrun has already started the processes: omit "
+            "it."
+        )
+    options = TrainOptions(
+        num_ranks=_num_ranks(values.get("--nproc", "1")),
+        num_spares=_whole(values, "--spares", 0, least=0),
+        resized=_resized(values),
+        num_machines=_whole(values, "--nnodes", 1, least=1),
+        endpoint=values.get("--rdzv-endpoint", ""),
+        run_id=values.get("--rdzv-id", TrainOptions.run_id),
+        join_timeout_s=_whole(values, "--rdzv-timeout-s", TrainOptions.join_timeout_s, least=1),
+        kept=tuple(
+            word
+            for name, value in values.items()
+            if name not in ("--nproc", "--resized")
+            for word in (name, value)
+        ),
+    )
+    _check_endpoint(options, values)
+    return options, rest
+
+
+def _check_spelling(word: str) -> None:
+    """Raise ConfigError for a mistyped option. One that is the name of a key without its section is
+    reported with the keys."""
+    # Only an agent's own.
+    known = ["--config", "--help", *(_OPTIONS.keys() - {"--resized"})]
+    meant = similar_option(word, known) if word.startswith("--") else None
+    if meant and not tables_with(Config, word.removeprefix("--")):
+        raise ConfigError(f"{word} is not an option of train. Did you mean {meant}?")
+
+
+def _resized(values: Mapping[str, str]) -> tuple[str, ...]:
+    if "--resized" in values and "--spares" not in values:
+        raise ConfigError("--resized is only for runs with --spares: omit it.")
+    try:
+        return tuple(shlex.split(values.get("--resized", "")))
+    except ValueError as error:
+        raise ConfigError(f"--resized is no list of arguments: {error}.") from None
+
+
+def _whole(values: Mapping[str, str], name: str, default: int, *, least: int) -> int:
+    value = values.get(name, str(default))
+    if not value.isdecimal() or int(value) < least:
+        raise ConfigError(f'{name} is "{value}", but must be a number of at least {least}.')
+    return int(value)
+
+
+def _num_ranks(value: str) -> int:
+    if value == "auto":
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(
+            f'--nproc is "{value}", but must be a number of at least 1, or "auto" for one process '
+            "per GPU."
+        )
+    return int(value)
+
+
+def _check_endpoint(options: TrainOptions, values: Mapping[str, str]) -> None:
+    host, _, port = options.endpoint.rpartition(":")
+    if "--rdzv-endpoint" in values and not (host and port.isdecimal()):
+        raise ConfigError(
+            f'--rdzv-endpoint is "{options.endpoint}", but must be HOST:PORT, such as '
+            "10.0.0.1:29520: the address of `torchtitan-lite rendezvous`."
+        )
+    of_machines = values.keys() & {"--rdzv-id", "--rdzv-timeout-s"} or options.num_machines > 1
+    if of_machines and not options.endpoint:
+        raise ConfigError(
+            "--nnodes above 1, --rdzv-id and --rdzv-timeout-s need --rdzv-endpoint: start "
+            "`torchtitan-lite rendezvous --bind HOST:PORT` on one machine, and name its address on "
+            "all."
+        )
+
+
+def checked_config(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
+    """Parse the configuration and check it against a number of ranks. Returns it and its file.
+    Raises ConfigError."""
+    config, file = parse_command_line(argv, usage=lambda: train_parser().format_help())
+    # Imports torch, so typos in the file are reported before.
+    from torchtitan_lite.training.checks.constraints import check_against
+
+    check_against(config, world_size)
+    return config, file
