@@ -227,9 +227,10 @@ class RotaryEmbedding(nn.Module):
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies_E = theta**-exponents
         self.length_of = lambda positions_BS: positions_BS.max() + 1
-        self._short_length: int | None = None
+        self.short_length: int | None = None
+        """Set: sequences of more positions have other frequencies."""
         if isinstance(scaling, LongRopeScaling):
-            self._short_length = scaling.original_max_position
+            self.short_length = scaling.original_max_position
             long_E = scaling.stretch_long(frequencies_E)
             self.register_buffer("long_frequencies_E", long_E, persistent=False)
         if scaling is not None:
@@ -238,15 +239,19 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two float32 tensors [B, S, 1, E/2]."""
-        frequencies_E = self.frequencies_E
-        if self._short_length is not None:
-            is_long = torch.as_tensor(self.length_of(positions_BS) > self._short_length)
-            is_long = is_long.to(frequencies_E.device)
-            frequencies_E = torch.where(is_long, self.long_frequencies_E, frequencies_E)
-        angles = positions_BS[:, :, None, None].float() * frequencies_E
+        angles = positions_BS[:, :, None, None].float() * self._frequencies(positions_BS)
         if self._magnitude == 1.0:
             return angles.cos(), angles.sin()
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude
+
+    def _frequencies(self, positions_BS: torch.Tensor) -> torch.Tensor:
+        if self.short_length is None:
+            return self.frequencies_E
+        is_long = self.length_of(positions_BS) > self.short_length
+        if isinstance(is_long, bool):
+            return self.long_frequencies_E if is_long else self.frequencies_E
+        # On the device, for which the host does not wait.
+        return torch.where(is_long, self.long_frequencies_E, self.frequencies_E)
 
 
 def rotate(

@@ -15,6 +15,7 @@ from torchtitan_lite.data import Tokenizer
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.decoder import OutputProjection
 from torchtitan_lite.nn.moe import MoE
+from torchtitan_lite.nn.rope import RotaryEmbedding
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel.inference import broadcast_from_first
 from torchtitan_lite.serving.inference.kv_cache import KeyValueCache
@@ -101,6 +102,9 @@ class BatchGenerator:
         self._device = mesh.device.torch_device
         self._cache = KeyValueCache(model)
         self._last = LastPosition(model)
+        rotaries = [part for part in model.modules() if isinstance(part, RotaryEmbedding)]
+        self._rotaries = [rotary for rotary in rotaries if rotary.short_length is not None]
+        """Those of which all rotations change where a sequence becomes long."""
         self._restore = ExitStack()
         self._restore.callback(self._cache.detach)
         self._restore.callback(self._last.detach)
@@ -166,20 +170,35 @@ class BatchGenerator:
                 if not generated[index].stopped
                 and lengths[index] + len(generated[index].ids) < ends[index]
             ]
-            if active:
-                # An ended sequence keeps its row, so that the others keep theirs.
-                places = [
-                    n + len(sequence.ids) - 1
-                    for n, sequence in zip(lengths, generated, strict=True)
-                ]
+            # An ended sequence keeps its row, so that the others keep theirs.
+            places = [
+                n + len(sequence.ids) - 1 for n, sequence in zip(lengths, generated, strict=True)
+            ]
+            if active and self._becomes_long(max(places) + 1):
+                self._cache.allocate(len(prompts), max(ends))
+                both = zip(prompts, generated, strict=True)
+                logits_BV = self._read([Prompt([*p.ids, *sequence.ids]) for p, sequence in both])
+            elif active:
                 logits_BV = self._forward(
                     _column(ids), _column(places), _column([0] * len(ids))[:, 0]
                 )
         return generated
 
+    def _becomes_long(self, length: int) -> bool:
+        """Whether sequences of one position less have other rotations, as LongRoPE has."""
+        return any(rotary.short_length == length - 1 for rotary in self._rotaries)
+
     def _read(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Prefill the prompts. Returns the logits after the last token of each."""
         length = max(len(prompt.ids) for prompt in prompts)
+        with ExitStack() as restore:
+            for rotary in self._rotaries:
+                # A chunk has the rotations of the whole.
+                restore.callback(setattr, rotary, "length_of", rotary.length_of)
+                rotary.length_of = lambda positions_BS: length
+            return self._read_chunks(prompts, length)
+
+    def _read_chunks(self, prompts: Sequence[Prompt], length: int) -> torch.Tensor:
         tokens_BS = torch.tensor([[*p.ids, *[0] * (length - len(p.ids))] for p in prompts])
         ends_B = torch.tensor([len(prompt.ids) - 1 for prompt in prompts])
         logits_BV = torch.empty(0)
