@@ -8,6 +8,11 @@ PARITY_FLOAT64 = 1e-10
 """Relative, float64. Another mesh sums the same terms in another order: an error of 1e-16 per
 addition, some 1e4 additions deep, and Adam divides by small second moments in its first steps."""
 
+PARITY_RECURRENT_FLOAT64 = 1e-7
+"""The same over ten steps of a tiny Qwen3-Next with weights that transformers draws: norms of heads
+divide by outputs of the recurrence that may be near 0, and each step enlarges the difference of the
+one before by up to 10."""
+
 PARITY_FLOAT32_LOSS = 1e-6
 """Relative, of a summed loss in float32. Ten times its rounding unit (1.2e-7)."""
 

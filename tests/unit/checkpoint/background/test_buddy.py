@@ -372,7 +372,7 @@ def test_copies_are_allocated_under_the_lock_of_the_folder(machines: list[Machin
 def test_a_source_that_computes_checksums_is_waited_for_and_counts_as_progress(
     machines: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Two tensors of 2.3 MiB take longer than the timeout.
+    # A tensor of 2.3 MiB takes longer than the timeout.
     monkeypatch.setattr(buddy, "_DIGEST_CHUNK_BYTES", 4096)
     source = machines[1]
     snapshot(source.region, 0, 7)
@@ -400,7 +400,7 @@ class SlowServer(StateServer):
 
     def prepare(self, version: int, progress: int) -> None:
         self._started_s = self._started_s or time.monotonic()
-        time.sleep(0.004)
+        time.sleep(0.008)
         super().prepare(version, progress)
 
     def offer(self, version: int, state: ServedState, *, keep: Collection[int] = ()) -> None:
