@@ -25,6 +25,7 @@ refuse_other_name(__name__)
 from torchtitan_lite.config.tables.model import ModelConfig  # noqa: E402
 from torchtitan_lite.core.errors import ConfigError  # noqa: E402
 from torchtitan_lite.core.registry import REGISTRY, import_module, unknown_name  # noqa: E402
+from torchtitan_lite.nn.missing_parts import missing_part  # noqa: E402
 from torchtitan_lite.nn.spec import ModelSpec  # noqa: E402
 
 
@@ -103,6 +104,12 @@ def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         if any(architecture in architectures for architecture in asked):
             return name, plain_dims(module.dims_of_hugging_face(values))
         known += architectures
+    model_type = values.get("model_type")
+    if part := missing_part(model_type):
+        raise ConfigError(
+            f"config.json is of architecture {given!r:.200} (model_type {model_type!r:.60}), which "
+            f"needs {part}: that is not supported. docs/models.md lists what is."
+        )
     raise ConfigError(
         f"config.json is of architecture {given!r:.200}. Known are: {', '.join(sorted(known))}."
     )

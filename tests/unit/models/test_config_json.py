@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import hugging_face_dims
 from torchtitan_lite.models.auto.dims import ARCHITECTURES as AUTO
 from torchtitan_lite.nn.hugging_face_facts import Architecture
 from torchtitan_lite.nn.hugging_face_keys import is_irrelevant
+from torchtitan_lite.nn.missing_parts import _MODEL_TYPES
 
 _ROPE_3_1 = {
     "factor": 8.0,
@@ -438,3 +440,16 @@ def test_absent_keys_mean_what_transformers_means(row: Architecture) -> None:
         if _SIZES.fullmatch(key) and key != "num_key_value_heads"
     }
     assert hugging_face_dims(few) == hugging_face_dims(whole)
+
+
+def test_what_an_unsupported_architecture_needs_is_named() -> None:
+    values = {"architectures": ["MptForCausalLM"], "model_type": "mpt"}
+    with pytest.raises(ConfigError, match=r"'mpt'\), which needs ALiBi.*docs/models.md lists what"):
+        hugging_face_dims(values)
+    with pytest.raises(ConfigError, match="Known are: ArceeForCausalLM, "):
+        hugging_face_dims({"architectures": ["NewForCausalLM"], "model_type": "new"})
+    unsupported = [name for names in _MODEL_TYPES.values() for name in names.split()]
+    assert len(set(unsupported)) == len(unsupported) and set(unsupported) <= set(
+        CONFIG_MAPPING_NAMES
+    )
+    assert not {row.model_type for row in AUTO} & set(unsupported)
