@@ -2,8 +2,9 @@
 
 A rank that waits in a collective does not know why. The kernel does: on a slow link data wait in
 the send queue of a connection, on a dead one they are retransmitted without an answer. A receiver
-that does not read is no fault of the link: its window is closed, and the kernel probes it. Read
-from /proc/net/tcp and from the descriptors of the ranks, without help of the ranks.
+that does not read is no fault of the link: its window is closed, the kernel probes it, and data
+wait in its own queue. Read from /proc/net/tcp and from the descriptors of the ranks, without help
+of the ranks.
 """
 
 import os
@@ -37,9 +38,9 @@ _DEAD_SAMPLES = 8
 _REPEAT_S = 60.0
 """Time without a dead link before another is reported. A hang in it is its effect."""
 _MAX_LOAD = 0.02
-"""Fraction of time spent on samples. A machine with many connections is sampled less often."""
+"""Fraction of CPU time spent on samples. A machine with many connections is sampled less often."""
 _PROBES = 0x04
-"""Timer of a connection whose receiver has closed its window."""
+"""Timer of a connection that probes its receiver."""
 _INODES_S = 2.0
 """Interval between reads of the descriptors of the ranks."""
 _ESTABLISHED = 0x01
@@ -55,14 +56,15 @@ class Connection:
     queued_bytes: int
     """Sent or to be sent, and not acknowledged."""
     retransmissions: int
-    is_window_closed: bool
-    """Whether the receiver does not read. Its answers to probes do not change that."""
+    is_probed: bool
+    """Whether the receiver is probed: it has no room, or this end may send at a low rate only."""
     inode: int
+    unread_bytes: int = 0
+    """Received, and not read by this end."""
 
-    @property
-    def waits_for_link(self) -> bool:
-        """Whether data wait, and not for the receiver."""
-        return self.queued_bytes > 0 and not self.is_window_closed
+    def waits_for_link(self, receiver: "Connection") -> bool:
+        """Whether data wait, and not for the receiver to read."""
+        return self.queued_bytes > 0 and not (self.is_probed and receiver.unread_bytes > 0)
 
 
 class LinkMonitor:
@@ -92,7 +94,8 @@ class LinkMonitor:
         all ranks send equally much now."""
         if now_s < self._due_s or not ranks:
             return []
-        started_s = time.perf_counter()
+        # CPU time: waiting for a processor costs others nothing.
+        started_s = time.thread_time()
         if dict(ranks) != self._ranks:
             # Restarted ranks have other connections.
             self._ranks, self._read_owners_at_s = dict(ranks), 0.0
@@ -105,7 +108,7 @@ class LinkMonitor:
         diagnoses = self.observe(
             list(_connections(ranks.values())), self._owners, now_s, is_symmetric=is_symmetric
         )
-        cost_s = time.perf_counter() - started_s
+        cost_s = time.thread_time() - started_s
         self._due_s = now_s + max(SAMPLE_INTERVAL_S, cost_s / _MAX_LOAD)
         return diagnoses
 
@@ -119,7 +122,7 @@ class LinkMonitor:
     ) -> list[Diagnosis]:
         """Record a sample of all connections of this machine, and return what became wrong."""
         by_link = list(_links(list(connections), owners))
-        waiting = [(link, end) for link, end in by_link if end.waits_for_link]
+        waiting = [(link, end) for link, end, far in by_link if end.waits_for_link(far)]
         self._busy.append({link for link, _ in waiting})
         dead = {link for link, end in waiting if end.retransmissions >= _DEAD_RETRANSMISSIONS}
         self._num_dead = self._num_dead + 1 if dead else 0
@@ -128,7 +131,7 @@ class LinkMonitor:
             self._busy.clear()
         if dead:
             return self._dead_links(dead, now_s)
-        return self._slow_links({sender for (sender, _), _ in by_link})
+        return self._slow_links({sender for (sender, _), _, _ in by_link})
 
     def _dead_links(self, dead: set[Link], now_s: float) -> list[Diagnosis]:
         if self._num_dead < _DEAD_SAMPLES:
@@ -185,13 +188,15 @@ def _dead_link(dead: Iterable[Link]) -> Diagnosis:
 
 def _links(
     connections: list[Connection], owners: Mapping[int, RankId]
-) -> Iterator[tuple[Link, Connection]]:
-    """Yield the connections between two ranks, with their link."""
-    ends = {(end.local, end.remote): owners.get(end.inode) for end in connections}
+) -> Iterator[tuple[Link, Connection, Connection]]:
+    """Yield both ends of each connection between two ranks, that of the sender first, with the
+    link."""
+    ends = {(end.local, end.remote): end for end in connections}
     for end in connections:
-        sender, receiver = owners.get(end.inode), ends.get((end.remote, end.local))
-        if sender is not None and receiver is not None and sender != receiver:
-            yield (sender, receiver), end
+        far = ends.get((end.remote, end.local))
+        sender, receiver = owners.get(end.inode), far and owners.get(far.inode)
+        if far is not None and sender is not None and receiver is not None and sender != receiver:
+            yield (sender, receiver), end, far
 
 
 def _socket_owners(ranks: Mapping[RankId, int]) -> Iterator[tuple[int, RankId]]:
@@ -222,13 +227,15 @@ def parse_connections(table: str) -> Iterator[Connection]:
         words = line.split()
         with suppress(ValueError, IndexError):
             if int(words[3], 16) == _ESTABLISHED:
+                queued, _, unread = words[4].partition(":")
                 yield Connection(
                     _address(words[1]),
                     _address(words[2]),
-                    queued_bytes=int(words[4].partition(":")[0], 16),
+                    queued_bytes=int(queued, 16),
                     retransmissions=int(words[6], 16),
-                    is_window_closed=int(words[5].partition(":")[0], 16) == _PROBES,
+                    is_probed=int(words[5].partition(":")[0], 16) == _PROBES,
                     inode=int(words[9]),
+                    unread_bytes=int(unread, 16),
                 )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -25,7 +26,7 @@ _WITH_IPV6 = _TABLE.replace("0100007F", "0000000000000000FFFF00000100007F")
 
 
 Links = dict[tuple[int, int], tuple[int, int, bool]]
-"""Queued bytes, retransmissions and whether the window is closed, by the numbers of sender and
+"""Queued bytes, retransmissions and whether the receiver is probed, by the numbers of sender and
 receiver."""
 
 
@@ -36,11 +37,19 @@ def _observe(
     *,
     now_s: float = 0.0,
     is_symmetric: bool = True,
+    unread_by: int | None = None,
 ) -> list[Diagnosis]:
-    """Let the monitor observe three ranks, each of which is connected with the others."""
+    """Let the monitor observe three ranks, each of which is connected with the others, and one of
+    which may not read."""
     pairs = list(permutations(range(3), 2))
     connections = [
-        Connection(f"{a}->{b}", f"{b}->{a}", *links.get((a, b), (0, 0, False)), inode=10 * a + b)
+        Connection(
+            f"{a}->{b}",
+            f"{b}->{a}",
+            *links.get((a, b), (0, 0, False)),
+            inode=10 * a + b,
+            unread_bytes=9 * (a == unread_by),
+        )
         for a, b in pairs
     ]
     owners: dict[int, RankId] = {10 * a + b: (0, a) for a, b in pairs}
@@ -53,16 +62,15 @@ def _observe(
 
 def test_the_kernels_tables() -> None:
     sender, receiver = parse_connections(_TABLE)
-    assert (sender.queued_bytes, sender.retransmissions, sender.is_window_closed) == (
-        50000,
-        4,
-        False,
-    )
+    assert (sender.queued_bytes, sender.retransmissions, sender.is_probed) == (50000, 4, False)
     # A stopped receiver answers the probes of its window, so that none is outstanding.
     (stopped, _) = parse_connections(
         _TABLE.replace(" 01:00000014 00000004", " 04:00000014 00000000")
     )
-    assert stopped.is_window_closed and not stopped.waits_for_link
+    assert stopped.is_probed and not stopped.waits_for_link(receiver)
+    # One that sends at a low rate probes too, while nothing is on its way to a receiver that reads.
+    assert receiver.unread_bytes == 50000
+    assert stopped.waits_for_link(replace(receiver, unread_bytes=0))
     assert (sender.local, sender.remote) == (receiver.remote, receiver.local)
     assert sender.inode == 222 and receiver.queued_bytes == 0
     assert list(parse_connections(_WITH_IPV6)) == [sender, receiver]
@@ -80,7 +88,10 @@ def test_a_sender_whose_queues_are_full_is_named_once() -> None:
 
 
 def test_a_receiver_that_does_not_read_and_a_busy_network_are_no_slow_links() -> None:
-    assert _observe(LinkMonitor(), {(1, 2): (4000, 0, True), (0, 2): (4000, 9, True)}, 90) == []
+    probed: Links = {(1, 2): (4000, 0, True), (0, 2): (4000, 9, True)}
+    assert _observe(LinkMonitor(), probed, 90, unread_by=2) == []
+    (found,) = _observe(LinkMonitor(), {(1, 2): (4000, 0, True)}, 90)
+    assert (found.cause, found.rank) == (Cause.SLOW_LINK, 1)
     all_busy = {(0, 1): (1, 0, False), (1, 2): (1, 0, False), (2, 0): (1, 0, False)}
     assert _observe(LinkMonitor(), all_busy, 90) == []
 
@@ -102,7 +113,9 @@ def test_a_link_that_is_busy_half_the_time_is_not_slow() -> None:
 
 def test_a_slow_table_is_read_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(pids: object) -> list[Connection]:
-        time.sleep(0.02)
+        until_s = time.thread_time() + 0.02
+        while time.thread_time() < until_s:
+            pass
         return []
 
     monkeypatch.setattr(link_monitor, "_connections", slow)
