@@ -258,6 +258,7 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "exaone4_whole": lambda: _dense("exaone4", sliding_window=None, layer_types=_WHOLE),
     "gemma3_text": lambda: _dense(
         "gemma3_text",
+        tie_word_embeddings=False,
         sliding_window=9,
         num_hidden_layers=6,
         query_pre_attn_scalar=24,
@@ -273,7 +274,7 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "ministral": lambda: _dense(
         "ministral", sliding_window=9, layer_types=["sliding_attention", "full_attention"]
     ),
-    "nemotron": lambda: _dense("nemotron"),
+    "nemotron": lambda: _dense("nemotron", initializer_range=0.3),
     "nemotron_biased": lambda: _dense("nemotron", attention_bias=True, mlp_bias=True),
     "olmo": lambda: _dense("olmo"),
     "olmo_clipped": lambda: _dense("olmo", clip_qkv=1.1, attention_bias=True),
@@ -330,14 +331,26 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         original_max_position_embeddings=32,
     ),
     "gemma2": lambda: _dense(
-        "gemma2", sliding_window=9, query_pre_attn_scalar=9, attn_logit_softcapping=3.0
+        "gemma2",
+        sliding_window=9,
+        query_pre_attn_scalar=9,
+        attn_logit_softcapping=3.0,
+        # Tied, the scaled embedding of a token would predict the token itself.
+        tie_word_embeddings=False,
     ),
     "gemma2_uncapped": lambda: _dense(
-        "gemma2", attn_logit_softcapping=None, final_logit_softcapping=None
+        "gemma2",
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
     ),
     "gpt_neox": lambda: _dense("gpt_neox", **_NEOX),
     "gpt_neox_serial": lambda: _dense(
-        "gpt_neox", **_NEOX, use_parallel_residual=False, attention_bias=False
+        "gpt_neox",
+        **_NEOX,
+        use_parallel_residual=False,
+        attention_bias=False,
+        initializer_range=0.3,
     ),
     "phi": lambda: _dense("phi", head_dim=8),
     "flex_olmo": lambda: _dense(
@@ -368,7 +381,7 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         "stablelm", head_dim=None, use_parallel_residual=True, use_qkv_bias=True
     ),
     "starcoder2": lambda: _dense("starcoder2", sliding_window=9),
-    "starcoder2_unbiased": lambda: _dense("starcoder2", use_bias=False),
+    "starcoder2_unbiased": lambda: _dense("starcoder2", use_bias=False, tie_word_embeddings=False),
     "gemma": lambda: _dense("gemma"),
     "granite": lambda: _dense(
         "granite",
@@ -475,7 +488,7 @@ def make_model(family: str, dtype: torch.dtype = torch.float32) -> "PreTrainedMo
         model.set_experts_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name and not name.endswith("bias"):
                 # Some multiply by 1 + weight: of Qwen3-Next, but those of heads.
                 is_centered = family.startswith(_CENTERED) or (
                     family.startswith("qwen3_next") and "linear_attn" not in name
