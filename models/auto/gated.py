@@ -322,6 +322,7 @@ GATED = (
         ROTATION,
         OriginalLength(),
         Fixed("attention_bias", False, is_written=False),
+        Fixed("mlp_bias", False, is_written=False),
         Fixed("lm_head_bias", False, is_written=False),
         Fixed("full_attn_mod", 1, is_written=False),
         Fixed("interpolate_factor", 1, is_written=False),

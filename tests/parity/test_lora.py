@@ -328,7 +328,10 @@ def test_evaluation_and_generation_merge_adapters_into_their_weights(
 PEFT_REASON = "needs peft, of requirements-dev.txt"
 
 
-SHARED_EXPERTS = ("deepseek", "dots1", "glm4_moe", "hunyuan_v1_moe", "qwen2_moe", "qwen3_next")
+SHARED_EXPERTS = (
+    *("deepseek", "dots1", "glm4_moe", "granitemoeshared", "hunyuan_v1_moe", "qwen2_moe"),
+    *("qwen3_next", "solar_open"),
+)
 FUSED = ("glm", "phi3")
 
 

@@ -14,6 +14,7 @@ _ANY_VALUE = (
     # Special tokens. The id of padding is also a fact of an architecture.
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
     *("eod_token_id", "im_start_id", "im_end_id", "tokenizer_class", "prefix"),
+    "model_max_length",
     # What a forward returns, and how it is computed.
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
     *("attn_implementation", "experts_implementation", "use_cache", "cache_implementation"),
