@@ -33,6 +33,7 @@ def run_on_threads(world_size: int, case: Callable[..., Any], *args: Any) -> lis
     errors: list[BaseException] = []
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     timeout = timedelta(seconds=_TIMEOUT_S)
+    ended = threading.Barrier(world_size)
 
     def run(rank: int) -> None:
         try:
@@ -40,8 +41,12 @@ def run_on_threads(world_size: int, case: Callable[..., Any], *args: Any) -> lis
                 "gloo", rank=rank, world_size=world_size, store=store, timeout=timeout
             )
             results[rank] = case(*args)
+            with suppress(threading.BrokenBarrierError):
+                # The others may still connect to this rank, and the names of groups are common.
+                ended.wait(_TIMEOUT_S)
         except BaseException as error:
             errors.append(error)
+            ended.abort()
             # Ranks that wait for this one fail then.
             cut_connections()
         finally:

@@ -113,11 +113,11 @@ class TokenLoss(Protocol):
         targets_T: torch.Tensor,
         *,
         shard: VocabularyShard | None = None,
-        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """Return the 0-d loss, at least float32. With `shard`, `weight_VD` holds only this rank's
         rows; the loss is over the entire vocabulary, and the gradient of `hidden_TD` is this rank's
-        partial sum. `soft_cap` is the bound to which tanh maps the logits."""
+        partial sum. Models with a soft cap of logits pass `soft_cap`, the bound to which tanh maps
+        them, which the cross entropy alone takes."""
         ...
 
 

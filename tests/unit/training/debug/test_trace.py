@@ -2,18 +2,16 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.harness.jobs import MANY_EXPERTS, ODD_DIMS, Outcome, forget_meshes, run_job
+from tests.harness.jobs import MANY_EXPERTS, ODD_DIMS, Outcome, run_job
 from tests.harness.ranks import WorkerPool
-from tests.harness.threads import run_on_threads
 from tests.parity.meshes import CP, FSDP, MESHES, TP
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import ConfigError
@@ -35,14 +33,6 @@ QUERIES, KEYS = 6 * 10, 2 * 10
 SAMPLES, SEQ_LEN, FLOAT64 = 8, 24, 8
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    """Threads that build models at the same time must not change the default to and fro."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def _world(ranks: int) -> Row:
     """Return the values that ranks agree on: those of the step, of its checkpoint, and seven per
     rank."""
@@ -53,14 +43,12 @@ assert (ODD_DIMS.dim, ODD_DIMS.num_layers, ODD_DIMS.hidden_dim) == (DIM, LAYERS,
 
 
 def _traces(
-    folder: Path, world_size: int, overrides: Mapping[str, Any], steps: int = 1
+    pools: Pools, folder: Path, world_size: int, overrides: Mapping[str, Any], steps: int = 1
 ) -> list[dict[str, Any]]:
-    """Return the traces of all ranks."""
+    """Return the traces of all ranks, which are processes: a whole job has state that threads would
+    share."""
     settings = {**overrides, "training.steps": steps, "debug.trace_communication": True}
-    # Those of other worlds.
-    forget_meshes()
-    run_on_threads(world_size, run_job, folder, settings)
-    forget_meshes()
+    pools(world_size).run(run_job, folder, settings)
     files = [folder / f"communication_rank_{rank}.json" for rank in range(world_size)]
     return [json.loads(file.read_text()) for file in files]
 
@@ -79,7 +67,7 @@ def _rows(rows: int) -> int:
     return rows + rows % 2
 
 
-def test_fsdp_gathers_each_unit_and_scatters_its_gradient(tmp_path: Path) -> None:
+def test_fsdp_gathers_each_unit_and_scatters_its_gradient(pools: Pools, tmp_path: Path) -> None:
     matrices = (QUERIES + 2 * KEYS) * DIM + DIM * QUERIES + 2 * HIDDEN * DIM + DIM * HIDDEN
     block = (matrices + 2 * DIM) * FLOAT64
     rows, norm = _rows(ROWS) * DIM * FLOAT64, DIM * FLOAT64
@@ -93,7 +81,7 @@ def test_fsdp_gathers_each_unit_and_scatters_its_gradient(tmp_path: Path) -> Non
         if unit not in ("model", "output"):
             expected["backward", unit, "all_gather", "dp_shard", num_bytes] = number.get(unit, 1)
     overrides = {**FSDP, "training.local_batch_size": 4}
-    for rank, trace in enumerate(_traces(tmp_path / "run", 2, overrides, steps=2)):
+    for rank, trace in enumerate(_traces(pools, tmp_path / "run", 2, overrides, steps=2)):
         assert _counts(trace) == expected
         assert (trace["step"], trace["rank"], trace["mesh"]["dp_shard"]) == (2, rank, 2)
         assert trace["peak_memory_bytes"]["layers.1"].keys() == {"forward", "backward"}
@@ -121,21 +109,21 @@ def _tensor_parallel(samples_at_once: int, microbatches: int) -> Counter[Row]:
     return expected
 
 
-def test_tensor_parallelism_gathers_and_scatters_the_sequence(tmp_path: Path) -> None:
+def test_tensor_parallelism_gathers_and_scatters_the_sequence(pools: Pools, tmp_path: Path) -> None:
     # Norms see only a part of the sequence, so their gradients are summed at the end.
     norms: Row = ("step", "model", "all_reduce", "tp", DIM * FLOAT64)
     expected = _tensor_parallel(2, 2)
     expected.update({norms: 2 * LAYERS + 1, _world(2): 1})
-    for trace in _traces(tmp_path / "run", 2, {**TP, "training.global_batch_size": 4}):
+    for trace in _traces(pools, tmp_path / "run", 2, {**TP, "training.global_batch_size": 4}):
         assert _counts(trace) == expected
 
 
 @pytest.mark.matrix
-def test_each_axis_has_its_own_collectives(tmp_path: Path) -> None:
+def test_each_axis_has_its_own_collectives(pools: Pools, tmp_path: Path) -> None:
     heads = (QUERIES + 2 * KEYS) // 2 * DIM + DIM * QUERIES // 2
     feed_forward = 2 * _rows(HIDDEN // 2) * DIM + DIM * HIDDEN // 2
     block = (heads + feed_forward + 2 * DIM) * FLOAT64
-    for trace in _traces(tmp_path / "run", 4, TP):
+    for trace in _traces(pools, tmp_path / "run", 4, TP):
         counts = _counts(trace)
         along = {axis: Counter[Row]() for axis in ("tp", "dp_shard", "world")}
         for row, count in counts.items():
@@ -155,9 +143,9 @@ def test_each_axis_has_its_own_collectives(tmp_path: Path) -> None:
         }
 
 
-def test_a_pipeline_sends_between_its_stages(tmp_path: Path) -> None:
+def test_a_pipeline_sends_between_its_stages(pools: Pools, tmp_path: Path) -> None:
     hidden = SEQ_LEN * DIM * FLOAT64
-    for trace in _traces(tmp_path / "run", 2, MESHES["pp-2"][1], steps=2):
+    for trace in _traces(pools, tmp_path / "run", 2, MESHES["pp-2"][1], steps=2):
         assert _counts(trace) == {
             ("other", "model", "send", "pp", hidden): SAMPLES,
             ("other", "model", "recv", "pp", hidden): SAMPLES,
@@ -165,7 +153,7 @@ def test_a_pipeline_sends_between_its_stages(tmp_path: Path) -> None:
         }
 
 
-def test_a_ring_sends_within_attention(tmp_path: Path) -> None:
+def test_a_ring_sends_within_attention(pools: Pools, tmp_path: Path) -> None:
     ring = {
         **CP,
         "training.local_batch_size": SAMPLES,
@@ -173,7 +161,7 @@ def test_a_ring_sends_within_attention(tmp_path: Path) -> None:
         "parallelism.context_parallel_rotate_method": "alltoall",
     }
     pair = 2 * SAMPLES * KEYS * (SEQ_LEN // 2) * FLOAT64
-    for trace in _traces(tmp_path / "run", 2, ring):
+    for trace in _traces(pools, tmp_path / "run", 2, ring):
         kernel = "layers.*.attention.kernel"
         in_ring = {row: n for row, n in _counts(trace).items() if row[1] == kernel}
         # Forward passes keys and values around once; backward does so too, and passes their
@@ -187,7 +175,7 @@ def test_a_ring_sends_within_attention(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_experts_have_their_own_axes(tmp_path: Path) -> None:
+def test_experts_have_their_own_axes(pools: Pools, tmp_path: Path) -> None:
     overrides = {
         "model.name": "qwen3",
         "model.flavor": "many_experts",
@@ -198,7 +186,7 @@ def test_experts_have_their_own_axes(tmp_path: Path) -> None:
     assert dims is not None
     # Counts and tokens are sent to the experts, results are sent back, and gradients go both ways.
     stack_bytes = 3 * dims.hidden_dim * DIM * FLOAT64
-    for trace in _traces(tmp_path / "run", 4, overrides):
+    for trace in _traces(pools, tmp_path / "run", 4, overrides):
         travels = [one for one in trace["collectives"] if one["operation"] == "all_to_all"]
         places = Counter((one["phase"], fold(one["module"]), one["axis"]) for one in travels)
         assert places == {
@@ -215,11 +203,11 @@ def test_experts_have_their_own_axes(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_recomputation_belongs_to_backward(tmp_path: Path) -> None:
+def test_recomputation_belongs_to_backward(pools: Pools, tmp_path: Path) -> None:
     # Both tools at once, because each installs a dispatch mode and hooks.
     both = {"activation_checkpoint.mode": "full", "debug.explicit_redistribution": True}
     recompute = {**TP, **both, "training.global_batch_size": 2}
-    for trace in _traces(tmp_path / "run", 2, recompute):
+    for trace in _traces(pools, tmp_path / "run", 2, recompute):
         counts = _counts(trace)
         stream = 2 * SEQ_LEN * DIM * FLOAT64
         for operation, module in (
@@ -245,9 +233,9 @@ def test_training_is_the_same_bit_by_bit(mesh: str, pools: Pools, tmp_path: Path
     assert not list((tmp_path / "plain").glob("communication*"))
 
 
-def test_the_leader_writes_a_table(tmp_path: Path) -> None:
+def test_the_leader_writes_a_table(pools: Pools, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    (trace,) = _traces(folder, 1, {"training.local_batch_size": 2})
+    (trace,) = _traces(pools, folder, 1, {"training.local_batch_size": 2})
     assert trace["step"] == 1 and trace["collectives"] == []
     written = (folder / "communication.txt").read_text()
     assert written.startswith("Step 1 on rank 0 of the mesh: one process.")
