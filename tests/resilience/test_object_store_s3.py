@@ -69,6 +69,7 @@ def _after(num_steps: int) -> SmallState:
     return state
 
 
+@pytest.mark.matrix
 def test_runs_exclude_each_other(tmp_path: Path, s3: FaultyServer) -> None:
     """Runs with folders of their own, on machines of their own, save to one place."""
 

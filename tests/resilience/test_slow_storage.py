@@ -50,7 +50,7 @@ def save_slowly(folder: Path, slow: str) -> list[str]:
         return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 
-@pytest.mark.parametrize("slow", ["write", "commit"])
+@pytest.mark.parametrize("slow", ["write", pytest.param("commit", marks=pytest.mark.matrix)])
 def test_slow_storage_is_not_a_hang(
     slow: str, pools: Callable[[int], WorkerPool], tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_muon_has_one_slot_per_matrix_and_shares_the_iterations() -> None:
     assert found.traffic["owners"].num_bytes == pytest.approx(2 * 2 * matrices * 3 / 4 / 4)
 
 
+@pytest.mark.matrix
 def test_flops_without_recomputation_are_those_of_the_model() -> None:
     found = _plain()
     assert found.time is not None

@@ -273,7 +273,10 @@ def test_a_replica_that_does_not_leave_to_resize_is_killed(tmp_path: Path) -> No
         wait_until(lambda: not pids(tmp_path))
 
 
-@pytest.mark.parametrize(("status", "others"), [(DIVERGED, "left"), (MACHINE_FAULT, "finished")])
+@pytest.mark.parametrize(
+    ("status", "others"),
+    [(DIVERGED, "left"), pytest.param(MACHINE_FAULT, "finished", marks=pytest.mark.matrix)],
+)
 def test_a_diverged_run_ends_and_a_faulty_machine_is_excluded(
     tmp_path: Path, status: int, others: str
 ) -> None:
