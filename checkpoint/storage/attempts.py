@@ -201,7 +201,7 @@ def _field(value: Any) -> str:
     if isinstance(value, list) and value:
         return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
     if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
-        return _lines([(key, json.dumps(one)) for key, one in value.items()], " ")
+        return _lines([(key, json.dumps(entry)) for key, entry in value.items()], " ")
     return json.dumps(value)
 
 

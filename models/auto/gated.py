@@ -12,8 +12,6 @@ from torchtitan_lite.models.auto.rows import (
     ROTATION,
     TURNED_PAIRS,
     WIDTH,
-    has_window,
-    is_without_rope,
     own,
     row,
 )
@@ -46,6 +44,8 @@ from torchtitan_lite.nn.hugging_face_position_facts import (
     Rotation,
     Window,
     but_each,
+    has_window,
+    is_without_rope,
     late,
 )
 from torchtitan_lite.nn.norm import NormKind

@@ -11,9 +11,7 @@ from torchtitan_lite.models.auto.rows import (
     own,
     row,
 )
-from torchtitan_lite.nn.decoder_hugging_face import (
-    HuggingFaceNames,
-)
+from torchtitan_lite.nn.decoder_hugging_face import HuggingFaceNames
 from torchtitan_lite.nn.hugging_face_facts import (
     ActivationOf,
     Biases,
@@ -30,6 +28,7 @@ from torchtitan_lite.nn.hugging_face_position_facts import (
 )
 from torchtitan_lite.nn.norm import NormKind
 
+_UNGATED_NAMES = HuggingFaceNames(renamed={"feed_forward.w1": "mlp.up_proj"})
 PLAIN_ROWS = (
     row(
         "ArceeForCausalLM",
@@ -42,7 +41,7 @@ PLAIN_ROWS = (
         ActivationOf(default="relu2"),
         PLAIN,
         ROTATION,
-        names=HuggingFaceNames(renamed={"feed_forward.w1": "mlp.up_proj"}),
+        names=_UNGATED_NAMES,
     ),
     row(
         "GPTNeoXForCausalLM",
@@ -83,7 +82,7 @@ PLAIN_ROWS = (
         PLAIN,
         LAYER_NORM,
         ROTATION,
-        names=HuggingFaceNames(renamed={"feed_forward.w1": "mlp.up_proj"}),
+        names=_UNGATED_NAMES,
     ),
     row(
         "NemotronForCausalLM",
@@ -98,7 +97,7 @@ PLAIN_ROWS = (
         Given("norm", NormKind(subtracts_mean=True, bias=True, zero_centered=True)),
         RotatedShare(0.5),
         ROTATION,
-        names=HuggingFaceNames(renamed={"feed_forward.w1": "mlp.up_proj"}),
+        names=_UNGATED_NAMES,
     ),
     row(
         "PersimmonForCausalLM",

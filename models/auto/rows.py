@@ -3,11 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan_lite.nn.decoder_hugging_face import (
-    USUAL_NAMES,
-    HuggingFaceNames,
-)
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.decoder_hugging_face import USUAL_NAMES, HuggingFaceNames
 from torchtitan_lite.nn.hugging_face_facts import (
     ActivationOf,
     Architecture,
@@ -17,21 +13,9 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Value,
     decoder_facts,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import (
-    Rotation,
-)
+from torchtitan_lite.nn.hugging_face_position_facts import Rotation
 from torchtitan_lite.nn.norm import NormKind
 from torchtitan_lite.nn.spec import HuggingFaceKey
-
-
-def is_without_rope(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
-    """A default of `LayerWindows`: the window is that of layers without rotary embedding."""
-    return layer in dims["layers_without_rope"]
-
-
-def has_window(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
-    """A default of `LayerWindows`: all layers have the window."""
-    return True
 
 
 def row(

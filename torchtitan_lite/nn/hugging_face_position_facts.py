@@ -152,6 +152,16 @@ class LayerWindows:
         }
 
 
+def is_without_rope(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    """A default of `LayerWindows`: the window is that of layers without rotary embedding."""
+    return layer in dims["layers_without_rope"]
+
+
+def has_window(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    """A default of `LayerWindows`: all layers have the window."""
+    return True
+
+
 def late(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
     """Return the default of `LayerWindows` in which the layers behind the first ones, by default
     `default`, have the window."""

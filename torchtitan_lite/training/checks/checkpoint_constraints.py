@@ -71,7 +71,8 @@ def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
             f"checkpoint.last_save_in_hf = true, but {spec.name} {spec.flavor} is not a model of "
             "transformers. Set it to false."
         )
-    if config.checkpoint.last_save_in_hf and spec.hugging_face is not None:
+    exports_adapters = config.checkpoint.last_save_in_hf and config.model.uses_lora
+    if exports_adapters and spec.hugging_face is not None:
         try:
             for layer in adapted_layers(spec):
                 peft_module_name(spec.hugging_face.keys, layer)
