@@ -10,6 +10,7 @@ nothing.
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -20,12 +21,28 @@ _MIN_CHUNK_TOKENS = 512
 _Chunk = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
+class CrossEntropy(TokenLoss, Protocol):
+    """The loss of models whose logits may have a soft cap, too."""
+
+    def __call__(
+        self,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        *,
+        shard: VocabularyShard | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
+        """Return the loss as `TokenLoss` does, of `soft_cap` * tanh(logits / `soft_cap`)."""
+        ...
+
+
 def cross_entropy(
     *,
     logits_per_chunk: int = 1 << 24,
     compile_backend: str | None = None,
     z_loss_weight: float = 0.0,
-) -> TokenLoss:
+) -> CrossEntropy:
     """Return the trainer's loss, in chunks of at most `logits_per_chunk` logits, but at least 512
     tokens. `compile_backend` compiles the arithmetic of a chunk. `z_loss_weight` adds the z-loss
     (arXiv:2204.02311, section 5), `z_loss_weight` * log(Z)^2 per target, where Z is the sum of the
