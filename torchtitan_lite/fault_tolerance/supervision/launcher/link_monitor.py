@@ -7,6 +7,7 @@ wait in its own queue. Read from /proc/net/tcp and from the descriptors of the r
 of the ranks.
 """
 
+import math
 import os
 import re
 import time
@@ -35,8 +36,10 @@ _DEAD_RETRANSMISSIONS = 3
 """Retransmissions of one segment without an answer: more than a second."""
 _DEAD_SAMPLES = 8
 """Consecutive samples with dead links before a diagnosis."""
-_REPEAT_S = 60.0
-"""Time without a dead link before another is reported. A hang in it is its effect."""
+_REPEAT_S = 10.0
+"""Time without a dead link before another is reported."""
+_EFFECT_S = 60.0
+"""Time after a dead link in which a hang is its effect."""
 _MAX_LOAD = 0.02
 """Fraction of CPU time spent on samples. A machine with many connections is sampled less often."""
 _PROBES = 0x04
@@ -79,12 +82,12 @@ class LinkMonitor:
         self._slow: set[RankId] = set()
         self._num_dead = 0
         """Consecutive samples with dead links."""
-        self._dead_until_s: dict[int, float] = {}
-        """When hangs of a replica are no longer the effect of a dead link that was reported."""
+        self._last_dead_s: dict[int, float] = {}
+        """When a dead link of a replica that was reported was last seen."""
 
     def explains_hang(self, replica: int, now_s: float) -> bool:
         """Return whether a dead link of the replica was reported, and is or was just dead."""
-        return now_s < self._dead_until_s.get(replica, 0.0)
+        return now_s - self._last_dead_s.get(replica, -math.inf) < _EFFECT_S
 
     def poll(
         self, ranks: Mapping[RankId, int], now_s: float, *, is_symmetric: bool
@@ -134,11 +137,12 @@ class LinkMonitor:
         return self._slow_links({sender for (sender, _), _, _ in by_link})
 
     def _dead_links(self, dead: set[Link], now_s: float) -> list[Diagnosis]:
-        if self._num_dead < _DEAD_SAMPLES:
-            return []
         replicas = {replica for link in dead for replica, _ in link}
-        is_reported = any(self.explains_hang(replica, now_s) for replica in replicas)
-        self._dead_until_s.update(dict.fromkeys(replicas, now_s + _REPEAT_S))
+        last_s = max(self._last_dead_s.get(replica, -math.inf) for replica in replicas)
+        is_reported = now_s - last_s < _REPEAT_S
+        if not is_reported and self._num_dead < _DEAD_SAMPLES:
+            return []
+        self._last_dead_s.update(dict.fromkeys(replicas, now_s))
         return [] if is_reported else [_dead_link(dead)]
 
     def _slow_links(self, senders: set[RankId]) -> list[Diagnosis]:

@@ -175,11 +175,13 @@ def test_a_hang_of_a_replica_is_explained_by_its_own_dead_link_once_that_was_rep
     assert len(_observe(monitor, dead, 1)) == 1
     assert monitor.explains_hang(0, 59) and not monitor.explains_hang(1, 59)
     # It works for a moment, and is dead again.
-    assert _observe(monitor, {}, 1, now_s=30) == []
-    assert _observe(monitor, dead, 8, now_s=31) == []
-    assert monitor.explains_hang(0, 90) and not monitor.explains_hang(0, 92)
-    assert _observe(monitor, {}, 1, now_s=100) == []
-    assert len(_observe(monitor, dead, 8, now_s=200)) == 1
+    assert _observe(monitor, {}, 1, now_s=8) == []
+    assert _observe(monitor, dead, 8, now_s=9) == []
+    assert monitor.explains_hang(0, 68) and not monitor.explains_hang(0, 70)
+    # It works for longer.
+    assert _observe(monitor, {}, 1, now_s=12) == []
+    assert len(_observe(monitor, dead, 8, now_s=20)) == 1
+    assert monitor.explains_hang(0, 79)
 
 
 def test_lost_packets_of_a_moment_are_no_dead_link() -> None:
