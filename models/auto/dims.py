@@ -54,6 +54,8 @@ class AutoDims(GroupedDecoderDims):
     """Bound of the projected queries, keys and values. Unset: none."""
     attention_soft_cap: float | None = None
     """Bound of the scores, to which tanh maps them. Unset: none."""
+    has_sinks: bool = False
+    """Whether each head has a sink (`nn.attention_sinks`)."""
     fused_heads: bool = False
     """Whether the projections of queries, keys and values are one."""
     output_bias: bool = False
@@ -127,6 +129,7 @@ class AutoDims(GroupedDecoderDims):
             scale=self.attention_multiplier,
             projection_clip=self.projection_clip,
             soft_cap=self.attention_soft_cap,
+            has_sinks=self.has_sinks,
             fused=self.fused_heads,
             rotation=self._rotation(layer),
             rotates_adjacent=self.rotates_adjacent,

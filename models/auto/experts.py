@@ -25,9 +25,11 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Ignored,
     NormedHeads,
     Value,
+    decoder_facts,
 )
 from torchtitan_lite.nn.hugging_face_position_facts import (
     LayerWindows,
+    RopeInWindows,
     RotatedShare,
     RotatedWidth,
     Rotation,
@@ -47,8 +49,35 @@ _SIGMOIDS = (
 _BALANCED = expert_keys("mlp", _GATED, shared="shared_experts", bias="gate.e_score_correction_bias")
 
 
+def _is_flint_window(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    return layer > 1 and layer % 4 != 1 and layer != dims["num_layers"] - 1
+
+
 def _is_early_and_even(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
     return layer % 2 == 0 and layer < config.integer("max_window_layers", 28, least=0)
+
+
+def _aria_experts() -> tuple[HuggingFaceKey, ...]:
+    here, there = "layers.*.feed_forward", "model.layers.*.mlp"
+
+    def plain(name: str, theirs: str) -> HuggingFaceKey:
+        form = HuggingFaceForm(key=f"{there}.{theirs}.weight")
+        return HuggingFaceKey(name=f"{here}.{name}.weight", forms=(form,))
+
+    def stack(name: str, released: str, theirs: str, part: tuple[int, int]) -> HuggingFaceKey:
+        # Transposed in both.
+        keys = (f"{there}.experts.{released}.weight", f"{there}.experts.{theirs}")
+        forms = (HuggingFaceForm(key=key, transposed=True, part=part) for key in keys)
+        return HuggingFaceKey(name=f"{here}.experts.{name}", forms=tuple(forms))
+
+    return (
+        plain("router.gate", "router"),
+        HuggingFaceKey(name=f"{here}.router.expert_bias_X", forms=()),
+        stack("w1", "fc1", "gate_up_proj", (0, 2)),
+        stack("w2", "fc2", "down_proj", (0, 1)),
+        stack("w3", "fc1", "gate_up_proj", (1, 2)),
+        *(plain(f"shared.{name}", f"shared_experts.{theirs}") for name, theirs in _GATED.items()),
+    )
 
 
 def _granite_experts() -> tuple[HuggingFaceKey, ...]:
@@ -94,6 +123,19 @@ _GRANITE = (
 )
 WITH_EXPERTS = (
     row(
+        "AriaTextForCausalLM",
+        "aria_text",
+        *decoder_facts(attention_bias=None, pad_token_id=2),
+        BIASES,
+        HeadWidth(),
+        ROTATION,
+        Value("moe.hidden_dim", "intermediate_size"),
+        Value("moe.num_experts", "moe_num_experts", default=8),
+        Value("moe.top_k", "moe_topk", default=2),
+        SharedExperts("moe_num_shared_experts", 2),
+        experts=_aria_experts(),
+    ),
+    row(
         "Dots1ForCausalLM",
         "dots1",
         *own(num_kv_heads=32),
@@ -130,6 +172,29 @@ WITH_EXPERTS = (
         Value("moe.top_k", "num_experts_per_tok", default=5),
         Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
         experts=expert_keys("mlp", _GATED),
+    ),
+    row(
+        "FlintForCausalLM",
+        "flint",
+        *own(num_kv_heads=4),
+        BIASES,
+        HeadWidth(128),
+        WIDTH,
+        ACTIVATION,
+        Given("qk_norm", "each_head"),
+        Given("has_sinks", True),
+        LayerWindows(513, _is_flint_window, switch=None),
+        RopeInWindows(),
+        ROTATION,
+        Given("moe.score", "sigmoid"),
+        Value("moe.hidden_dim", "moe_intermediate_size", default=512),
+        Value("moe.shared_hidden_dim", "shared_expert_intermediate_size", default=1024),
+        Value("moe.num_experts", "num_experts", default=256, former="num_local_experts"),
+        Value("moe.top_k", "num_experts_per_tok", default=6),
+        Value("moe.normalize_weights", "norm_topk_prob", "flag", default=True),
+        SparseLayers((0, 1)),
+        names=HuggingFaceNames(renamed={"attention.sinks.weight": "self_attn.softmax_offset"}),
+        experts=expert_keys("mlp", _GATED, shared="shared_expert"),
     ),
     row(
         "Glm4MoeForCausalLM",

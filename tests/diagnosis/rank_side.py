@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +146,27 @@ def _flipped(gradient: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def _forward_backward(job: trainer.Job, *args: Any) -> torch.Tensor:
-    loss = _run(job, *args)
-    if _FAULTS.flips_shard:
-        _FAULTS.flips_shard = False
-        gradients = [one.grad for one in job.state.model.parameters() if one.grad is not None]
-        _flip(gradients, 0.5, 30)
-    return loss
+def _forward_backward(
+    job: trainer.Job, microbatches: Any, parameters: Sequence[nn.Parameter]
+) -> torch.Tensor:
+    if not _FAULTS.flips_shard:
+        return _run(job, microbatches, parameters)
+    _FAULTS.flips_shard = False
+    # Before the sum over replicas, which starts during backward. Of a layer: most gradients of the
+    # embedding are 0, of which a flip makes a 2.
+    parameter = parameters[len(parameters) // 2]
+    hook = parameter.register_post_accumulate_grad_hook(_flip_shard)
+    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    hooks.move_to_end(hook.id, last=False)
+    try:
+        return _run(job, microbatches, parameters)
+    finally:
+        hook.remove()
+
+
+def _flip_shard(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    _flip([parameter.grad], 0.5, 30)
 
 
 def _flip(tensors: list[torch.Tensor], place: float, bit: int) -> None:

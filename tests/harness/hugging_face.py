@@ -26,6 +26,7 @@ from torchtitan_lite.checkpoint.loading import open_snapshot
 from torchtitan_lite.checkpoint.snapshots import Snapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
+from torchtitan_lite.models.auto.dims import ARCHITECTURES
 from torchtitan_lite.nn.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -183,6 +184,14 @@ def _dense(model_type: str, **more: Any) -> "PreTrainedModel":
     """Return a model of a row of `models/auto/`."""
     sizes: dict[str, Any] = {"intermediate_size": 80, "pad_token_id": None}
     return _new_model(model_type, **_COMMON | sizes | {"rope_parameters": _DEFAULT_ROPE} | more)
+
+
+def _iquestcoder() -> "PreTrainedModel":
+    """Return a model whose class has the name that releases give, with code of their own, to
+    transformers' Llama."""
+    model = _dense("iquestcoder")
+    model.__class__ = type("IQuestCoderForCausalLM", (type(model),), {})
+    return model
 
 
 _LONG_ROPE: dict[str, Any] = {
@@ -364,6 +373,27 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         shared_intermediate_size=56,
         attention_multiplier=0.3,
     ),
+    "granite_swa": lambda: _dense(
+        "granite_swa",
+        sliding_window=9,
+        num_hidden_layers=4,
+        layer_rope_theta=[20000.0, 10000.0, 0, 10000.0],
+        attention_multiplier=0.2,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "iquestcoder": _iquestcoder,
+    "aria_text": lambda: _dense(
+        "aria_text", moe_num_experts=4, intermediate_size=40, attention_bias=True
+    ),
+    "flint": lambda: _sparse(
+        "flint",
+        sliding_window=9,
+        num_hidden_layers=4,
+        mlp_only_layers=[0],
+        shared_expert_intermediate_size=56,
+        attention_bias=True,
+    ),
     "hyperclovax": lambda: _dense("hyperclovax", residual_multiplier=0.6, logits_scaling=1.7),
     "hyperclovax_before": lambda: _dense(
         "hyperclovax", use_post_norm=False, attention_multiplier=0.3
@@ -447,14 +477,14 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
 }
 FAMILIES = tuple(_FAMILIES)
 _WITH_EXPERTS = (
-    *("moe", "gpt_oss", "deepseek", "next", "mixtral", "llama4", "dots1", "minimax", "flex_olmo"),
-    "solar_open",
+    *("deepseek", "gpt_oss", "llama4", "mixtral", "qwen3_moe", "qwen3_next"),
+    *(row.model_type for row in ARCHITECTURES if row.experts),
 )
 
 
 def has_experts(family: str) -> bool:
     """Whether a model has mixtures of experts."""
-    return any(name in family for name in _WITH_EXPERTS)
+    return family.startswith(_WITH_EXPERTS)
 
 
 _COVER = {

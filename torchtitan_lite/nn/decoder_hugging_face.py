@@ -42,7 +42,7 @@ class HuggingFaceNames:
     norm: str = "model.norm"
     output: str = "lm_head"
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Modules of a layer by their names here, `feed_forward.w1`."""
+    """Modules or parameters of a layer by their names here, `feed_forward.w1`."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Linear layers there that consist of several here, in the order of their rows."""
 
@@ -178,6 +178,8 @@ def _in_layer(
     if module in fused:
         there, rows = fused[module]
         form = HuggingFaceForm(key=f"{there}.{kind}", rows=rows)
+    elif ours in names.renamed:
+        form = replace(form, key=names.renamed[ours])
     elif module in names.renamed:
         form = replace(form, key=f"{names.renamed[module]}.{kind}")
     form = replace(form, key=f"{names.layer}.{form.key}")

@@ -21,12 +21,17 @@ class FirstDense:
         return {self.theirs: len(dims.dense_layers)}
 
 
+@dataclass(frozen=True)
 class SparseLayers:
     """Layers with experts: each last one of some, but those that are listed."""
 
+    default: tuple[int, ...] = ()
+    """Layers without experts if the list is absent."""
+
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         step = config.integer("decoder_sparse_step", 1)
-        dense = config.given("mlp_only_layers") or []
+        dense = config.given("mlp_only_layers")
+        dense = list(self.default) if dense is None else dense
         if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
             config.problems.append(f"mlp_only_layers is {dense!r:.100}, and numbers are needed")
             return

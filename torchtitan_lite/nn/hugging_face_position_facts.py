@@ -182,6 +182,54 @@ def but_each(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int],
     return is_windowed
 
 
+def but_first_of_each(length: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
+    """Return the default of `LayerWindows` in which all layers have the window but the first one of
+    each `length` layers."""
+
+    def is_windowed(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+        return layer % length != 0
+
+    return is_windowed
+
+
+class LayerThetas:
+    """The base of RoPE of each layer: one for layers with a window, one for the others, and 0 for
+    those without rotary embedding. Absent: that of `Rotation`."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        layers = range(dims["num_layers"])
+        thetas = config.given("layer_rope_theta")
+        if thetas is None:
+            return
+        is_list = isinstance(thetas, list) and len(thetas) == len(layers)
+        if not is_list or any(type(theta) not in (int, float) or theta < 0 for theta in thetas):
+            config.problems.append(
+                f"layer_rope_theta is {thetas!r:.100}, and a number for each layer is needed"
+            )
+            return
+        windowed = dims["windowed_layers"] or ()
+        inside = {float(thetas[n]) for n in layers if n in windowed and thetas[n]}
+        outside = {float(thetas[n]) for n in layers if n not in windowed and thetas[n]}
+        if len(inside) > 1 or len(outside) > 1:
+            config.problems.append(
+                f"layer_rope_theta is {thetas!r:.100}, and one number for layers with a window and "
+                "one for the others are needed"
+            )
+            return
+        dims["layers_without_rope"] = tuple(n for n in layers if not thetas[n])
+        dims["rope_theta"] = next(iter(outside or inside), dims["rope_theta"])
+        if inside and inside != {dims["rope_theta"]}:
+            theta = next(iter(inside))
+            dims["windowed_rope"] = RopeBase(theta=theta, scaling=dims["rope_scaling"])
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        whole = dims.rope_theta
+        inside = whole if dims.windowed_rope is None else dims.windowed_rope.theta
+        thetas = [inside if dims.is_windowed(n) else whole for n in range(dims.num_layers)]
+        without = dims.layers_without_rope
+        return {"layer_rope_theta": [0 if n in without else t for n, t in enumerate(thetas)]}
+
+
 @dataclass(frozen=True)
 class LayerRotations:
     """The base and the scaling of RoPE, by whether a layer has a window. Earlier releases have a

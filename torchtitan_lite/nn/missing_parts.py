@@ -11,12 +11,12 @@ _MODEL_TYPES: Mapping[str, str] = {
     "mbart mvp pegasus plbart prophetnet t5 trocr whisper",
     "learned or sinusoidal positions": "biogpt ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neo openai-gpt "
     "opt xglm",
-    "ALiBi or relative positions": "bloom cpmant mpt",
+    "ALiBi or relative positions": "bloom cpmant inkling_text mpt",
     "state-space or recurrent layers other than Gated DeltaNet": "bamba falcon_h1 falcon_mamba "
     "granitemoehybrid jamba mamba mamba2 nemotron_h recurrent_gemma rwkv xlstm zamba zamba2",
     "linear attention other than Gated DeltaNet": "bailing_hybrid kimi_linear minimax",
     "short convolutions as layers": "lfm2 lfm2_moe",
-    "sparse attention with an indexer": "deepseek_v32 deepseek_v4 glm_moe_dsa",
+    "sparse attention with an indexer": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
     "images, sound or video": "emu3 fuyu gemma3 gemma3n gemma4 git got_ocr2 mllama moshi "
     "moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal",
     "inputs of each layer and altered residuals": "gemma3n_text gemma4_text",

@@ -314,6 +314,32 @@ RELEASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
         {"logits_divisor": 8.0},
     ),
+    "Granite SWA 2B": (
+        _release(
+            "GraniteSWAForCausalLM",
+            "granite_swa",
+            (2560, 8192, 24, 20, 4, 100352),
+            attention_bias=False,
+            attention_multiplier=0.0078125,
+            embedding_multiplier=12.0,
+            layer_rope_theta=[0, 10000, 20000, 10000] * 6,
+            layer_types=["full_attention", *["sliding_attention", "full_attention"] * 11]
+            + ["sliding_attention"],
+            logits_scaling=8.0,
+            max_position_embeddings=8192,
+            mlp_bias=False,
+            residual_multiplier=0.22,
+            rms_norm_eps=1e-5,
+            rope_theta=30000.0,
+            sliding_window=128,
+            tie_word_embeddings=True,
+        ),
+        {
+            "layers_without_rope": list(range(0, 24, 4)),
+            "rope_theta": 20000.0,
+            "windowed_rope": {"theta": 10000.0},
+        },
+    ),
     "Gemma 3 1B": (
         _release(
             "Gemma3ForCausalLM",
@@ -461,6 +487,13 @@ def test_fields_of_the_base_class_are_irrelevant_at_their_defaults() -> None:
         ("Qwen3 0.6B", {"layer_types": ["sliding_attention"] * 28}, "window is off"),
         ("SmolLM2 135M", {"rope_interleaved": True}, "rope_interleaved is True"),
         ("Gemma 2B", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ("Granite SWA 2B", {"layer_rope_theta": [1e4]}, "a number for each layer is needed"),
+        ("Granite SWA 2B", {"layer_rope_theta": [-1] * 24}, "a number for each layer is needed"),
+        (
+            "Granite SWA 2B",
+            {"layer_rope_theta": [1e4, 2e4, 3e4, 4e4] * 6},
+            "one number for layers with a window and one for the others",
+        ),
     ],
 )
 def test_features_that_are_not_supported_are_refused(
