@@ -323,8 +323,7 @@ RELEASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             attention_multiplier=0.0078125,
             embedding_multiplier=12.0,
             layer_rope_theta=[0, 10000, 20000, 10000] * 6,
-            layer_types=["full_attention", *["sliding_attention", "full_attention"] * 11]
-            + ["sliding_attention"],
+            layer_types=["full_attention", "sliding_attention"] * 12,
             logits_scaling=8.0,
             max_position_embeddings=8192,
             mlp_bias=False,
