@@ -23,6 +23,7 @@ from typing import Any
 
 import tomli
 
+from benchmarks.auto_flavors import ARCHITECTURES
 from benchmarks.baseline_loop import write_first_batches
 from benchmarks.harness import Comparison, Result, formatted, main
 from benchmarks.processes import THREADS, TRAINER, TRAINER_ARGUMENTS, first_line, run_ranks
@@ -64,6 +65,10 @@ _NO_ROUTER_UPDATES = (
     *("--model.router_bias_update_rate", "0"),
     *("--model.router_balance_loss_weight", "0"),
 )
+_OF_TRANSFORMERS = (
+    *("--model.name", "auto"),
+    *("--experimental.custom_import", "benchmarks.auto_flavors"),
+)
 FULL = Plan(
     step_cases=[
         *(
@@ -80,6 +85,16 @@ FULL = Plan(
                 arguments=("--model.name", family, *_NO_ROUTER_UPDATES),
             )
             for technique, family in _FAMILIES.items()
+            for number in (1, 2)
+        ),
+        *(
+            StepCase(
+                flavor=architecture,
+                num_processes=number,
+                turns=_SHORT_TURNS,
+                arguments=_OF_TRANSFORMERS,
+            )
+            for architecture in ARCHITECTURES
             for number in (1, 2)
         ),
     ],
