@@ -52,6 +52,11 @@ _PROOFS = (
     _Proof("CP 2", *_TRAINS, "cp-2"),
     _Proof("EP 2", *_TRAINS, "ep-2"),
     _Proof("text", _TRAINS[0], "test_every_folder_generates_as_transformers"),
+    _Proof(
+        "published",
+        "tests/unit/serving/publish/test_architectures.py",
+        "test_a_model_of_transformers_receives_every_weight",
+    ),
     _Proof("adapters", "tests/parity/test_lora.py", "test_peft_loads_exported_adapters"),
 )
 

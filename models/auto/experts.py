@@ -64,18 +64,17 @@ def _aria_experts() -> tuple[HuggingFaceKey, ...]:
         form = HuggingFaceForm(key=f"{there}.{theirs}.weight")
         return HuggingFaceKey(name=f"{here}.{name}.weight", forms=(form,))
 
-    def stack(name: str, released: str, theirs: str, part: tuple[int, int]) -> HuggingFaceKey:
-        # Transposed in both.
-        keys = (f"{there}.experts.{released}.weight", f"{there}.experts.{theirs}")
-        forms = (HuggingFaceForm(key=key, transposed=True, part=part) for key in keys)
-        return HuggingFaceKey(name=f"{here}.experts.{name}", forms=tuple(forms))
+    def stack(name: str, theirs: str, part: tuple[int, int]) -> HuggingFaceKey:
+        key = f"{there}.experts.{theirs}.weight"
+        form = HuggingFaceForm(key=key, transposed=True, part=part)
+        return HuggingFaceKey(name=f"{here}.experts.{name}", forms=(form,))
 
     return (
         plain("router.gate", "router"),
         HuggingFaceKey(name=f"{here}.router.expert_bias_X", forms=()),
-        stack("w1", "fc1", "gate_up_proj", (0, 2)),
-        stack("w2", "fc2", "down_proj", (0, 1)),
-        stack("w3", "fc1", "gate_up_proj", (1, 2)),
+        stack("w1", "fc1", (0, 2)),
+        stack("w2", "fc2", (0, 1)),
+        stack("w3", "fc1", (1, 2)),
         *(plain(f"shared.{name}", f"shared_experts.{theirs}") for name, theirs in _GATED.items()),
     )
 
@@ -121,6 +120,13 @@ _GRANITE = (
     Value("moe.num_experts", "num_local_experts", default=8),
     Value("moe.top_k", "num_experts_per_tok", default=2),
 )
+_GRANITE_NAMES = HuggingFaceNames(
+    in_memory={
+        "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+        "router.layer.weight": "router.weight",
+    }
+)
 WITH_EXPERTS = (
     row(
         "AriaTextForCausalLM",
@@ -133,6 +139,12 @@ WITH_EXPERTS = (
         Value("moe.num_experts", "moe_num_experts", default=8),
         Value("moe.top_k", "moe_topk", default=2),
         SharedExperts("moe_num_shared_experts", 2),
+        names=HuggingFaceNames(
+            in_memory={
+                "experts.fc1.weight": "experts.gate_up_proj",
+                "experts.fc2.weight": "experts.down_proj",
+            }
+        ),
         experts=_aria_experts(),
     ),
     row(
@@ -193,7 +205,10 @@ WITH_EXPERTS = (
         Value("moe.top_k", "num_experts_per_tok", default=6),
         Value("moe.normalize_weights", "norm_topk_prob", "flag", default=True),
         SparseLayers((0, 1)),
-        names=HuggingFaceNames(renamed={"attention.sinks.weight": "self_attn.softmax_offset"}),
+        names=HuggingFaceNames(
+            renamed={"attention.sinks.weight": "self_attn.softmax_offset"},
+            in_memory={"softmax_offset": "sinks"},
+        ),
         experts=expert_keys("mlp", _GATED, shared="shared_expert"),
     ),
     row(
@@ -221,6 +236,7 @@ WITH_EXPERTS = (
         "GraniteMoeForCausalLM",
         "granitemoe",
         *_GRANITE,
+        names=_GRANITE_NAMES,
         experts=_granite_experts(),
     ),
     row(
@@ -229,6 +245,7 @@ WITH_EXPERTS = (
         *_GRANITE,
         # Without it, the model has no shared experts.
         Value("moe.shared_hidden_dim", "shared_intermediate_size"),
+        names=_GRANITE_NAMES,
         experts=(*_granite_experts(), *_shared_granite_experts()),
     ),
     row(
@@ -261,6 +278,9 @@ WITH_EXPERTS = (
         Value("moe.hidden_dim", "intermediate_size"),
         Value("moe.num_experts", "num_local_experts", default=256),
         Value("moe.top_k", "num_experts_per_tok", default=8),
+        names=HuggingFaceNames(
+            in_memory={"block_sparse_moe.e_score_correction_bias": "mlp.e_score_correction_bias"}
+        ),
         experts=expert_keys(
             "block_sparse_moe",
             {"w1": "w1", "w2": "w2", "w3": "w3"},

@@ -62,6 +62,7 @@ PLAIN_ROWS = (
             layer="gpt_neox.layers.*",
             norm="gpt_neox.final_layer_norm",
             output="embed_out",
+            in_memory={"embed_out.weight": "lm_head.weight"},
             renamed={
                 "attention.wqkv": "attention.query_key_value",
                 "attention.wo": "attention.dense",

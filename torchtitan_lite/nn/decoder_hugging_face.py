@@ -45,6 +45,8 @@ class HuggingFaceNames:
     """Modules or parameters of a layer by their names here, `feed_forward.w1`."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Linear layers there that consist of several here, in the order of their rows."""
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+    """Ends of the names in files, and what modules of transformers 5 have in their place."""
 
 
 USUAL_NAMES = HuggingFaceNames()
@@ -87,7 +89,7 @@ def decoder_hugging_face_keys(
     if has_predictions:
         usual |= _of_modules(_PREDICTION, ("weight",))
     fused = _fused_forms(layers, names)
-    return (
+    keys = (
         _key("tok_embeddings.weight", f"{names.embedding}.weight"),
         *(_in_layer(ours, theirs, names, fused) for ours, theirs in usual.items()),
         *experts,
@@ -98,6 +100,17 @@ def decoder_hugging_face_keys(
             if kind == "bias" or not tied_embeddings
         ),
     )
+    return tuple(_in_memory_too(key, names.in_memory) for key in keys)
+
+
+def _in_memory_too(key: HuggingFaceKey, in_memory: Mapping[str, str]) -> HuggingFaceKey:
+    renamed = tuple(
+        replace(form, key=form.key.removesuffix(end) + other)
+        for form in key.forms
+        for end, other in in_memory.items()
+        if form.key.endswith(end)
+    )
+    return replace(key, forms=(*key.forms, *renamed))
 
 
 def _of_modules(modules: Mapping[str, str], kinds: Sequence[str]) -> dict[str, str]:
