@@ -182,6 +182,11 @@ def _base_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
 
 
 def _parse_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
+    if not flavors:
+        raise ConfigError(
+            f"The model family {config.name} has no flavor, of whose type model.dims could be: add "
+            "one to its FLAVORS."
+        )
     kind = type(next(iter(flavors.values())))
     known = {field.name for field in fields(kind)}
     if unknown := sorted(config.dims.keys() - known):

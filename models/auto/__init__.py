@@ -2,6 +2,8 @@
 row of `gated.py`, `plain.py` or `experts.py`."""
 
 from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.registry import unknown_name
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.models.auto.dims import ARCHITECTURES as _ROWS
 from torchtitan_lite.models.auto.dims import AutoDims
@@ -33,5 +35,10 @@ dims_of_hugging_face = _FAMILY.dims_of_hugging_face
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """Return the spec of `config.flavor` with the configured attention."""
-    return spec_of(flavor_dims(FLAVORS, config), config.flavor)
+    """Return the spec of `config.flavor` with the configured attention. Raises ConfigError for
+    dimensions of an architecture that is no row here."""
+    dims = flavor_dims(FLAVORS, config)
+    known = sorted(architecture.model_type for architecture in _ROWS)
+    if dims.model_type not in known:
+        raise ConfigError(unknown_name("model_type", dims.model_type, known))
+    return spec_of(dims, config.flavor)

@@ -384,7 +384,7 @@ def test_layers_that_are_not_understood_are_rejected(
 def test_model_types_of_auto_are_named() -> None:
     dims = plain_dims(AUTO["tiny"]) | {"model_type": "mpt"}
     with pytest.raises(
-        ConfigError, match="model_type = .mpt. is not one of arcee, cohere, cohere2"
+        ConfigError, match="model_type = .mpt. is not one of arcee, aria_text, cohere, "
     ):
         model_spec(ModelConfig(name="auto", flavor="mine", dims=dims))
 
