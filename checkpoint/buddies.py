@@ -122,7 +122,7 @@ def open_buddies(
         about["url"] = f"http://{host}:{listener.getsockname()[1]}"
     except (OSError, ValueError) as error:
         about["problem"] = f"rank {context.mesh.rank} cannot listen: {error!r}"
-    peers = [json.loads(one) for one in all_gather_bytes(json.dumps(about).encode())]
+    peers = [json.loads(text) for text in all_gather_bytes(json.dumps(about).encode())]
     # Known to this session's ranks only; with a token, also useless without that.
     secret = broadcast_bytes(secrets.token_hex(16).encode()).decode()
     problem = next((peer["problem"] for peer in peers if peer["problem"]), "")
@@ -415,7 +415,7 @@ class BuddyCopies:
         copy = self._copy
         if copy is None or copy.pid is None:
             return
-        kind = next((one for one in ("progress", "received", "failed") if one in response), "")
+        kind = next((name for name in ("progress", "received", "failed") if name in response), "")
         if not kind or response[kind] != copy.order.number:
             # Of a copy that was canceled.
             return
@@ -430,4 +430,4 @@ class BuddyCopies:
 def _is_stuck(copy: _Copy) -> bool:
     """Return whether a source from which this rank copies has made no progress for too long."""
     since_s = time.monotonic() - _STUCK_S
-    return copy.pid is not None and any(copy.progress_s[one] <= since_s for one in copy.missing)
+    return copy.pid is not None and any(copy.progress_s[rank] <= since_s for rank in copy.missing)

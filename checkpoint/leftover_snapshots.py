@@ -179,23 +179,26 @@ def newest_leftover(
     regions = _regions(run_id)
     # All ranks of a machine see the same regions.
     is_reported = machines.index(machines[rank]) == rank
-    held = [one.held(saver, is_copy) for (saver, is_copy), one in regions.items()]
-    texts = all_gather_bytes(_encoded([one.to_json() for one in held], is_reported))
-    seen = [[HeldRegion.from_json(one) for one in json.loads(text or "[]")] for text in texts]
+    held = [region.held(saver, is_copy) for (saver, is_copy), region in regions.items()]
+    texts = all_gather_bytes(_encoded([held_region.to_json() for held_region in held], is_reported))
+    seen = [
+        [HeldRegion.from_json(held_region) for held_region in json.loads(text or "[]")]
+        for text in texts
+    ]
     found = newest_common(seen, machines, at_most, lineage.permitted(), before, excluded)
     if found is None:
         _close(regions)
         return None
     mine = {
-        saver: one
-        for (saver, is_copy), one in regions.items()
+        saver: region
+        for (saver, is_copy), region in regions.items()
         if rank in found.reach[saver]
         and is_copy == (saver in found.copies)
-        and found.session in one.sessions
-        and found.position in one.slots
+        and found.session in region.sessions
+        and found.position in region.slots
     }
-    kept = {id(one) for one in mine.values()}
-    _close({key: one for key, one in regions.items() if id(one) not in kept})
+    kept = {id(region) for region in mine.values()}
+    _close({key: region for key, region in regions.items() if id(region) not in kept})
     own: dict[str, Any] = {}
     try:
         report = _describe(found, mine, rank)
@@ -207,7 +210,7 @@ def newest_leftover(
         json.loads(text) for text in all_gather_bytes(_encoded(report, bool(report))) if text
     ]
     try:
-        if problems := [one["problem"] for one in reports if "problem" in one]:
+        if problems := [report["problem"] for report in reports if "problem" in report]:
             raise DamagedSnapshot("; ".join(problems))
         return _snapshot(found, reports, mine, own, excluded)
     except _WRONG as error:
@@ -333,15 +336,16 @@ def _snapshot(
     """Assemble the snapshot from the reports of all ranks."""
     tensors: dict[str, TensorSpec] = {}
     rng = dict(own)
-    for one in reports:
-        layouts = [_on_regions(layout_from_json(given)) for given in one.get("layouts", ())]
-        for name, (layout, shape, dtype) in one.get("tensors", {}).items():
+    for report in reports:
+        layouts = [_on_regions(layout_from_json(given)) for given in report.get("layouts", ())]
+        for name, (layout, shape, dtype) in report.get("tensors", {}).items():
             tensors[name] = TensorSpec(layouts[layout], tuple(shape), DTYPES[dtype])
-        rng |= one.get("rng", {})
+        rng |= report.get("rng", {})
     first = next(report for report in reports if "values" in report)
     step = found.position.step
     slots = {
-        region_name(saver): (one.region, one.slots[found.position]) for saver, one in mine.items()
+        region_name(saver): (region.region, region.slots[found.position])
+        for saver, region in mine.items()
     }
     return LeftoverSnapshot(
         SnapshotOrigin(

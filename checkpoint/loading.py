@@ -170,7 +170,7 @@ def _exchange(
     for number, batch in enumerate(batches):
         parts = [part for read in reading for part in read.values()]
         raise_on_all_ranks(_most_severe(error for part in parts if (error := part.exception())))
-        given = [{holder: one.result() for holder, one in read.items()} for read in reading]
+        given = [{holder: future.result() for holder, future in read.items()} for read in reading]
         # Read and verify the next batch while this one is exchanged.
         reading = read(batches[number + 1]) if number + 1 < len(batches) else []
         _fill([plans[name] for name in batch], given, [local.get(name) for name in batch])

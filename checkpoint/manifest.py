@@ -106,7 +106,7 @@ class Manifest(_Entry):
             for box in tensor.boxes:
                 found.setdefault(box.file, []).append((name, box))
         return {
-            file: sorted(boxes, key=lambda one: (one[1].bytes, one[0]))
+            file: sorted(boxes, key=lambda entry: (entry[1].bytes, entry[0]))
             for file, boxes in found.items()
         }
 

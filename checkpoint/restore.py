@@ -211,9 +211,9 @@ class Restorer:
                 if found is not None:
                     return found
         finally:
-            for one in remaining:
-                if isinstance(one, LeftoverSnapshot):
-                    one.close()
+            for candidate in remaining:
+                if isinstance(candidate, LeftoverSnapshot):
+                    candidate.close()
         if damage:
             raise DamagedCheckpoint(
                 "None of the requested checkpoints is intact: " + " ".join(damage) + " Delete the "
@@ -287,7 +287,11 @@ class Restorer:
         damaged |= found
         following = self._newest_leftover(leftover.saved.step, before, damaged)
         if following is not None:
-            stored = [parse_step_name(one[1]) or 0 for one in remaining if isinstance(one, tuple)]
+            stored = [
+                parse_step_name(candidate[1]) or 0
+                for candidate in remaining
+                if isinstance(candidate, tuple)
+            ]
             remaining.insert(sum(step > following.saved.step for step in stored), following)
 
     def _open(self, storage: Storage, name: str) -> Snapshot:

@@ -197,7 +197,9 @@ def _parse_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
     try:
         dims = cast(_Dims, TypeAdapter(kind).validate_python(config.dims))
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        problems = (
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
+        )
         raise ConfigError(f"model.dims of {config.name}: {'; '.join(problems)}.") from None
     # pydantic drops unknown keys of dataclasses.
     if unknown := list(_unknown_keys(config.dims, asdict(dims))):

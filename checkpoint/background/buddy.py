@@ -419,7 +419,7 @@ def _free_slot(region: Region, keep: tuple[int, int] | None) -> int:
         return (segment, region.slots()[slot].step)
 
     positions = {slot: position(slot) for slot in range(region.num_slots)}
-    return min((one for one in positions if positions[one] != keep), key=positions.__getitem__)
+    return min((slot for slot in positions if positions[slot] != keep), key=positions.__getitem__)
 
 
 def main(region_path: str) -> int:

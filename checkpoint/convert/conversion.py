@@ -124,7 +124,7 @@ def run_workers(
         running = [pool.submit(run, task) for task in tasks]
         try:
             done, _ = wait(running, return_when=FIRST_EXCEPTION)
-            error = next((error for one in done if (error := one.exception())), None)
+            error = next((error for future in done if (error := future.exception())), None)
         finally:
             # Also on an interrupt; the pool then joins its threads.
             stop.set()

@@ -73,7 +73,7 @@ class SnapshotLineage:
             history = {}
         else:
             segment, step = origin
-            history = {one: last for one, last in history.items() if one < segment}
+            history = {earlier: last for earlier, last in history.items() if earlier < segment}
             history[segment] = step
         if not self._mesh.is_leader:
             return

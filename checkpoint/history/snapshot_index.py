@@ -88,8 +88,8 @@ def newest_common(
     the ranks' `machines`; one rank reports per machine. A machine that was reassigned to other
     ranks may still hold regions of an earlier session. `permitted`, as returned by
     `SnapshotLineage.permitted`, excludes abandoned steps; `excluded` are parts that are damaged."""
-    seen = [[_without(one, excluded) for one in held] for held in seen]
-    sessions = sorted({s for held in seen for one in held for s in one.sessions})
+    seen = [[_without(index, excluded) for index in held] for held in seen]
+    sessions = sorted({s for held in seen for index in held for s in index.sessions})
 
     def is_usable(position: Position) -> bool:
         if permitted is not None:
@@ -108,11 +108,11 @@ def newest_common(
     if not known:
         return None
 
-    def copied(one: SnapshotIndex) -> Position:
-        return one.copied_position or _NO_POSITION
+    def copied(index: SnapshotIndex) -> Position:
+        return index.copied_position or _NO_POSITION
 
     # Of two sessions of a region that is being taken over, the one that the copies belong to.
-    newest = max(known, key=lambda one: (one.position, copied(one)))
+    newest = max(known, key=lambda index: (index.position, copied(index)))
     safest = max((newest, *known), key=copied)
     return replace(
         newest, copied_position=safest.copied_position, copied_session=safest.copied_session
@@ -136,14 +136,14 @@ def _newest_of_session(
     session is missing, its ranks disagree on the world size, or have no common step."""
     holders: dict[int, list[tuple[HeldRegion, int]]] = {}
     for held, machine in zip(seen, machines, strict=True):
-        for one in held:
-            if session in one.sessions:
-                holders.setdefault(one.saver, []).append((one, machine))
-    if {one.world_size for held in holders.values() for one, _ in held} != {len(holders)}:
+        for index in held:
+            if session in index.sessions:
+                holders.setdefault(index.saver, []).append((index, machine))
+    if {index.world_size for held in holders.values() for index, _ in held} != {len(holders)}:
         return None
     own, copied = (
         {
-            saver: {p for one, _ in held if one.is_copy == is_copy for p in one.positions}
+            saver: {p for index, _ in held if index.is_copy == is_copy for p in index.positions}
             for saver, held in holders.items()
         }
         for is_copy in (False, True)
@@ -158,11 +158,11 @@ def _newest_of_session(
     reach: dict[int, Sequence[int]] = {}
     copies = set()
     for saver, held in holders.items():
-        able = [(one, machine) for one, machine in held if position in one.positions]
+        able = [(index, machine) for index, machine in held if position in index.positions]
         # A rank's own snapshot costs no network.
-        one, where = min(able, key=lambda one: one[0].is_copy)
+        index, where = min(able, key=lambda index: index[0].is_copy)
         reach[saver] = [rank for rank, machine in enumerate(machines) if machine == where]
-        if one.is_copy:
+        if index.is_copy:
             copies.add(saver)
     copied_position = newest(own[saver] & copied[saver] for saver in holders)
     copied_session = None if copied_position is None else session

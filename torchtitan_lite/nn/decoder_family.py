@@ -87,7 +87,9 @@ def decoder_model_spec(
     layers = (*dims.layers, *prediction_layers)
     first_prediction = len(layers) - len(prediction_layers)
     # Blocks with experts are alike in all families.
-    moe = next((one.feed_forward for one in layers if isinstance(one.feed_forward, MoEDims)), None)
+    moe = next(
+        (layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoEDims)), None
+    )
     kinds = dict.fromkeys(layers)
     return ModelSpec(
         name=name,

@@ -75,17 +75,17 @@ def decoder_hugging_face_keys(
     experts, if it has any; `dense` is the name of a dense block in a layer; `has_predictions`: it
     has layers of multi-token prediction; `norm` is that of hidden states."""
     usual: dict[str, str | HuggingFaceForm] = {}
-    for one in layers:
-        for ours, theirs in one.attention.hugging_face.items():
+    for layer in layers:
+        for ours, theirs in layer.attention.hugging_face.items():
             usual[f"attention.{ours}"] = theirs
-        norms = {name: _NORMS[one.norms][name] for name in one.norm_names}
+        norms = {name: _NORMS[layer.norms][name] for name in layer.norm_names}
         usual |= _of_modules(norms, norm.parameters)
-        if isinstance(one.feed_forward, Dense):
+        if isinstance(layer.feed_forward, Dense):
             projections = {
                 f"feed_forward.{name}": f"{dense}.{_FEED_FORWARD[name]}"
-                for name in (*one.feed_forward.projections, "w2")
+                for name in (*layer.feed_forward.projections, "w2")
             }
-            usual |= _of_modules(projections, linear_parameters(one.feed_forward.bias))
+            usual |= _of_modules(projections, linear_parameters(layer.feed_forward.bias))
     if has_predictions:
         usual |= _of_modules(_PREDICTION, ("weight",))
     fused = _fused_forms(layers, names)
@@ -124,9 +124,9 @@ def _fused_forms(
 ) -> dict[str, tuple[str, tuple[int, int]]]:
     """Return the fused layer of each module, and its rows there."""
     sizes: dict[str, int] = {}
-    for one in layers:
+    for layer in layers:
         for part in ("attention", "feed_forward"):
-            found: Mapping[str, int] = getattr(getattr(one, part), "projections", {})
+            found: Mapping[str, int] = getattr(getattr(layer, part), "projections", {})
             sizes |= {f"{part}.{name}": size for name, size in found.items()}
     forms = {}
     for theirs, modules in names.fused.items():
@@ -170,8 +170,8 @@ def expert_keys(
         stack, part, num_parts = _FUSED[name]
         alone = HuggingFaceForm(key=f"{layer}.{block}.experts.*.{theirs}.weight")
         stacked = (
-            HuggingFaceForm(key=f"{layer}.{one}.experts.{stack}", part=(part, num_parts))
-            for one in blocks
+            HuggingFaceForm(key=f"{layer}.{prefix}.experts.{stack}", part=(part, num_parts))
+            for prefix in blocks
         )
         keys.append(HuggingFaceKey(name=f"{here}.experts.{name}", forms=(alone, *stacked)))
         if shared is not None:

@@ -133,11 +133,11 @@ def decoder_torchtitan_keys(
         key("tok_embeddings.weight"),
         *(
             replace(
-                one,
-                name=f"layers.*.attention.{one.name}",
-                theirs=tuple(f"layers.*.attention.{their}" for their in one.theirs),
+                attention_key,
+                name=f"layers.*.attention.{attention_key.name}",
+                theirs=tuple(f"layers.*.attention.{their}" for their in attention_key.theirs),
             )
-            for one in attention
+            for attention_key in attention
         ),
         *(key(f"layers.*.{name}.weight") for name in ("attention_norm", "ffn_norm", *dense)),
         *(_moe_torchtitan_keys(experts[0]) if experts else ()),

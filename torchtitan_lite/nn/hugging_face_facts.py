@@ -129,7 +129,7 @@ class ActivationOf:
         name = config.given(self.theirs, self.default)
         found = [ours for ours, theirs in _ACTIVATIONS.items() if name in theirs]
         if not found:
-            known = ", ".join(one for theirs in _ACTIVATIONS.values() for one in theirs)
+            known = ", ".join(spelling for theirs in _ACTIVATIONS.values() for spelling in theirs)
             config.problems.append(f"{self.theirs} is {name!r:.100}, and one of {known} is needed")
         dims["activation"] = found[0] if found else "silu"
 

@@ -109,7 +109,7 @@ def read_table(
     kind = given.get("rope_type", given.get("type", "default"))
     kind = _FORMER_KINDS.get(kind, kind)
     if kind not in ("default", *scaled):
-        supported = " or ".join(f'"{one}"' for one in ("default", *scaled))
+        supported = " or ".join(f'"{known_kind}"' for known_kind in ("default", *scaled))
         config.problems.append(f"rope_type is {kind!r}, and only {supported} is supported")
         return base, None
     made, names = _NAMES.get(kind, (None, {}))
@@ -180,6 +180,6 @@ def _value(config: HuggingFaceConfig, key: str, value: Any) -> Any:
     if key == "truncate":
         return bool(value)
     if key in _LISTS and isinstance(value, list):
-        return tuple(config.checked_number(key, one) for one in value)
+        return tuple(config.checked_number(key, item) for item in value)
     number = config.checked_number(key, value)
     return int(number) if key in (_ORIGINAL, _MAX) else number

@@ -116,7 +116,7 @@ def merged(
 
 def _candidates(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers of the blocks, without routers, by name."""
-    routers = tuple(name for name, one in model.named_modules() if isinstance(one, Router))
+    routers = tuple(name for name, module in model.named_modules() if isinstance(module, Router))
     for name, module in model.named_modules():
         is_routing = any(name.startswith(f"{router}.") for router in routers)
         is_in_block = fnmatchcase(name, f"{spec.blocks}.*")
@@ -131,13 +131,13 @@ def _chosen(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     def matches(name: str, pattern: str) -> bool:
         return fnmatchcase(f".{name}", f"*.{pattern}")
 
-    wrong = [one for one in patterns if not any(matches(name, one) for name in names)]
+    wrong = [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]
     if wrong or not patterns:
-        given = ", ".join(f'"{one}"' for one in wrong) or "[]"
+        given = ", ".join(f'"{pattern}"' for pattern in wrong) or "[]"
         kinds = dict.fromkeys(name.split(".", 2)[-1] for name in names)
         raise ConfigError(
             f"lora.targets: {given} matches no linear layer. Use the ends of names in this "
             f"project, of {', '.join(kinds) or 'which this model has none'}; stacked experts, "
             "routers, embedding and output have no adapters."
         )
-    return [name for name in names if any(matches(name, one) for one in patterns)]
+    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]

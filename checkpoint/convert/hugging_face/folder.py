@@ -170,7 +170,7 @@ def read_header(storage: Storage, path: str) -> dict[str, HeaderEntry]:
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{where} is damaged: {error}.") from None
     position = 8 + size
-    for name, tensor in sorted(tensors.items(), key=lambda one: (one[1].first, one[1].end)):
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].first, item[1].end)):
         if tensor.first != position:
             raise DamagedCheckpoint(
                 f"{where} is damaged: {name} begins at byte {tensor.first}, and what lies before "
