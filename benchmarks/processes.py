@@ -5,6 +5,7 @@ Invariant: every process computes with one thread, which is set here and not lef
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -158,10 +159,14 @@ def wait_for(
 
 
 def free_port() -> int:
-    """A port at which no process of this machine listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port at which no process of this machine listens, and that the system gives to no outgoing
+    connection."""
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
+    while True:
+        port = random.SystemRandom().randrange(10_000, int(limits[0]))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def tail(log: Path) -> str:

@@ -3,16 +3,15 @@ local processes."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.processes import free_port
 from tests.end_to_end.slurm import SCRIPT, write_slurm_commands
 from tests.harness.launch import SMALL, steps_of
 from tests.harness.ranks import REPOSITORY
@@ -21,11 +20,9 @@ from tests.harness.ranks import REPOSITORY
 def _free_ports(count: int) -> int:
     """Return the first of `count` consecutive free ports."""
     while True:
-        with closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
+        first = free_port()
         taken = {one.laddr.port for one in psutil.net_connections("tcp") if one.laddr}
-        if first + count < 65536 and not taken & set(range(first, first + count)):
+        if not taken & set(range(first, first + count)):
             return first
 
 
