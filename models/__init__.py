@@ -25,6 +25,7 @@ refuse_other_name(__name__)
 from torchtitan_lite.config.tables.model import ModelConfig  # noqa: E402
 from torchtitan_lite.core.errors import ConfigError  # noqa: E402
 from torchtitan_lite.core.registry import REGISTRY, import_module, unknown_name  # noqa: E402
+from torchtitan_lite.nn.hugging_face_config import find_architecture  # noqa: E402
 from torchtitan_lite.nn.missing_parts import missing_part  # noqa: E402
 from torchtitan_lite.nn.spec import ModelSpec  # noqa: E402
 
@@ -95,16 +96,21 @@ def read_hugging_face_config(folder: Path) -> dict[str, Any]:
 def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the family and the sizes, as in `[model] dims`, of a config.json. Raises ConfigError
     for an unknown architecture, with the known ones, and for unsupported values."""
-    given = values.get("architectures")
-    asked = given if isinstance(given, list) else []
-    known: list[str] = []
-    for name in families():
-        module = family(name)
-        architectures = getattr(module, "ARCHITECTURES", ())
-        if any(architecture in architectures for architecture in asked):
-            return name, plain_dims(module.dims_of_hugging_face(values))
-        known += architectures
-    model_type = values.get("model_type")
+    given, model_type = values.get("architectures"), values.get("model_type")
+    modules = {name: family(name) for name in families()}
+    holders = {
+        architecture: name
+        for name, module in modules.items()
+        for architecture in getattr(module, "ARCHITECTURES", {})
+    }
+    known = {
+        architecture: modules[name].ARCHITECTURES[architecture]
+        for architecture, name in holders.items()
+    }
+    architecture = find_architecture(values, known)
+    if architecture is not None and _is_text_model(given, known):
+        name = holders[architecture]
+        return name, plain_dims(modules[name].dims_of_hugging_face(values))
     if part := missing_part(model_type):
         raise ConfigError(
             f"config.json is of architecture {given!r:.200} (model_type {model_type!r:.60}), which "
@@ -113,6 +119,12 @@ def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     raise ConfigError(
         f"config.json is of architecture {given!r:.200}. Known are: {', '.join(sorted(known))}."
     )
+
+
+def _is_text_model(given: Any, known: Mapping[str, str]) -> bool:
+    """Whether `architectures` is absent, or has one that predicts the next token."""
+    names = given if isinstance(given, list) else []
+    return not names or any(name in known or str(name).endswith("ForCausalLM") for name in names)
 
 
 def hugging_face_model(values: Mapping[str, Any], hf_assets_path: str) -> ModelConfig:

@@ -32,7 +32,7 @@ from torchtitan_lite.nn.rope import Rope, YarnScaling
 from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
 
 _V2, _V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
-ARCHITECTURES = (_V3, _V2)
+ARCHITECTURES = {_V3: "deepseek_v3", _V2: "deepseek_v2"}
 """Architectures in transformers that `dims_of_hugging_face` supports."""
 _FACTS = decoder_facts()
 _MAX_DEPTH = 4

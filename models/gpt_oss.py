@@ -119,7 +119,7 @@ _FAMILY = GroupedDecoderFamily(
                 Value("head_dim", "head_dim", default=64),
                 Value("window", "sliding_window", default=128),
                 LayerTypes(("sliding_attention", "full_attention")),
-                Value("moe.num_experts", "num_local_experts"),
+                Value("moe.num_experts", "num_local_experts", default=128),
                 Value("moe.top_k", "num_experts_per_tok", default=4),
                 Value("moe.hidden_dim", "intermediate_size"),
                 Value("moe.swiglu_limit", "swiglu_limit", "number", 7.0),
@@ -133,7 +133,7 @@ _FAMILY = GroupedDecoderFamily(
         ),
     ),
 )
-ARCHITECTURES = _FAMILY.architecture_names
+ARCHITECTURES = _FAMILY.model_types
 spec_of = _FAMILY.spec_of
 dims_of_hugging_face = _FAMILY.dims_of_hugging_face
 

@@ -122,7 +122,7 @@ _FAMILY = GroupedDecoderFamily(
         ),
     ),
 )
-ARCHITECTURES = _FAMILY.architecture_names
+ARCHITECTURES = _FAMILY.model_types
 spec_of = _FAMILY.spec_of
 dims_of_hugging_face = _FAMILY.dims_of_hugging_face
 

@@ -33,7 +33,7 @@ _TEXT, _VISION = "Llama4ForCausalLM", "Llama4ForConditionalGeneration"
 _OF_IMAGES = tuple(
     f"{token}_token_{kind}" for token in ("image", "boi", "eoi") for kind in ("id", "index")
 )
-ARCHITECTURES = (_TEXT, _VISION)
+ARCHITECTURES = {_TEXT: "llama4_text", _VISION: "llama4"}
 """Architectures in transformers that `dims_of_hugging_face` supports: the text model alone, and
 releases, of which it is a part."""
 _FIRST_NOPE_LAYER = 3

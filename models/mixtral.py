@@ -64,11 +64,11 @@ _FAMILY = GroupedDecoderFamily(
             name="MixtralForCausalLM",
             model_type="mixtral",
             facts=(
-                *decoder_facts(),
+                *decoder_facts(norm_eps=1e-5, num_kv_heads=8),
                 Value("head_dim", "head_dim", default=width_per_head),
                 Value("moe.hidden_dim", "intermediate_size"),
-                Value("moe.num_experts", "num_local_experts"),
-                Value("moe.top_k", "num_experts_per_tok"),
+                Value("moe.num_experts", "num_local_experts", default=8),
+                Value("moe.top_k", "num_experts_per_tok", default=2),
                 Window(None),
                 Rotation(1000000.0),
             ),
@@ -76,7 +76,7 @@ _FAMILY = GroupedDecoderFamily(
         ),
     ),
 )
-ARCHITECTURES = _FAMILY.architecture_names
+ARCHITECTURES = _FAMILY.model_types
 spec_of = _FAMILY.spec_of
 dims_of_hugging_face = _FAMILY.dims_of_hugging_face
 

@@ -116,11 +116,6 @@ FLAVORS = {
 }
 
 
-_FACTS = (
-    *decoder_facts(attention_bias=None),
-    Biases(),
-    Rotation(),
-)
 _FAMILY = GroupedDecoderFamily(
     name="qwen3",
     dims=Qwen3Dims,
@@ -129,7 +124,9 @@ _FAMILY = GroupedDecoderFamily(
             name="Qwen3ForCausalLM",
             model_type="qwen3",
             facts=(
-                *_FACTS,
+                *decoder_facts(attention_bias=None, num_kv_heads=32),
+                Biases(),
+                Rotation(),
                 Value("head_dim", "head_dim", default=128),
                 LayerWindows(4096, late(28)),
                 Value("hidden_dim", "intermediate_size"),
@@ -139,12 +136,14 @@ _FAMILY = GroupedDecoderFamily(
             name="Qwen3MoeForCausalLM",
             model_type="qwen3_moe",
             facts=(
-                *_FACTS,
+                *decoder_facts(attention_bias=None, num_kv_heads=4),
+                Biases(),
+                Rotation(),
                 Value("head_dim", "head_dim", default=width_per_head),
                 # transformers 5 writes the second name.
-                Value("moe.num_experts", "num_experts", former="num_local_experts"),
-                Value("moe.top_k", "num_experts_per_tok"),
-                Value("moe.hidden_dim", "moe_intermediate_size"),
+                Value("moe.num_experts", "num_experts", default=128, former="num_local_experts"),
+                Value("moe.top_k", "num_experts_per_tok", default=8),
+                Value("moe.hidden_dim", "moe_intermediate_size", default=768),
                 Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
                 Fixed("use_sliding_window", False),
                 Ignored("sliding_window", "max_window_layers"),
@@ -157,7 +156,7 @@ _FAMILY = GroupedDecoderFamily(
         ),
     ),
 )
-ARCHITECTURES = _FAMILY.architecture_names
+ARCHITECTURES = _FAMILY.model_types
 spec_of = _FAMILY.spec_of
 dims_of_hugging_face = _FAMILY.dims_of_hugging_face
 

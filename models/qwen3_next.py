@@ -32,8 +32,8 @@ from torchtitan_lite.nn.rope import Rope
 from torchtitan_lite.nn.spec import HuggingFaceModel, ModelSpec
 
 _NORM = NormKind(zero_centered=True)
-ARCHITECTURES = ("Qwen3NextForCausalLM",)
-"""Architectures in transformers that `dims_of_hugging_face` supports."""
+ARCHITECTURES = {"Qwen3NextForCausalLM": "qwen3_next"}
+"""Architectures in transformers that `dims_of_hugging_face` supports, with their model types."""
 _LINEAR = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -41,7 +41,7 @@ _LINEAR = {
     "linear_value_head_dim": 128,
 }
 """Sizes of Gated DeltaNet, here and in transformers, with its defaults."""
-_FACTS = decoder_facts()
+_FACTS = decoder_facts(num_kv_heads=2)
 _EXPERTS = expert_keys(
     "mlp",
     {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},

@@ -29,7 +29,7 @@ FLAVORS = {
 _FAMILY = GroupedDecoderFamily(
     name="auto", dims=AutoDims, architectures=_ROWS, is_in_torchtitan=False
 )
-ARCHITECTURES = _FAMILY.architecture_names
+ARCHITECTURES = _FAMILY.model_types
 spec_of = _FAMILY.spec_of
 dims_of_hugging_face = _FAMILY.dims_of_hugging_face
 

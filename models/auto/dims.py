@@ -70,6 +70,11 @@ class AutoDims(GroupedDecoderDims):
                 "An output with the weight of the embedding (tied_embeddings) has no bias of its "
                 "own (output_bias). Set one of them to false."
             )
+        if self.output_bias and self.multipliers.logits != 1:
+            raise ConfigError(
+                "Multiplied logits (logits_multiplier, logits_divisor) have no bias (output_bias): "
+                "the factor is that of the hidden states."
+            )
 
     @property
     def output(self) -> OutputDims:

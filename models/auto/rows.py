@@ -9,6 +9,7 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Architecture,
     Biases,
     Fact,
+    Fixed,
     Given,
     Value,
     decoder_facts,
@@ -42,6 +43,8 @@ def own(**defaults: Any) -> Sequence[Fact]:
 
 
 ACTIVATION = ActivationOf()
+SILU = Fixed("hidden_act", "silu", "swish")
+"""The activation of all experts here."""
 BIASES = Biases()
 ALL_BIASES = ("bias", "out_bias", "feed_forward_bias")
 MLP_BIAS = Biases("mlp_bias", ours=("feed_forward_bias",))

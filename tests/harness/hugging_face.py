@@ -265,6 +265,7 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "ernie4_5_biased": lambda: _dense("ernie4_5", use_bias=True, tie_word_embeddings=False),
     "exaone4": lambda: _dense("exaone4", **_WINDOWS, num_hidden_layers=4),
     "exaone4_whole": lambda: _dense("exaone4", sliding_window=None, layer_types=_WHOLE),
+    "exaone4_unused_window": lambda: _dense("exaone4", sliding_window=9, layer_types=_WHOLE),
     "gemma3_text": lambda: _dense(
         "gemma3_text",
         tie_word_embeddings=False,
@@ -393,6 +394,13 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         mlp_only_layers=[0],
         shared_expert_intermediate_size=56,
         attention_bias=True,
+    ),
+    "granitemoeshared_alone": lambda: _dense(
+        "granitemoeshared",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=40,
+        shared_intermediate_size=0,
     ),
     "hyperclovax": lambda: _dense("hyperclovax", residual_multiplier=0.6, logits_scaling=1.7),
     "hyperclovax_before": lambda: _dense(

@@ -144,9 +144,10 @@ class GroupedDecoderFamily(Generic[_Dims]):
     (docs/adr/0003)."""
 
     @property
-    def architecture_names(self) -> tuple[str, ...]:
-        """The architectures in transformers that `dims_of_hugging_face` supports."""
-        return tuple(architecture.name for architecture in self.architectures)
+    def model_types(self) -> dict[str, str]:
+        """The architectures in transformers that `dims_of_hugging_face` supports, with their model
+        types."""
+        return {architecture.name: architecture.model_type for architecture in self.architectures}
 
     def spec_of(self, dims: _Dims, flavor: str) -> ModelSpec:
         """Return the spec of any dimensions. It has no names in transformers if none of the
@@ -168,9 +169,9 @@ class GroupedDecoderFamily(Generic[_Dims]):
     def dims_of_hugging_face(self, values: Mapping[str, Any]) -> _Dims:
         """Read the dimensions from a config.json. Raises ConfigError with everything
         unsupported."""
-        name = named_architecture(values, self.architecture_names)
-        architecture = self.architectures[self.architecture_names.index(name)]
-        dims = architecture.read(values)
+        name = named_architecture(values, self.model_types)
+        rows = {architecture.name: architecture for architecture in self.architectures}
+        dims = rows[name].read(values)
         if "moe" in dims:
             dims["moe"] = MoEDims(**dims["moe"])
         return self.dims(**dims)

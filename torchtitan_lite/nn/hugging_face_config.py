@@ -21,17 +21,28 @@ _EFFECTIVE = {"head_dim": "head_size"}
 """Dimensions that may be unset, and the property with the value that is used."""
 
 
-def named_architecture(values: Mapping[str, Any], known: Sequence[str]) -> str:
-    """Return the architecture of a config.json, one of `known`. Raises ConfigError if it is
-    another one."""
-    given = values.get("architectures")
-    for name in given if isinstance(given, list) else ():
-        if name in known:
+def find_architecture(values: Mapping[str, Any], known: Mapping[str, str]) -> str | None:
+    """Return the architecture of a config.json, one of `known`, which are model types by
+    architecture. The model type decides, as in transformers; one that is unknown, of code in the
+    folder, leaves it to `architectures`."""
+    for name, model_type in known.items():
+        if values.get("model_type") == model_type:
             return name
-    raise ConfigError(
-        f"config.json is of a model that cannot be built here: its architecture is {given!r:.200}, "
-        f"and {' or '.join(known)} is needed."
-    )
+    given = values.get("architectures")
+    names = given if isinstance(given, list) else []
+    return next((name for name in names if name in known), None)
+
+
+def named_architecture(values: Mapping[str, Any], known: Mapping[str, str]) -> str:
+    """Return the architecture as `find_architecture` does. Raises ConfigError if it is another
+    one."""
+    name = find_architecture(values, known)
+    if name is None:
+        raise ConfigError(
+            f"config.json is of a model that cannot be built here: its architecture is "
+            f"{values.get('architectures')!r:.200}, and {' or '.join(known)} is needed."
+        )
+    return name
 
 
 class HuggingFaceConfig:
@@ -53,6 +64,11 @@ class HuggingFaceConfig:
         """Whether the key is there, null included."""
         self._understood.add(key)
         return key in self._values
+
+    def set_default(self, key: str, value: Any) -> None:
+        """Set the value that an absent key has in this architecture."""
+        self._values = {key: value, **self._values}
+        self._understood.add(key)
 
     def ignore(self, *keys: str) -> None:
         """Accept keys that have no effect in this architecture, or beside its other values."""
@@ -81,11 +97,15 @@ class HuggingFaceConfig:
             return default
         return value
 
-    def per_layer(self, key: str, num_layers: int, allowed: Sequence[Any]) -> list[Any] | None:
+    def per_layer(
+        self, key: str, num_layers: int, allowed: Sequence[Any], *, may_be_longer: bool = False
+    ) -> list[Any] | None:
         """Read a list with one of `allowed` for each layer; None if it is absent or wrong."""
         values = self.given(key)
         if values is None:
             return None
+        if isinstance(values, list) and may_be_longer:
+            values = values[:num_layers]
         is_list = isinstance(values, list) and len(values) == num_layers
         if is_list and all(value in allowed for value in values):
             return values
@@ -96,7 +116,8 @@ class HuggingFaceConfig:
     def only(self, key: str, *allowed: Any) -> None:
         """Accept an unsupported feature only if it is off or absent."""
         value = self.given(key, allowed[0])
-        if value not in allowed:
+        # In Python, true equals 1.
+        if not any(type(value) is type(other) and value == other for other in allowed):
             known = " or ".join(map(repr, allowed))
             self.problems.append(f"{key} is {value!r:.100}, and only {known} is supported")
 

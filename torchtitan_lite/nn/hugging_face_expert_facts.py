@@ -50,7 +50,7 @@ class SharedExperts:
     default: int | None
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        count = config.integer(self.theirs, self.default, least=0)
+        count = config.integer(self.theirs, self.default)
         dims["moe.shared_hidden_dim"] = count * dims["moe.hidden_dim"]
 
     def write(self, dims: Any) -> dict[str, Any]:

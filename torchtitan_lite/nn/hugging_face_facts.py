@@ -1,7 +1,7 @@
 """Facts of a transformers config.json, which are read into dimensions and written back: an
 architecture is a list of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, Protocol
@@ -35,13 +35,19 @@ class Value:
     """Value if the key is absent, or a function of the dimensions before; None: it is needed."""
     former: str | None = None
     """Name of the key in other releases."""
+    null: Callable[[Mapping[str, Any]], int] | None = None
+    """Value if the key is null, from the dimensions before. Unset: `default`."""
+    least: int = 1
+    """Smallest integer."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         default: Any = self.default(dims) if callable(self.default) else self.default
         if self.former is not None and config.given(self.former) is not None:
             default = config.given(self.former)
+        if self.null is not None and config.has(self.theirs) and config.given(self.theirs) is None:
+            default = self.null(dims)
         if self.kind == "integer":
-            dims[self.ours] = config.integer(self.theirs, default)
+            dims[self.ours] = config.integer(self.theirs, default, least=self.least)
         elif self.kind == "number":
             dims[self.ours] = config.number(self.theirs, default)
         else:
@@ -344,7 +350,7 @@ def decoder_facts(
         Value("vocab_size", "vocab_size"),
         Given("num_kv_heads", default_kv_heads)
         if num_kv_heads_key is None
-        else Value("num_kv_heads", num_kv_heads_key, default=default_kv_heads),
+        else Value("num_kv_heads", num_kv_heads_key, default=default_kv_heads, null=_num_heads),
         Given("norm_eps", norm_eps)
         if norm_key is None
         else Value("norm_eps", norm_key, "number", norm_eps),
@@ -356,6 +362,10 @@ def decoder_facts(
         *(() if mlp_bias is None else (Fixed("mlp_bias", mlp_bias, is_written=False),)),
         _AttentionDropout(),
     )
+
+
+def _num_heads(dims: Mapping[str, Any]) -> int:
+    return dims["num_heads"]
 
 
 class _AttentionDropout:

@@ -42,11 +42,15 @@ class RotatedWidth:
         return {"rotary_dim": width, "partial_rotary_factor": dims.rotated_share}
 
 
+@dataclass(frozen=True)
 class OriginalLength:
-    """The positions of pretraining beside those of the model, of which `Rotation` reads them."""
+    """The positions of pretraining beside those of the model, which win over those of RoPE's
+    table. `Rotation` reads them."""
+
+    default: int
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        config.ignore("original_max_position_embeddings")
+        config.set_default("original_max_position_embeddings", self.default)
 
     def write(self, dims: Any) -> dict[str, Any]:
         original = getattr(dims.rope_scaling, "original_max_position", dims.max_seq_len)
@@ -125,9 +129,8 @@ class LayerWindows:
         layers = range(dims["num_layers"])
         kinds = config.per_layer("layer_types", len(layers), _KINDS)
         width = config.given("sliding_window", self.default)
-        has_window = width is not None
-        if self.switch is not None:
-            has_window = config.flag(self.switch, default=False)
+        is_on = self.switch is None or config.flag(self.switch, default=False)
+        has_window = is_on and width is not None
         if not has_window and _KINDS[0] in (kinds or ()):
             config.problems.append(
                 f"layer_types has {_KINDS[0]}, and its window is off: sliding_window is {width!r}"
@@ -251,8 +254,16 @@ class LayerRotations:
             config.problems.append(f"rope_parameters is {tables!r:.100}, and a table is needed")
             return
         if unknown := sorted(tables.keys() - set(_KINDS)):
-            config.problems.append(f"rope_parameters has {', '.join(unknown)}, which is unknown")
+            config.problems.append(
+                f"rope_parameters has {', '.join(unknown)}, and a table for {_KINDS[0]} and one "
+                f"for {_KINDS[1]} are needed"
+            )
         whole = {**(tables.get(_KINDS[1]) or {}), **(before or {})}
+        if whole.get("truncate", True) is not True:
+            config.problems.append(
+                f"truncate of RoPE is {whole['truncate']!r:.100}, which transformers does not read "
+                "in the table of a kind of layers; delete it"
+            )
         dims["rope_theta"], dims["rope_scaling"] = read_table(config, whole, theta)
         windowed = read_table(config, tables.get(_KINDS[0]) or {}, local)
         dims["windowed_rope"] = RopeBase(theta=windowed[0], scaling=windowed[1])
@@ -276,7 +287,7 @@ class LayersWithoutRope:
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         layers = range(dims["num_layers"])
-        marks = config.per_layer("no_rope_layers", len(layers), (0, 1))
+        marks = config.per_layer("no_rope_layers", len(layers), (0, 1), may_be_longer=True)
         step = config.integer("no_rope_layer_interval", 4)
         if marks is None:
             marks = [(n + 1) % step for n in layers]
@@ -305,4 +316,7 @@ class RopeInWindows:
         )
 
     def write(self, dims: Any) -> dict[str, Any]:
+        if self.is_everywhere_without and dims.window is None and dims.layers_without_rope:
+            # Without a width there would be rotary embedding in all layers.
+            return {"sliding_window": dims.max_seq_len}
         return {}

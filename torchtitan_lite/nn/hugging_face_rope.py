@@ -173,7 +173,8 @@ def _given(config: HuggingFaceConfig, given: Mapping[str, Any], key: str) -> Any
         value = config.given(_ORIGINAL) or value or config.given(_MAX)
     elif key == _MAX:
         value = config.given(_MAX)
-    return None if value == 0 and key in _OPTIONAL and value is not False else value
+    is_zero = value == 0 and value is not False
+    return None if is_zero and key in _OPTIONAL - {"attention_factor"} else value
 
 
 def _value(config: HuggingFaceConfig, key: str, value: Any) -> Any:

@@ -4,10 +4,15 @@ Meta's Code World Model, whose layers have a window but for each fourth one."""
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.models.auto.dims import AutoDims
-from torchtitan_lite.models.auto.rows import ACTIVATION, MLP_BIAS, ROTATION, WIDTH, own, row
+from torchtitan_lite.models.auto.rows import ACTIVATION, MLP_BIAS, WIDTH, own, row
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderFamily
 from torchtitan_lite.nn.hugging_face_facts import HeadWidth
-from torchtitan_lite.nn.hugging_face_position_facts import LayerWindows, but_first_of_each
+from torchtitan_lite.nn.hugging_face_position_facts import (
+    LayerWindows,
+    Rotation,
+    but_first_of_each,
+)
+from torchtitan_lite.nn.rope import RopeScaling
 from torchtitan_lite.nn.spec import ModelSpec
 
 FLAVORS = {
@@ -36,12 +41,12 @@ _FAMILY = GroupedDecoderFamily(
             WIDTH,
             ACTIVATION,
             LayerWindows(8192, but_first_of_each(4), switch=None),
-            ROTATION,
+            Rotation(1000000.0, default_scaling=RopeScaling(factor=16.0)),
         ),
     ),
     is_in_torchtitan=False,
 )
-ARCHITECTURES = _FAMILY.architecture_names
+ARCHITECTURES = _FAMILY.model_types
 spec_of = _FAMILY.spec_of
 dims_of_hugging_face = _FAMILY.dims_of_hugging_face
 

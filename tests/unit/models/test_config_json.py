@@ -10,7 +10,7 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.models import hugging_face_dims
+from torchtitan_lite.models import families, family, hugging_face_dims
 from torchtitan_lite.models.auto.dims import ARCHITECTURES as AUTO
 from torchtitan_lite.nn.hugging_face_facts import Architecture
 from torchtitan_lite.nn.hugging_face_keys import is_irrelevant
@@ -486,6 +486,8 @@ def test_fields_of_the_base_class_are_irrelevant_at_their_defaults() -> None:
         ("Qwen3 0.6B", {"layer_types": ["sliding_attention"] * 28}, "window is off"),
         ("SmolLM2 135M", {"rope_interleaved": True}, "rope_interleaved is True"),
         ("Gemma 2B", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ("Gemma 2B", {"use_bidirectional_attention": 0}, "use_bidirectional_attention is 0"),
+        ("Gemma 3 1B", {"rope_parameters": {"rope_theta": 1.0}}, "rope_theta, and a table for"),
         ("Granite SWA 2B", {"layer_rope_theta": [1e4]}, "a number for each layer is needed"),
         ("Granite SWA 2B", {"layer_rope_theta": [-1] * 24}, "a number for each layer is needed"),
         (
@@ -515,26 +517,83 @@ def test_settings_of_rope_have_the_priorities_of_transformers() -> None:
     assert dims["rope_scaling"]["original_max_position"] == values["max_position_embeddings"]
 
 
+_MODEL_TYPES_HERE = sorted(
+    model_type
+    for name in families()
+    for model_type in getattr(family(name), "ARCHITECTURES", {}).values()
+)
 _SIZES = re.compile(
     "model_type|architectures|vocab_size|max_position_embeddings|.*num_.*|moe_topk"
-    "|.*(hidden|intermediate)_size"
+    "|.*(hidden|intermediate)_size|n_routed_experts|kv_lora_rank|qk_.*_head_dim|v_head_dim"
 )
 """Keys without which there is no model of a size."""
 
 
-@pytest.mark.parametrize("row", AUTO, ids=lambda row: row.model_type)
-def test_absent_keys_mean_what_transformers_means(row: Architecture) -> None:
+@pytest.mark.parametrize("model_type", _MODEL_TYPES_HERE)
+def test_absent_keys_mean_what_transformers_means(model_type: str) -> None:
     """transformers writes every key; folders of the hub, of other programs and releases do not."""
-    if row.model_type in ("dots1", "glm4_moe", "granitemoeshared"):
+    if model_type in ("deepseek_v2", "dots1", "glm4_moe", "llama4"):
         pytest.skip("the defaults of transformers are of no model that exists, and refused")
-    whole = json.loads(AutoConfig.for_model(row.model_type).to_json_string(use_diff=False))
-    whole["architectures"] = [row.name]
+    whole = json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
     few = {
         key: value
         for key, value in whole.items()
         if _SIZES.fullmatch(key) and key != "num_key_value_heads"
     }
     assert hugging_face_dims(few) == hugging_face_dims(whole)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["ernie4_5", "granite_swa", "iquestcoder", "llama", "seed_oss"]
+)
+def test_null_key_value_heads_are_as_many_as_query_heads(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, num_key_value_heads=None)
+    values = json.loads(config.to_json_string(use_diff=False)) | {"num_key_value_heads": None}
+    _, dims = hugging_face_dims(values)
+    assert dims["num_kv_heads"] == config.num_key_value_heads == config.num_attention_heads
+
+
+@pytest.mark.parametrize("row", [row for row in AUTO if row.experts], ids=lambda row: row.name)
+def test_another_activation_of_experts_is_refused(row: Architecture) -> None:
+    values = json.loads(AutoConfig.for_model(row.model_type).to_json_string(use_diff=False))
+    with pytest.raises(ConfigError, match="hidden_act is 'gelu', and only 'silu'"):
+        hugging_face_dims(values | {"hidden_act": "gelu"})
+
+
+def test_the_model_type_decides() -> None:
+    values, _ = RELEASES["Llama 3.1 8B"]
+    expected = hugging_face_dims(values)
+    assert expected[0] == "llama3"
+    assert hugging_face_dims(values | {"architectures": ["MistralForCausalLM"]}) == expected
+    assert hugging_face_dims(values | {"architectures": None}) == expected
+    with pytest.raises(ConfigError, match="'LlamaForSequenceClassification'.*Known are"):
+        hugging_face_dims(values | {"architectures": ["LlamaForSequenceClassification"]})
+    # Of code in the folder.
+    assert hugging_face_dims(values | {"model_type": "my_llama"}) == expected
+
+
+def test_a_window_without_a_width_is_none() -> None:
+    values = json.loads(
+        AutoConfig.for_model(
+            "qwen2", use_sliding_window=True, sliding_window=None, max_window_layers=0
+        ).to_json_string(use_diff=False)
+    )
+    assert values["layer_types"] == ["full_attention"] * 32
+    for more in ({}, {"layer_types": None}):
+        _, dims = hugging_face_dims(values | more)
+        assert "window" not in dims and "windowed_layers" not in dims
+
+
+def test_the_length_of_pretraining_of_phi_3_has_a_default() -> None:
+    factors = [1.0] * 48
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    values = json.loads(
+        AutoConfig.for_model("phi3", max_position_embeddings=8192).to_json_string(use_diff=False)
+    )
+    del values["original_max_position_embeddings"]
+    values["rope_parameters"] = rope | {"rope_theta": 1e4, "original_max_position_embeddings": 99}
+    _, dims = hugging_face_dims(values)
+    assert dims["rope_scaling"]["original_max_position"] == 4096
 
 
 def test_what_an_unsupported_architecture_needs_is_named() -> None:
