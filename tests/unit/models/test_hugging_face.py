@@ -183,8 +183,8 @@ def test_losses_of_the_router_do_not_prevent_an_export(family: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MptForCausalLM"]}, "Known are: ArceeForCausalLM, Cohere2"),
-        ({"architectures": None}, "Known are"),
+        ({"architectures": ["A"], "model_type": "b"}, "Known are: ArceeForCausalLM, AriaText"),
+        ({"architectures": None, "model_type": None}, "Known are"),
         ({"attention_bias": 1}, "attention_bias is 1, and true or false is needed"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_parameters": {"rope_type": "axial", "rope_theta": 2.0}}, "rope_type is 'axial'"),
