@@ -12,6 +12,7 @@ from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
 from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
+    FEED_FORWARD,
     decoder_hugging_face_keys,
     expert_keys,
     ignored_keys,
@@ -361,7 +362,7 @@ def _hugging_face(dims: DeepseekV3Dims) -> HuggingFaceModel | None:
             has_predictions=dims.mtp_depth > 0,
             experts=expert_keys(
                 "mlp",
-                {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+                FEED_FORWARD,
                 shared="shared_experts",
                 bias=bias,
             ),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
-from torchtitan_lite.nn.decoder_hugging_face import expert_keys
+from torchtitan_lite.nn.decoder_hugging_face import FEED_FORWARD, expert_keys
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_facts import (
@@ -17,7 +17,7 @@ from torchtitan_lite.nn.hugging_face_facts import (
     decoder_facts,
     width_per_head,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import LayerWindows, Rotation, late
+from torchtitan_lite.nn.hugging_face_position_facts import LayerWindows, Rotation, from_layer
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.spec import ModelSpec
 
@@ -128,7 +128,7 @@ _FAMILY = GroupedDecoderFamily(
                 Biases(),
                 Rotation(),
                 Value("head_dim", "head_dim", default=128),
-                LayerWindows(4096, late(28)),
+                LayerWindows(4096, from_layer(28)),
                 Value("hidden_dim", "intermediate_size"),
             ),
         ),
@@ -152,7 +152,7 @@ _FAMILY = GroupedDecoderFamily(
                 Fixed("decoder_sparse_step", 1),
                 Fixed("mlp_only_layers", [], None),
             ),
-            experts=expert_keys("mlp", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}),
+            experts=expert_keys("mlp", FEED_FORWARD),
         ),
     ),
 )

@@ -12,6 +12,7 @@ from torchtitan_lite.nn.attention import AttentionDims, Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
 from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
+    FEED_FORWARD,
     decoder_hugging_face_keys,
     expert_keys,
     ignored_keys,
@@ -44,7 +45,7 @@ _LINEAR = {
 _FACTS = decoder_facts(num_kv_heads=2)
 _EXPERTS = expert_keys(
     "mlp",
-    {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+    FEED_FORWARD,
     shared="shared_expert",
     shared_gate="shared_expert_gate",
 )

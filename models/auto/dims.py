@@ -4,16 +4,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.models.auto.experts import WITH_EXPERTS
-from torchtitan_lite.models.auto.gated import GATED
-from torchtitan_lite.models.auto.plain import PLAIN_ROWS
+from torchtitan_lite.models.auto.experts import EXPERT_ROWS
+from torchtitan_lite.models.auto.gated import GATED_ROWS
+from torchtitan_lite.models.auto.plain import UNGATED_ROWS
 from torchtitan_lite.nn.decoder import DecoderLayer, Multipliers, OutputDims
 from torchtitan_lite.nn.feed_forward import Activation, Dense
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.rope import Rope, RopeBase
 
-ARCHITECTURES = (*GATED, *PLAIN_ROWS, *WITH_EXPERTS)
+ARCHITECTURES = (*GATED_ROWS, *UNGATED_ROWS, *EXPERT_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class AutoDims(GroupedDecoderDims):
     attention_multiplier: float | None = None
     """Factor of the scores. Unset: 1 / sqrt(head_dim)."""
     projection_clip: float | None = None
-    """Bound of the projected queries, keys and values. Unset: none."""
+    """OptionalNumber of the projected queries, keys and values. Unset: none."""
     attention_soft_cap: float | None = None
-    """Bound of the scores, to which tanh maps them. Unset: none."""
+    """OptionalNumber of the scores, to which tanh maps them. Unset: none."""
     has_sinks: bool = False
     """Whether each head has a sink (`nn.attention_sinks`)."""
     fused_heads: bool = False
@@ -59,7 +59,7 @@ class AutoDims(GroupedDecoderDims):
     output_bias: bool = False
     """Whether the output projection has a bias."""
     logits_soft_cap: float | None = None
-    """Bound of the logits. Unset: none."""
+    """OptionalNumber of the logits. Unset: none."""
     logits_multiplier: float = 1.0
     logits_divisor: float = 1.0
 

@@ -8,13 +8,18 @@ from torchtitan_lite.models.auto.rows import (
     ROTATION,
     SILU,
     WIDTH,
-    own,
+    base_facts,
     row,
 )
-from torchtitan_lite.nn.decoder_hugging_face import QK_LAYERNORM, HuggingFaceNames, expert_keys
+from torchtitan_lite.nn.decoder_hugging_face import (
+    FEED_FORWARD,
+    QK_LAYERNORM,
+    HuggingFaceNames,
+    expert_keys,
+)
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.hugging_face_expert_facts import (
-    FirstDense,
+    NumDenseLayers,
     SharedExperts,
     SparseLayers,
 )
@@ -23,7 +28,7 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Given,
     HeadWidth,
     Ignored,
-    NormedHeads,
+    Switch,
     Value,
     decoder_facts,
 )
@@ -33,11 +38,11 @@ from torchtitan_lite.nn.hugging_face_position_facts import (
     RotatedShare,
     RotatedWidth,
     Rotation,
-    late,
+    SameLayers,
+    from_layer,
 )
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey
 
-_GATED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _SIGMOIDS = (
     # As DeepSeek-V3, with the bias that balances the experts.
     Given("moe.score", "sigmoid"),
@@ -46,7 +51,9 @@ _SIGMOIDS = (
     Value("moe.top_groups", "topk_group", default=1),
     Value("moe.route_scale", "routed_scaling_factor", "number", 1.0),
 )
-_BALANCED = expert_keys("mlp", _GATED, shared="shared_experts", bias="gate.e_score_correction_bias")
+_BALANCED = expert_keys(
+    "mlp", FEED_FORWARD, shared="shared_experts", bias="gate.e_score_correction_bias"
+)
 
 
 def _is_flint_window(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
@@ -75,7 +82,10 @@ def _aria_experts() -> tuple[HuggingFaceKey, ...]:
         stack("w1", "fc1", (0, 2)),
         stack("w2", "fc2", (0, 1)),
         stack("w3", "fc1", (1, 2)),
-        *(plain(f"shared.{name}", f"shared_experts.{theirs}") for name, theirs in _GATED.items()),
+        *(
+            plain(f"shared.{name}", f"shared_experts.{theirs}")
+            for name, theirs in FEED_FORWARD.items()
+        ),
     )
 
 
@@ -110,7 +120,7 @@ def _shared_granite_experts() -> tuple[HuggingFaceKey, ...]:
 
 
 _GRANITE = (
-    *own(),
+    *base_facts(),
     BIASES,
     HeadWidth(),
     SILU,
@@ -127,7 +137,7 @@ _GRANITE_NAMES = HuggingFaceNames(
         "router.layer.weight": "router.weight",
     }
 )
-WITH_EXPERTS = (
+EXPERT_ROWS = (
     row(
         "AriaTextForCausalLM",
         "aria_text",
@@ -150,19 +160,19 @@ WITH_EXPERTS = (
     row(
         "Dots1ForCausalLM",
         "dots1",
-        *own(num_kv_heads=32),
+        *base_facts(num_kv_heads=32),
         BIASES,
         HeadWidth(),
         WIDTH,
         SILU,
         Given("qk_norm", "each_head"),
-        LayerWindows(4096, late(62), switch=None),
+        LayerWindows(4096, from_layer(62), switch=None),
         *_SIGMOIDS,
         Value("moe.num_experts", "n_routed_experts"),
         Value("moe.top_k", "num_experts_per_tok"),
         Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
         SharedExperts("n_shared_experts", None),
-        FirstDense("first_k_dense_replace", 0),
+        NumDenseLayers("first_k_dense_replace", 0),
         Fixed("scoring_func", "sigmoid", "noaux_tc", is_written=False),
         Fixed("topk_method", "noaux_tc", is_written=False),
         Fixed("moe_layer_freq", 1, is_written=False),
@@ -172,7 +182,7 @@ WITH_EXPERTS = (
     row(
         "FlexOlmoForCausalLM",
         "flex_olmo",
-        *own(pad_token_id=100277),
+        *base_facts(pad_token_id=100277),
         BIASES,
         HeadWidth(),
         SILU,
@@ -183,12 +193,12 @@ WITH_EXPERTS = (
         Value("moe.num_experts", "num_experts", default=7, former="num_local_experts"),
         Value("moe.top_k", "num_experts_per_tok", default=5),
         Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
-        experts=expert_keys("mlp", _GATED),
+        experts=expert_keys("mlp", FEED_FORWARD),
     ),
     row(
         "FlintForCausalLM",
         "flint",
-        *own(num_kv_heads=4),
+        *base_facts(num_kv_heads=4),
         BIASES,
         HeadWidth(128),
         WIDTH,
@@ -209,23 +219,23 @@ WITH_EXPERTS = (
             renamed={"attention.sinks.weight": "self_attn.softmax_offset"},
             in_memory={"softmax_offset": "sinks"},
         ),
-        experts=expert_keys("mlp", _GATED, shared="shared_expert"),
+        experts=expert_keys("mlp", FEED_FORWARD, shared="shared_expert"),
     ),
     row(
         "Glm4MoeForCausalLM",
         "glm4_moe",
-        *own(norm_eps=1e-5, num_kv_heads=8),
+        *base_facts(norm_eps=1e-5, num_kv_heads=8),
         Value("bias", "attention_bias", "flag", default=False),
         HeadWidth(),
         WIDTH,
         SILU,
-        NormedHeads("use_qk_norm", default=False),
+        Switch("qk_norm", "use_qk_norm", on="each_head", off=None, default=False),
         *_SIGMOIDS,
         Value("moe.num_experts", "n_routed_experts", default=128),
         Value("moe.top_k", "num_experts_per_tok", default=8),
         Value("moe.normalize_weights", "norm_topk_prob", "flag", default=True),
         SharedExperts("n_shared_experts", 1),
-        FirstDense("first_k_dense_replace", 1),
+        NumDenseLayers("first_k_dense_replace", 1),
         RotatedShare(0.5),
         ROTATION,
         # Its layers are not loaded, as in transformers.
@@ -250,7 +260,7 @@ WITH_EXPERTS = (
     row(
         "HunYuanMoEV1ForCausalLM",
         "hunyuan_v1_moe",
-        *own(norm_eps=1e-5, pad_token_id=0),
+        *base_facts(norm_eps=1e-5, pad_token_id=0),
         BIASES,
         HeadWidth(),
         SILU,
@@ -262,12 +272,12 @@ WITH_EXPERTS = (
         Value("moe.num_experts", "num_experts", former="num_local_experts"),
         Value("moe.top_k", "moe_topk", former="num_experts_per_tok"),
         names=HuggingFaceNames(renamed=QK_LAYERNORM),
-        experts=expert_keys("mlp", _GATED, shared="shared_mlp", router="gate.wg"),
+        experts=expert_keys("mlp", FEED_FORWARD, shared="shared_mlp", router="gate.wg"),
     ),
     row(
         "MiniMaxM2ForCausalLM",
         "minimax_m2",
-        *own(num_kv_heads=8),
+        *base_facts(num_kv_heads=8),
         HeadWidth(128),
         SILU,
         Given("qk_norm", "all_heads"),
@@ -277,6 +287,17 @@ WITH_EXPERTS = (
         Value("moe.hidden_dim", "intermediate_size"),
         Value("moe.num_experts", "num_local_experts", default=256),
         Value("moe.top_k", "num_experts_per_tok", default=8),
+        Fixed("qk_norm_type", "per_layer", is_written=False),
+        Fixed("use_qk_norm", True, is_written=False),
+        Fixed("use_routing_bias", True, is_written=False),
+        Fixed("scoring_func", "sigmoid", is_written=False),
+        Fixed("shared_intermediate_size", 0, is_written=False),
+        SameLayers("attn_type_list", 1),
+        # Layers of multi-token prediction are not loaded, as in transformers.
+        Ignored("num_mtp_modules", "mtp_transformer_layers"),
+        # Of the linear attention and the shared experts that it does not have.
+        Ignored("layernorm_full_attention_beta", "layernorm_linear_attention_beta"),
+        Ignored("layernorm_mlp_beta", "shared_moe_mode", "mlp_intermediate_size"),
         names=HuggingFaceNames(
             in_memory={"block_sparse_moe.e_score_correction_bias": "mlp.e_score_correction_bias"}
         ),
@@ -289,7 +310,7 @@ WITH_EXPERTS = (
     row(
         "OlmoeForCausalLM",
         "olmoe",
-        *own(norm_eps=1e-5, pad_token_id=1),
+        *base_facts(norm_eps=1e-5, pad_token_id=1),
         BIASES,
         HeadWidth(),
         SILU,
@@ -300,12 +321,12 @@ WITH_EXPERTS = (
         Value("moe.num_experts", "num_experts", default=64, former="num_local_experts"),
         Value("moe.top_k", "num_experts_per_tok", default=8),
         Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
-        experts=expert_keys("mlp", _GATED),
+        experts=expert_keys("mlp", FEED_FORWARD),
     ),
     row(
         "SolarOpenForCausalLM",
         "solar_open",
-        *own(norm_eps=1e-5, num_kv_heads=8),
+        *base_facts(norm_eps=1e-5, num_kv_heads=8),
         Value("bias", "attention_bias", "flag", default=False),
         HeadWidth(128),
         SILU,
@@ -322,7 +343,7 @@ WITH_EXPERTS = (
     row(
         "Qwen2MoeForCausalLM",
         "qwen2_moe",
-        *own(num_kv_heads=16),
+        *base_facts(num_kv_heads=16),
         Value("bias", "qkv_bias", "flag", default=True),
         HeadWidth(),
         WIDTH,
@@ -337,7 +358,7 @@ WITH_EXPERTS = (
         Value("moe.normalize_weights", "norm_topk_prob", "flag", default=False),
         SparseLayers(),
         experts=expert_keys(
-            "mlp", _GATED, shared="shared_expert", shared_gate="shared_expert_gate"
+            "mlp", FEED_FORWARD, shared="shared_expert", shared_gate="shared_expert_gate"
         ),
     ),
 )

@@ -5,10 +5,10 @@ from torchtitan_lite.models.auto.rows import (
     BIASES,
     LAYER_NORM,
     MLP_BIAS,
-    PLAIN,
     ROTATION,
+    UNGATED,
     WIDTH,
-    own,
+    base_facts,
     row,
 )
 from torchtitan_lite.nn.decoder_hugging_face import HuggingFaceNames
@@ -18,8 +18,8 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Fixed,
     Given,
     HeadWidth,
-    NormedHeads,
-    Parallel,
+    Ignored,
+    Switch,
 )
 from torchtitan_lite.nn.hugging_face_position_facts import (
     RotatedShare,
@@ -29,32 +29,34 @@ from torchtitan_lite.nn.hugging_face_position_facts import (
 from torchtitan_lite.nn.norm import NormKind
 
 _UNGATED_NAMES = HuggingFaceNames(renamed={"feed_forward.w1": "mlp.up_proj"})
-PLAIN_ROWS = (
+UNGATED_ROWS = (
     row(
         "ArceeForCausalLM",
         "arcee",
-        *own(norm_eps=1e-5),
+        *base_facts(norm_eps=1e-5),
         BIASES,
         MLP_BIAS,
         HeadWidth(),
         WIDTH,
         ActivationOf(default="relu2"),
-        PLAIN,
+        UNGATED,
         ROTATION,
         names=_UNGATED_NAMES,
     ),
     row(
         "GPTNeoXForCausalLM",
         "gpt_neox",
-        *own(norm_key="layer_norm_eps", norm_eps=1e-5, num_kv_heads_key=None, has_padding=False),
+        *base_facts(
+            norm_key="layer_norm_eps", norm_eps=1e-5, num_kv_heads_key=None, has_padding=False
+        ),
         Biases(default=True),
         Given("feed_forward_bias", True),
         WIDTH,
         ActivationOf(default="gelu"),
-        PLAIN,
+        UNGATED,
         LAYER_NORM,
         Given("fused_heads", True),
-        Parallel("two_norms", "use_parallel_residual", default=True),
+        Switch("parallel", "use_parallel_residual", on="two_norms", off=None, default=True),
         RotatedShare(0.25, "rotary_pct"),
         Rotation(theta_key="rotary_emb_base"),
         names=HuggingFaceNames(
@@ -74,13 +76,13 @@ PLAIN_ROWS = (
     row(
         "Jais2ForCausalLM",
         "jais2",
-        *own(norm_key="layer_norm_eps", norm_eps=1e-5),
+        *base_facts(norm_key="layer_norm_eps", norm_eps=1e-5),
         Biases(default=True),
         Biases("mlp_bias", default=True, ours=("feed_forward_bias",)),
         HeadWidth(),
         WIDTH,
         ActivationOf(default="relu2"),
-        PLAIN,
+        UNGATED,
         LAYER_NORM,
         ROTATION,
         names=_UNGATED_NAMES,
@@ -88,13 +90,13 @@ PLAIN_ROWS = (
     row(
         "NemotronForCausalLM",
         "nemotron",
-        *own(norm_key="norm_eps", norm_eps=1e-5),
+        *base_facts(norm_key="norm_eps", norm_eps=1e-5),
         BIASES,
         MLP_BIAS,
         HeadWidth(),
         WIDTH,
         ActivationOf(default="relu2"),
-        PLAIN,
+        UNGATED,
         Given("norm", NormKind(subtracts_mean=True, bias=True, zero_centered=True)),
         RotatedShare(0.5),
         ROTATION,
@@ -103,14 +105,14 @@ PLAIN_ROWS = (
     row(
         "PersimmonForCausalLM",
         "persimmon",
-        *own(norm_key="layer_norm_eps", norm_eps=1e-5, num_kv_heads_key=None),
+        *base_facts(norm_key="layer_norm_eps", norm_eps=1e-5, num_kv_heads_key=None),
         *(Given(name, True) for name in ALL_BIASES),
         WIDTH,
         ActivationOf(default="relu2"),
-        PLAIN,
+        UNGATED,
         LAYER_NORM,
         Given("fused_heads", True),
-        NormedHeads("qk_layernorm", default=True),
+        Switch("qk_norm", "qk_layernorm", on="each_head", off=None, default=True),
         RotatedShare(0.5),
         ROTATION,
         names=HuggingFaceNames(
@@ -128,15 +130,15 @@ PLAIN_ROWS = (
     row(
         "PhiForCausalLM",
         "phi",
-        *own(norm_key="layer_norm_eps", norm_eps=1e-5),
+        *base_facts(norm_key="layer_norm_eps", norm_eps=1e-5),
         *(Given(name, True) for name in (*ALL_BIASES, "output_bias")),
         HeadWidth(),
         WIDTH,
         ActivationOf(default="gelu_new"),
-        PLAIN,
+        UNGATED,
         LAYER_NORM,
         Given("parallel", "shared_norm"),
-        NormedHeads("qk_layernorm", default=False),
+        Switch("qk_norm", "qk_layernorm", on="each_head", off=None, default=False),
         RotatedShare(0.5),
         ROTATION,
         names=HuggingFaceNames(
@@ -153,17 +155,21 @@ PLAIN_ROWS = (
     row(
         "Starcoder2ForCausalLM",
         "starcoder2",
-        *own(norm_key="norm_epsilon", norm_eps=1e-5, num_kv_heads=2, tied_embeddings=True),
+        *base_facts(norm_key="norm_epsilon", norm_eps=1e-5, num_kv_heads=2, tied_embeddings=True),
         Biases("use_bias", default=True, ours=ALL_BIASES),
         HeadWidth(),
         WIDTH,
         ActivationOf(default="gelu_pytorch_tanh"),
-        PLAIN,
+        UNGATED,
         LAYER_NORM,
         Window(None),
         ROTATION,
         Fixed("mlp_type", "default", is_written=False),
         Fixed("norm_type", "layer_norm", is_written=False),
+        # Of its training code, beside the names above.
+        Fixed("scale_attn_weights", True, is_written=False),
+        Fixed("scale_attention_softmax_in_fp32", True, is_written=False),
+        Ignored("activation_function", "layer_norm_epsilon"),
         names=HuggingFaceNames(
             renamed={"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"}
         ),

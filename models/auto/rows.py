@@ -36,7 +36,7 @@ def row(
     )
 
 
-def own(**defaults: Any) -> Sequence[Fact]:
+def base_facts(**defaults: Any) -> Sequence[Fact]:
     """Return the facts of all decoders, for an architecture with facts of its own about activation
     and biases."""
     return decoder_facts(activation=None, attention_bias=None, mlp_bias=None, **defaults)
@@ -49,9 +49,9 @@ BIASES = Biases()
 ALL_BIASES = ("bias", "out_bias", "feed_forward_bias")
 MLP_BIAS = Biases("mlp_bias", ours=("feed_forward_bias",))
 LAYER_NORM = Given("norm", NormKind(subtracts_mean=True, bias=True))
-PLAIN = Given("gated", False)
+UNGATED = Given("gated", False)
 ROTATION = Rotation()
-TURNED_PAIRS = Given("rotates_adjacent", True)
+ADJACENT_PAIRS = Given("rotates_adjacent", True)
 WIDTH = Value("hidden_dim", "intermediate_size")
 MULTIPLIERS = (
     Value("embedding_multiplier", "embedding_multiplier", "number", 1.0),

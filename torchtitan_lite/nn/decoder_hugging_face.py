@@ -28,7 +28,7 @@ _PREDICTION = {
     "eh_proj": "eh_proj",
     "head_norm": "shared_head.norm",
 }
-_FEED_FORWARD = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+FEED_FORWARD = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = {"w1": ("gate_up_proj", 0, 2), "w2": ("down_proj", 0, 1), "w3": ("gate_up_proj", 1, 2)}
 """The tensor of stacked experts, and which of how many parts."""
 
@@ -82,7 +82,7 @@ def decoder_hugging_face_keys(
         usual |= _of_modules(norms, norm.parameters)
         if isinstance(layer.feed_forward, Dense):
             projections = {
-                f"feed_forward.{name}": f"{dense}.{_FEED_FORWARD[name]}"
+                f"feed_forward.{name}": f"{dense}.{FEED_FORWARD[name]}"
                 for name in (*layer.feed_forward.projections, "w2")
             }
             usual |= _of_modules(projections, linear_parameters(layer.feed_forward.bias))

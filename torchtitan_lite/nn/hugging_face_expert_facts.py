@@ -7,7 +7,7 @@ from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 
 
 @dataclass(frozen=True)
-class FirstDense:
+class NumDenseLayers:
     """The number of layers without experts, which are the first ones."""
 
     theirs: str

@@ -114,7 +114,7 @@ class Biases:
         return {self.theirs: getattr(dims, self.ours[0])}
 
 
-_ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
+_ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "gelu": ("gelu",),
@@ -133,45 +133,34 @@ class ActivationOf:
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         name = config.given(self.theirs, self.default)
-        found = [ours for ours, theirs in _ACTIVATIONS.items() if name in theirs]
+        found = [ours for ours, theirs in _ACTIVATION_NAMES.items() if name in theirs]
         if not found:
-            known = ", ".join(spelling for theirs in _ACTIVATIONS.values() for spelling in theirs)
+            known = ", ".join(
+                spelling for theirs in _ACTIVATION_NAMES.values() for spelling in theirs
+            )
             config.problems.append(f"{self.theirs} is {name!r:.100}, and one of {known} is needed")
         dims["activation"] = found[0] if found else "silu"
 
     def write(self, dims: Any) -> dict[str, Any]:
-        return {self.theirs: _ACTIVATIONS[dims.activation][0]}
+        return {self.theirs: _ACTIVATION_NAMES[dims.activation][0]}
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """Whether attention and feed-forward read the same hidden states, in the way `kind`."""
+class Switch:
+    """A flag there that is one of two values of a dimension here."""
 
-    kind: str
+    ours: str
     theirs: str
+    on: Any
+    off: Any
     default: bool
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        is_parallel = config.flag(self.theirs, default=self.default)
-        dims["parallel"] = self.kind if is_parallel else None
+        is_on = config.flag(self.theirs, default=self.default)
+        dims[self.ours] = self.on if is_on else self.off
 
     def write(self, dims: Any) -> dict[str, Any]:
-        return {self.theirs: dims.parallel is not None}
-
-
-@dataclass(frozen=True)
-class NormedHeads:
-    """Whether each head of queries and keys is normalized."""
-
-    theirs: str
-    default: bool
-
-    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        is_normed = config.flag(self.theirs, default=self.default)
-        dims["qk_norm"] = "each_head" if is_normed else None
-
-    def write(self, dims: Any) -> dict[str, Any]:
-        return {self.theirs: dims.qk_norm is not None}
+        return {self.theirs: getattr(dims, self.ours) == self.on}
 
 
 class AttentionMultiplier:
@@ -188,22 +177,7 @@ class AttentionMultiplier:
 
 
 @dataclass(frozen=True)
-class NormsBehindToo:
-    """Whether there are norms behind attention and feed-forward beside those before."""
-
-    theirs: str
-    default: bool
-
-    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        is_both = config.flag(self.theirs, default=self.default)
-        dims["norms"] = "both" if is_both else "before"
-
-    def write(self, dims: Any) -> dict[str, Any]:
-        return {self.theirs: dims.norms == "both"}
-
-
-@dataclass(frozen=True)
-class Bound:
+class OptionalNumber:
     """A bound of scores, logits or projections; null: none."""
 
     ours: str
@@ -277,6 +251,9 @@ class Architecture:
     """Entry of `architectures`."""
     model_type: str
     facts: tuple[Fact, ...]
+    """In the order in which they are read: one may need what those before it have read (`Rotation`
+    the rotated share, `LayerThetas` and `RopeInWindows` the windows, `SharedExperts` the width of
+    an expert)."""
     experts: tuple[HuggingFaceKey, ...] = ()
     """Names of the parameters of experts. Empty: its layers are dense."""
     names: HuggingFaceNames = USUAL_NAMES

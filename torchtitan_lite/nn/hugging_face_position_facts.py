@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face_facts import width_per_head
 from torchtitan_lite.nn.hugging_face_rope import (
     read_rope,
     read_table,
@@ -33,7 +34,7 @@ class RotatedWidth:
     """The width of the rotated part of a head; absent: all of it."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        head_dim = dims["head_dim"] or dims["dim"] // dims["num_heads"]
+        head_dim = dims["head_dim"] or width_per_head(dims)
         width = config.integer("rotary_dim", head_dim)
         dims["rotated_share"] = rotated_share(config, width / head_dim)
 
@@ -99,6 +100,20 @@ class LayerTypes:
 
 
 @dataclass(frozen=True)
+class SameLayers:
+    """A list with the kind of each layer, which is the same for all."""
+
+    theirs: str
+    kind: Any
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        config.per_layer(self.theirs, dims["num_layers"], (self.kind,))
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
 class Window:
     """A window of attention in all layers; null: none."""
 
@@ -160,12 +175,12 @@ def is_without_rope(config: HuggingFaceConfig, dims: dict[str, Any], layer: int)
     return layer in dims["layers_without_rope"]
 
 
-def has_window(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+def in_all_layers(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
     """A default of `LayerWindows`: all layers have the window."""
     return True
 
 
-def late(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
+def from_layer(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
     """Return the default of `LayerWindows` in which the layers behind the first ones, by default
     `default`, have the window."""
 
@@ -175,7 +190,7 @@ def late(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], boo
     return is_windowed
 
 
-def but_each(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
+def all_but_last_of_each(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
     """Return the default of `LayerWindows` in which all layers have the window but each last one of
     a pattern, of `default` layers."""
 
@@ -185,7 +200,7 @@ def but_each(default: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int],
     return is_windowed
 
 
-def but_first_of_each(length: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
+def all_but_first_of_each(length: int) -> Callable[[HuggingFaceConfig, dict[str, Any], int], bool]:
     """Return the default of `LayerWindows` in which all layers have the window but the first one of
     each `length` layers."""
 

@@ -4,13 +4,13 @@ Meta's Code World Model, whose layers have a window but for each fourth one."""
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.models.auto.dims import AutoDims
-from torchtitan_lite.models.auto.rows import ACTIVATION, MLP_BIAS, WIDTH, own, row
+from torchtitan_lite.models.auto.rows import ACTIVATION, MLP_BIAS, WIDTH, base_facts, row
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderFamily
 from torchtitan_lite.nn.hugging_face_facts import HeadWidth
 from torchtitan_lite.nn.hugging_face_position_facts import (
     LayerWindows,
     Rotation,
-    but_first_of_each,
+    all_but_first_of_each,
 )
 from torchtitan_lite.nn.rope import RopeScaling
 from torchtitan_lite.nn.spec import ModelSpec
@@ -35,12 +35,12 @@ _FAMILY = GroupedDecoderFamily(
         row(
             "CwmForCausalLM",
             "cwm",
-            *own(norm_eps=1e-5, num_kv_heads=8),
+            *base_facts(norm_eps=1e-5, num_kv_heads=8),
             MLP_BIAS,
             HeadWidth(128),
             WIDTH,
             ACTIVATION,
-            LayerWindows(8192, but_first_of_each(4), switch=None),
+            LayerWindows(8192, all_but_first_of_each(4), switch=None),
             Rotation(1000000.0, default_scaling=RopeScaling(factor=16.0)),
         ),
     ),
