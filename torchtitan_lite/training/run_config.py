@@ -8,6 +8,8 @@ from typing import Any
 from torchtitan_lite.config import Config, loading
 from torchtitan_lite.core.errors import ConfigError
 
+_AUTO = "auto"
+"""The family of a folder, whichever it is."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -65,12 +67,18 @@ def _find_initial_weights(tables: dict[str, Any]) -> str | None:
 
 
 def _read_hugging_face_dims(tables: dict[str, Any]) -> str | None:
-    """Replace flavor "hf" by the family and the dimensions in config.json, so that the resolved
-    configuration does not depend on the folder. Returns the problem, if any."""
+    """Replace flavor "hf", which is that of a folder with a config.json if no model is named, by
+    the family and the dimensions there, so that the resolved configuration does not depend on the
+    folder. Returns the problem, if any."""
     model = tables.get("model")
-    if not isinstance(model, dict) or model.get("flavor") != "hf" or model.get("dims"):
+    if not isinstance(model, dict) or model.get("dims"):
         return None
     folder = model.get("hf_assets_path")
+    is_named = model.get("name", _AUTO) != _AUTO or "flavor" in model
+    if not is_named and _has_config(folder):
+        model["flavor"] = "hf"
+    if model.get("flavor") != "hf":
+        return None
     if not isinstance(folder, str):
         return (
             'flavor "hf" reads the model from config.json in hf_assets_path, which is not set. '
@@ -83,10 +91,14 @@ def _read_hugging_face_dims(tables: dict[str, Any]) -> str | None:
         family, dims = hugging_face_dims(read_hugging_face_config(Path(folder).expanduser()))
     except ConfigError as error:
         return str(error)
-    if model.get("name", family) != family:
+    if model.get("name", _AUTO) not in (family, _AUTO):
         return (
             f'name is "{model["name"]}", but {folder}/config.json is of "{family}". Set '
             "model.name to it, or omit it."
         )
     model |= {"name": family, "dims": dims}
     return None
+
+
+def _has_config(folder: Any) -> bool:
+    return isinstance(folder, str) and (Path(folder).expanduser() / "config.json").is_file()

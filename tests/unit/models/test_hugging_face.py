@@ -232,6 +232,40 @@ def test_a_family_that_differs_from_the_folder_is_rejected(tmp_path: Path) -> No
         load_config(tmp_path / "run.toml")
 
 
+@pytest.mark.parametrize(
+    "named",
+    ["", 'flavor = "hf"', 'name = "auto"', 'name = "auto"\nflavor = "hf"'],
+)
+def test_a_folder_alone_is_the_model(named: str, tmp_path: Path) -> None:
+    save_config(tmp_path, "llama")
+    (tmp_path / "run.toml").write_text(f'[model]\nhf_assets_path = "{tmp_path}"\n{named}\n')
+    model = load_config(tmp_path / "run.toml").model
+    assert (model.name, model.flavor, model.dims["dim"]) == ("llama3", "hf", 48)
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ('name = "qwen3"', ("qwen3", "debugmodel")),
+        ('flavor = "tiny"', ("llama3", "tiny")),
+        ('name = "auto"\nflavor = "tiny"', ("auto", "tiny")),
+    ],
+)
+def test_a_named_model_takes_only_the_tokenizer_of_a_folder(
+    named: str, expected: tuple[str, str], tmp_path: Path
+) -> None:
+    save_config(tmp_path, "llama")
+    (tmp_path / "run.toml").write_text(f'[model]\nhf_assets_path = "{tmp_path}"\n{named}\n')
+    model = load_config(tmp_path / "run.toml").model
+    assert (model.name, model.flavor, model.dims) == (*expected, {})
+
+
+def test_a_folder_with_a_tokenizer_only_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f'[model]\nhf_assets_path = "{tmp_path}"\n')
+    model = load_config(tmp_path / "run.toml").model
+    assert (model.name, model.flavor) == ("llama3", "debugmodel")
+
+
 def test_sizes_of_an_unknown_flavor_are_checked() -> None:
     for dims, message in (
         ({"dim": 8, "width": 3}, "model.dims of llama3 has width. Known are"),

@@ -10,7 +10,8 @@ class ModelConfig(Section):
 
     name: str = "llama3"
     """Model family: the name of a file in `models/`, or one that `experimental.custom_import`
-    registers."""
+    registers. "auto": that of `config.json` in `hf_assets_path`; so it is if the folder has one and
+    neither name nor flavor is set."""
     flavor: str = "debugmodel"
     """Size of the model within its family. "hf": the model, family included, of `config.json` in
     `hf_assets_path`."""
