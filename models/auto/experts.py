@@ -266,7 +266,7 @@ EXPERT_ROWS = (
         SILU,
         Given("qk_norm", "each_head"),
         Given("norms_rotated", True),
-        ROTATION,
+        Rotation(has_alpha=True),
         Value("moe.hidden_dim", "intermediate_size"),
         Given("moe.shared_hidden_dim", lambda dims: dims["moe.hidden_dim"]),
         Value("moe.num_experts", "num_experts", former="num_local_experts"),

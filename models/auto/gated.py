@@ -244,7 +244,7 @@ GATED_ROWS = (
         ACTIVATION,
         Given("qk_norm", "each_head"),
         Given("norms_rotated", True),
-        ROTATION,
+        Rotation(has_alpha=True),
         names=HuggingFaceNames(renamed=QK_LAYERNORM),
     ),
     row(

@@ -281,6 +281,10 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     "glm4": lambda: _dense("glm4", attention_bias=False),
     "helium": lambda: _dense("helium", head_dim=8, mlp_bias=True),
     "hunyuan_v1_dense": lambda: _dense("hunyuan_v1_dense"),
+    "hunyuan_v1_dense_alpha": lambda: _dense(
+        "hunyuan_v1_dense",
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 9.0, "factor": 1.0},
+    ),
     "ministral": lambda: _dense(
         "ministral", sliding_window=9, layer_types=["sliding_attention", "full_attention"]
     ),

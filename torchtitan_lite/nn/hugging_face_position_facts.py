@@ -66,11 +66,17 @@ class Rotation:
     theta_key: str = "rope_theta"
     default_scaling: Scaling | None = None
     """Scaling of a config without settings of RoPE."""
+    has_alpha: bool = False
+    """Whether a dynamic scaling with `alpha` is a fixed one."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         is_partial = "rotated_share" in dims
         dims["rope_theta"], scaling = read_rope(
-            config, self.default_theta, is_partial=is_partial, theta_key=self.theta_key
+            config,
+            self.default_theta,
+            is_partial=is_partial,
+            has_alpha=self.has_alpha,
+            theta_key=self.theta_key,
         )
         if not (config.given("rope_parameters") or config.given("rope_scaling")):
             scaling = self.default_scaling

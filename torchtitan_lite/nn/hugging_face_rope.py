@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.rope import (
+    AlphaScaling,
     DynamicScaling,
     LinearScaling,
     LongRopeScaling,
@@ -23,6 +24,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _NAMES: dict[str, tuple[type[Any], Mapping[str, str]]] = {
     "linear": (LinearScaling, {"factor": "factor"}),
     "dynamic": (DynamicScaling, {"factor": "factor"}),
+    "ntk_alpha": (AlphaScaling, {"alpha": "alpha", "factor": "factor"}),
     "llama3": (
         RopeScaling,
         {
@@ -61,7 +63,9 @@ _NAMES: dict[str, tuple[type[Any], Mapping[str, str]]] = {
 _FORMER_KINDS = {"su": "longrope"}
 _LISTS = ("short_factor", "long_factor")
 _OPTIONAL = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"}
-ALL_SCALINGS = tuple(_NAMES)
+ALL_SCALINGS = tuple(name for name in _NAMES if name != "ntk_alpha")
+_BESIDE_ALPHA = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+"""Settings that HunYuan has beside alpha, without effect."""
 
 
 def read_rope(
@@ -70,11 +74,12 @@ def read_rope(
     *,
     scaled: Sequence[str] = ALL_SCALINGS,
     is_partial: bool = False,
+    has_alpha: bool = False,
     theta_key: str = "rope_theta",
 ) -> tuple[float, Scaling | None]:
     """Read the base and the scaling, of one of the types `scaled`. `is_partial`: a part of a head
-    may be rotated, which `rotated_share` reads. `theta_key` is the name of the base beside
-    `rope_scaling`."""
+    may be rotated, which `rotated_share` reads. `has_alpha`: a dynamic scaling with `alpha` is a
+    fixed one. `theta_key` is the name of the base beside `rope_scaling`."""
     given = _settings(config)
     top = config.given(theta_key, default_theta)
     if not isinstance(given, Mapping):
@@ -83,7 +88,7 @@ def read_rope(
     if any(isinstance(value, Mapping) for value in given.values()):
         config.problems.append("rope_parameters differ between layers, which is not supported")
         return 1.0, None
-    return read_table(config, given, top, scaled=scaled, is_partial=is_partial)
+    return read_table(config, given, top, scaled=scaled, is_partial=is_partial, has_alpha=has_alpha)
 
 
 def rotated_share(config: HuggingFaceConfig, default: float, key: str = _PARTIAL) -> float:
@@ -101,6 +106,7 @@ def read_table(
     *,
     scaled: Sequence[str] = ALL_SCALINGS,
     is_partial: bool = False,
+    has_alpha: bool = False,
 ) -> tuple[float, Scaling | None]:
     """Read the base, which is `theta` if it is absent, and the scaling from a table of settings."""
     if not is_partial and _partial(config, given) not in (1.0, None):
@@ -112,6 +118,9 @@ def read_table(
         supported = " or ".join(f'"{known_kind}"' for known_kind in ("default", *scaled))
         config.problems.append(f"rope_type is {kind!r}, and only {supported} is supported")
         return base, None
+    if has_alpha and kind == "dynamic" and given.get("alpha"):
+        kind = "ntk_alpha"
+        given = {key: value for key, value in given.items() if key not in _BESIDE_ALPHA}
     made, names = _NAMES.get(kind, (None, {}))
     known = {*names.values(), "rope_type", "type", "rope_theta", _PARTIAL, _ORIGINAL}
     unknown = sorted(key for key in given.keys() - known if given[key] is not None)
@@ -152,7 +161,7 @@ def rope_table(scaling: Scaling | None) -> dict[str, Any] | None:
         for key, value in found.items()
         if value is not None and key != _MAX
     }
-    return {"rope_type": kind, **values}
+    return {"rope_type": "dynamic" if kind == "ntk_alpha" else kind, **values}
 
 
 def _settings(config: HuggingFaceConfig) -> Any:

@@ -133,6 +133,29 @@ class DynamicScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AlphaScaling:
+    """A base that is multiplied by alpha^(d / (d - 2)), where d is the rotated width: NTK-aware
+    scaling with a fixed alpha, of HunYuan."""
+
+    alpha: float
+    factor: float = 1.0
+    """Without effect."""
+    kind: Literal["ntk_alpha"] = "ntk_alpha"
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of the rotated values."""
+        return 1.0
+
+    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """Return the frequencies of the larger base."""
+        width = 2 * len(frequencies)
+        base = theta * self.alpha ** (width / (width - 2))
+        exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+        return base**-exponents
+
+
+@dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
     """LongRoPE (arXiv:2402.13753): a divisor per frequency, and other divisors in sequences that
     are longer than those of pretraining."""
@@ -176,7 +199,9 @@ class LongRopeScaling:
         return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device="cpu") / frequencies)
 
 
-Scaling = RopeScaling | YarnScaling | LinearScaling | DynamicScaling | LongRopeScaling
+Scaling = (
+    RopeScaling | YarnScaling | LinearScaling | DynamicScaling | AlphaScaling | LongRopeScaling
+)
 """The first is that of a table without a `kind` that fits several."""
 
 

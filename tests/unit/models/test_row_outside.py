@@ -11,7 +11,7 @@ from tests.harness.hugging_face import our_model, tokens
 from tests.harness.tolerances import PRETRAINED_LOGITS
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.registry import REGISTRY
+from torchtitan_lite.core.registry import REGISTRY, register_model
 from torchtitan_lite.models import (
     hugging_face_dims,
     hugging_face_model,
@@ -22,7 +22,9 @@ from torchtitan_lite.models import (
 _ASSETS = Path(__file__).parents[2] / "assets" / "new_family"
 
 
-def test_a_row_of_a_users_own_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_row_of_a_users_own_package(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     torch.manual_seed(5)
     config = AutoConfig.for_model(
         "cwm",
@@ -43,9 +45,13 @@ def test_a_row_of_a_users_own_package(monkeypatch: pytest.MonkeyPatch, tmp_path:
     values = read_hugging_face_config(tmp_path)
     with pytest.raises(ConfigError, match="is of architecture .'CwmForCausalLM'.. Known are"):
         hugging_face_dims(values)
-    # As `register_model` does.
     monkeypatch.syspath_prepend(_ASSETS)
-    monkeypatch.setitem(REGISTRY.models, "cwm", "cwm")
+    register_model("cwm", "cwm")
+    request.addfinalizer(lambda: REGISTRY.models.pop("cwm"))
+    few = {key: values[key] for key in values if key not in ("rope_parameters", "sliding_window")}
+    _, absent = hugging_face_dims(few)
+    assert (absent["rope_theta"], absent["window"]) == (1000000.0, 8192)
+    assert absent["rope_scaling"]["factor"] == 16.0
     spec = model_spec(hugging_face_model(values, str(tmp_path)))
     assert spec.name == "cwm" and spec.hugging_face is not None
     written = spec.hugging_face.config
