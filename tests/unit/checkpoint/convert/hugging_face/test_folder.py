@@ -197,8 +197,11 @@ def test_pickles_are_rejected_with_a_remedy(tmp_path: Path) -> None:
     ("change", "remedy"),
     [
         ({"num_experts_per_tok": 1}, "top_k is 1 in its config.json and 2 here"),
-        ({"architectures": ["MixtralForCausalLM"]}, "its architecture is ['MixtralForCausalLM']"),
-        ({"architectures": None}, "its architecture is None"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+            "its architecture is ['MixtralForCausalLM']",
+        ),
+        ({"architectures": None, "model_type": None}, "its architecture is None"),
     ],
 )
 def test_a_model_that_differs_from_the_folder_is_rejected(
