@@ -97,20 +97,12 @@ def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the family and the sizes, as in `[model] dims`, of a config.json. Raises ConfigError
     for an unknown architecture, with the known ones, and for unsupported values."""
     given, model_type = values.get("architectures"), values.get("model_type")
-    modules = {name: family(name) for name in families()}
-    holders = {
-        architecture: name
-        for name, module in modules.items()
-        for architecture in getattr(module, "ARCHITECTURES", {})
-    }
-    known = {
-        architecture: modules[name].ARCHITECTURES[architecture]
-        for architecture, name in holders.items()
-    }
+    of_families = {name: getattr(family(name), "ARCHITECTURES", {}) for name in families()}
+    known = {name: kind for of_family in of_families.values() for name, kind in of_family.items()}
     architecture = find_architecture(values, known)
     if architecture is not None and _is_text_model(given, known):
-        name = holders[architecture]
-        return name, plain_dims(modules[name].dims_of_hugging_face(values))
+        name = next(name for name, of_family in of_families.items() if architecture in of_family)
+        return name, plain_dims(family(name).dims_of_hugging_face(values))
     if part := missing_part(model_type):
         raise ConfigError(
             f"config.json is of architecture {given!r:.200} (model_type {model_type!r:.60}), which "

@@ -1,10 +1,10 @@
-"""Runs without faults, beside load, in which every diagnosis is a false alarm."""
+"""Runs without faults, beside load and each other, in which every diagnosis is a false alarm."""
 
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.diagnosis.running_job import MESHES, JobMesh, RunningJob
@@ -17,24 +17,32 @@ _LOAD = (
     " time.sleep(random.uniform(0.5, 20))\n"
 )
 """Alternates between using a core and sleeping, as other users of a machine do."""
-_NUM_LOADS = 2
+_NUM_LOADS = 6
 _JOBS = (JobMesh("one process", 1, 1), MESHES["FSDP-4"], MESHES["2 replicas"])
 
 
 def false_alarms(folder: Path, seconds: float) -> list[str]:
-    """Run each job for `seconds` beside load, and return what it diagnosed."""
+    """Run all jobs together for `seconds`, beside load, and return what they diagnosed."""
     found = []
-    for mesh in _JOBS:
-        with _load(), RunningJob(mesh, folder / mesh.name.replace(" ", "-")) as job:
+    with ExitStack() as stack:
+        stack.enter_context(_load())
+        folders = [folder / mesh.name.replace(" ", "-") for mesh in _JOBS]
+        jobs = [
+            stack.enter_context(RunningJob(mesh, place))
+            for mesh, place in zip(_JOBS, folders, strict=True)
+        ]
+        for job in jobs:
             job.wait_until_ready(1)
-            deadline_s = time.monotonic() + seconds
-            while time.monotonic() < deadline_s and not job.has_ended:
-                time.sleep(1)
-            said = [f"{mesh.name}: {one['cause']}: {one['text']}" for one in job.diagnoses.read()]
-            print(f"{mesh.name}: {job.last_step} steps, {len(said)} diagnoses", flush=True)
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s and not any(job.has_ended for job in jobs):
+            time.sleep(1)
+        for job in jobs:
+            name = job.mesh.name
+            said = [f"{name}: {one['cause']}: {one['text']}" for one in job.diagnoses.read()]
+            print(f"{name}: {job.last_step} steps, {len(said)} diagnoses", flush=True)
             found += said
             if job.has_ended:
-                found.append(f"{mesh.name}: the job has ended:\n{job.log[-2000:]}")
+                found.append(f"{name}: the job has ended:\n{job.log[-2000:]}")
     return found
 
 
