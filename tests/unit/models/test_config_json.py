@@ -4,11 +4,14 @@ releases, with the keys that they have, are read."""
 import json
 import re
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import families, family, hugging_face_dims
 from torchtitan_lite.models.auto.dims import ARCHITECTURES as AUTO
@@ -606,3 +609,20 @@ def test_what_an_unsupported_architecture_needs_is_named() -> None:
     assert len(set(unsupported)) == len(unsupported)
     assert set(unsupported) <= set(CONFIG_MAPPING)
     assert not {row.model_type for row in AUTO} & set(unsupported)
+
+
+def test_every_decoder_of_transformers_is_a_row_or_lacks_a_named_part() -> None:
+    # Other versions have other architectures. CI runs this one, so that a new version of it comes
+    # with new names here.
+    pinned = f"transformers=={version('transformers')}"
+    if pinned not in (REPOSITORY / "requirements-dev.txt").read_text().splitlines():
+        pytest.skip("transformers is not the version of requirements-dev.txt")
+    known = {
+        model_type
+        for name in families()
+        for model_type in getattr(family(name), "ARCHITECTURES", {}).values()
+    }
+    unsupported = {name for names in _MODEL_TYPES.values() for name in names.split()}
+    # The example of a row outside: tests/assets/new_family.
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known - unsupported == {"cwm"}
+    assert not known & unsupported
