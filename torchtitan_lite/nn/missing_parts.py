@@ -49,7 +49,7 @@ _MODEL_TYPES: Mapping[str, str] = {
     "hashed attention": "reformer",
     "patches of bytes": "blt",
     "a row of facts, which nobody has written (docs/guides/own_model.md)": "cohere_compass_text "
-    "ernie4_5_moe exaone_moe glm4_moe_lite gptj granitemoe_swa hy_v3 internlm3 mellum",
+    "glm4_moe_lite gptj granitemoe_swa hy_v3 mellum",
 }
 _PARTS = {name: part for part, names in _MODEL_TYPES.items() for name in names.split()}
 
