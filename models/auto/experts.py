@@ -199,11 +199,11 @@ EXPERT_ROWS = (
         Value("moe.top_k", "moe_k", default=6, former="num_experts_per_tok"),
         SharedExperts("moe_num_shared_experts", 2, least=0),
         SparseRange(),
-        # Of the sum of a token's weights, which is larger.
+        # The least sum of a token's weights: any smaller value is without effect.
         Fixed("moe_norm_min", 1e-12, is_written=False),
-        Fixed("moe_gate", "topk", "top2_fused", is_written=False),
-        # transformers drops no token, and has the bias anyway; its layers of multi-token
-        # prediction are not loaded, as in transformers.
+        Fixed("moe_gate", "topk", is_written=False),
+        # transformers drops no token, always adds the bias, and does not load the layers of
+        # multi-token prediction.
         Ignored("moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"),
         names=HuggingFaceNames(
             in_memory={

@@ -48,12 +48,12 @@ class HuggingFaceNames:
     in_memory: Mapping[str, str] = field(default_factory=dict)
     """Ends of the names in files, and what modules of transformers 5 have in their place."""
     unused: tuple[str, ...] = ()
-    """Patterns (fnmatch) of names that transformers does not load, either."""
+    """Patterns (fnmatch) of keys that transformers does not load either."""
     num_unused_layers: int = 0
-    """Layers behind the last one that transformers does not load, either."""
+    """Number of layers after the last one that transformers does not load either."""
 
     def unused_keys(self, num_layers: int) -> tuple[str, ...]:
-        """Return patterns of all names to ignore in a folder of a model with so many layers."""
+        """Return patterns of the keys to ignore in the folder of a model with `num_layers`."""
         behind = range(num_layers, num_layers + self.num_unused_layers)
         layers = (self.layer.replace("*", str(layer)) for layer in behind)
         return (*self.unused, *(f"{layer}.*" for layer in layers))

@@ -44,11 +44,12 @@ class SparseLayers:
 
 @dataclass(frozen=True)
 class LayerBlocks:
-    """The kind of each layer's block; absent: dense ones first, of a number with another key."""
+    """The kind of each layer's block. Absent: the first layers are dense, and the others have
+    experts."""
 
     count: str
+    """Key of the number of these dense layers, if there is no list."""
     default: int
-    """Dense layers without that key."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         layers = range(dims["num_layers"])
