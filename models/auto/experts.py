@@ -3,6 +3,7 @@
 from typing import Any
 
 from torchtitan_lite.models.auto.rows import (
+    ADJACENT_PAIRS,
     BIASES,
     GRANITE_MULTIPLIERS,
     ROTATION,
@@ -19,9 +20,11 @@ from torchtitan_lite.nn.decoder_hugging_face import (
 )
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.hugging_face_expert_facts import (
+    LayerBlocks,
     NumDenseLayers,
     SharedExperts,
     SparseLayers,
+    SparseRange,
 )
 from torchtitan_lite.nn.hugging_face_facts import (
     Fixed,
@@ -39,6 +42,7 @@ from torchtitan_lite.nn.hugging_face_position_facts import (
     RotatedWidth,
     Rotation,
     SameLayers,
+    all_but_last_of_each,
     from_layer,
 )
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey
@@ -180,6 +184,76 @@ EXPERT_ROWS = (
         experts=_BALANCED,
     ),
     row(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        *base_facts(norm_eps=1e-5, num_kv_heads=4, tied_embeddings=True, pad_token_id=0),
+        # Those of experts, too.
+        Fixed("use_bias", False),
+        HeadWidth(),
+        WIDTH,
+        SILU,
+        Rotation(500000.0),
+        ADJACENT_PAIRS,
+        Value("moe.hidden_dim", "moe_intermediate_size", default=1536),
+        Value("moe.num_experts", "moe_num_experts", default=64, former="num_experts"),
+        Value("moe.top_k", "moe_k", default=6, former="num_experts_per_tok"),
+        SharedExperts("moe_num_shared_experts", 2, least=0),
+        SparseRange(),
+        # The least sum of a token's weights: any smaller value is without effect.
+        Fixed("moe_norm_min", 1e-12, is_written=False),
+        Fixed("moe_gate", "topk", is_written=False),
+        # transformers drops no token, always adds the bias, and does not load the layers of
+        # multi-token prediction.
+        Ignored("moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"),
+        names=HuggingFaceNames(
+            in_memory={
+                "mlp.moe_statics.e_score_correction_bias": (
+                    "mlp.gate.moe_statics.e_score_correction_bias"
+                )
+            },
+            unused=("model.mtp_*",),
+        ),
+        experts=expert_keys(
+            "mlp",
+            FEED_FORWARD,
+            shared="shared_experts",
+            bias="moe_statics.e_score_correction_bias",
+            has_bias_row=True,
+        ),
+    ),
+    row(
+        "ExaoneMoeForCausalLM",
+        "exaone_moe",
+        *base_facts(norm_eps=1e-5, num_kv_heads=32, pad_token_id=0),
+        HeadWidth(),
+        WIDTH,
+        SILU,
+        Given("qk_norm", "each_head"),
+        LayerWindows(4096, all_but_last_of_each(4), switch=None),
+        RopeInWindows(is_everywhere_without=True),
+        Given("moe.score", "sigmoid"),
+        Value("moe.hidden_dim", "moe_intermediate_size", default=1024),
+        Value("moe.num_groups", "n_group", default=1),
+        Value("moe.top_groups", "topk_group", default=1),
+        Value("moe.route_scale", "routed_scaling_factor", "number", 2.5),
+        Value("moe.num_experts", "num_experts", default=64, former="num_local_experts"),
+        Value("moe.top_k", "num_experts_per_tok", default=8),
+        Value("moe.normalize_weights", "norm_topk_prob", "flag", default=True),
+        SharedExperts("num_shared_experts", 1),
+        LayerBlocks("first_k_dense_replace", 1),
+        ROTATION,
+        Fixed("scoring_func", "sigmoid", is_written=False),
+        Fixed("topk_method", "noaux_tc", is_written=False),
+        Ignored("num_nextn_predict_layers", "num_mtp_layers"),
+        names=HuggingFaceNames(
+            in_memory={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
+            unused=("mtp.*",),
+        ),
+        experts=expert_keys(
+            "mlp", FEED_FORWARD, shared="shared_experts", bias="e_score_correction_bias"
+        ),
+    ),
+    row(
         "FlexOlmoForCausalLM",
         "flex_olmo",
         *base_facts(pad_token_id=100277),
@@ -240,6 +314,7 @@ EXPERT_ROWS = (
         ROTATION,
         # Its layers are not loaded, as in transformers.
         Ignored("num_nextn_predict_layers", "num_mtp_layers"),
+        names=HuggingFaceNames(num_unused_layers=1),
         experts=_BALANCED,
     ),
     row(

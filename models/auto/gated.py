@@ -28,6 +28,7 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Fixed,
     Given,
     HeadWidth,
+    OneBias,
     OptionalNumber,
     ScoreScale,
     Switch,
@@ -268,6 +269,16 @@ GATED_ROWS = (
                 "ffn_out_norm": "post_norm2",
             }
         ),
+    ),
+    row(
+        "InternLM3ForCausalLM",
+        "internlm3",
+        *base_facts(norm_eps=1e-5, num_kv_heads=2, pad_token_id=2),
+        OneBias(),
+        HeadWidth(128),
+        WIDTH,
+        ACTIVATION,
+        ROTATION,
     ),
     row(
         "IQuestCoderForCausalLM",

@@ -186,11 +186,11 @@ def _dense(model_type: str, **more: Any) -> "PreTrainedModel":
     return _new_model(model_type, **_COMMON | sizes | {"rope_parameters": _DEFAULT_ROPE} | more)
 
 
-def _iquestcoder() -> "PreTrainedModel":
+def _renamed_llama(name: str, model_type: str, **more: Any) -> "PreTrainedModel":
     """Return a model whose class has the name that releases give, with code of their own, to
     transformers' Llama."""
-    model = _dense("iquestcoder")
-    model.__class__ = type("IQuestCoderForCausalLM", (type(model),), {})
+    model = _dense(model_type, **more)
+    model.__class__ = type(name, (type(model),), {})
     return model
 
 
@@ -387,7 +387,48 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         attention_bias=True,
         tie_word_embeddings=False,
     ),
-    "iquestcoder": _iquestcoder,
+    "iquestcoder": lambda: _renamed_llama("IQuestCoderForCausalLM", "iquestcoder"),
+    "internlm3": lambda: _renamed_llama("InternLM3ForCausalLM", "internlm3"),
+    "internlm3_biased": lambda: _renamed_llama(
+        "InternLM3ForCausalLM",
+        "internlm3",
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=_DEFAULT_ROPE | {"rope_type": "dynamic", "factor": 3.0},
+    ),
+    "ernie4_5_moe": lambda: _dense(
+        "ernie4_5_moe",
+        num_hidden_layers=4,
+        head_dim=8,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=40,
+        moe_num_shared_experts=1,
+        moe_layer_interval=2,
+        tie_word_embeddings=False,
+    ),
+    "ernie4_5_moe_alone": lambda: _dense(
+        "ernie4_5_moe",
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=40,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_layer_end_index=0,
+        tie_word_embeddings=False,
+    ),
+    "exaone_moe": lambda: _sparse(
+        "exaone_moe",
+        num_hidden_layers=4,
+        sliding_window=9,
+        sliding_window_pattern=2,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        num_shared_experts=2,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=1.7,
+    ),
+    "exaone_moe_whole": lambda: _sparse("exaone_moe", layer_types=_WHOLE, norm_topk_prob=False),
     "aria_text": lambda: _dense(
         "aria_text", moe_num_experts=4, intermediate_size=40, attention_bias=True
     ),
@@ -549,8 +590,10 @@ def make_folder(
 ) -> Path:
     """Save a model with its weights in several shards, and return its folder."""
     model = make_model(family, torch.float64 if dtype == torch.float64 else torch.float32)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in model.named_parameters():
+        # transformers keeps it in float32, as a buffer or as a parameter.
+        if "correction_bias" not in name:
+            parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

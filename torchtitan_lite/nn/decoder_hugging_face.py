@@ -47,6 +47,16 @@ class HuggingFaceNames:
     """Linear layers there that consist of several here, in the order of their rows."""
     in_memory: Mapping[str, str] = field(default_factory=dict)
     """Ends of the names in files, and what modules of transformers 5 have in their place."""
+    unused: tuple[str, ...] = ()
+    """Patterns (fnmatch) of keys that transformers does not load either."""
+    num_unused_layers: int = 0
+    """Number of layers after the last one that transformers does not load either."""
+
+    def unused_keys(self, num_layers: int) -> tuple[str, ...]:
+        """Return patterns of the keys to ignore in the folder of a model with `num_layers`."""
+        behind = range(num_layers, num_layers + self.num_unused_layers)
+        layers = (self.layer.replace("*", str(layer)) for layer in behind)
+        return (*self.unused, *(f"{layer}.*" for layer in layers))
 
 
 USUAL_NAMES = HuggingFaceNames()
@@ -150,18 +160,22 @@ def expert_keys(
     shared: str | None = None,
     shared_gate: str | None = None,
     bias: str | None = None,
+    has_bias_row: bool = False,
     router: str = "gate",
 ) -> tuple[HuggingFaceKey, ...]:
     """Return the names of a family's experts: separate tensors, or stacked as transformers 5 has
     them in memory. `block` is the name of the MoE in a layer, `projections` those of w1, w2 and w3,
     `shared` that of the shared experts, `shared_gate` of their gate, and `bias` that of the
-    balancing bias, if there are any; `router` is that of the router's projection."""
+    balancing bias, if there are any (`has_bias_row`: it is the row of a matrix there); `router` is
+    that of the router's projection."""
     here, layer = "layers.*.feed_forward", "model.layers.*"
     blocks = dict.fromkeys((block, "mlp"))
+    biases = () if bias is None else (f"{layer}.{block}.{bias}",)
     keys = [
         _key(f"{here}.router.gate.weight", *(f"{layer}.{name}.{router}.weight" for name in blocks)),
-        _key(
-            f"{here}.router.expert_bias_X", *([] if bias is None else [f"{layer}.{block}.{bias}"])
+        HuggingFaceKey(
+            name=f"{here}.router.expert_bias_X",
+            forms=tuple(HuggingFaceForm(key=key, is_row=has_bias_row) for key in biases),
         ),
     ]
     if shared_gate is not None:

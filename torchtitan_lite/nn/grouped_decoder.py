@@ -193,7 +193,10 @@ class GroupedDecoderFamily(Generic[_Dims]):
                         output_bias=output_of(dims).bias,
                         names=architecture.names,
                     ),
-                    ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),
+                    ignored=(
+                        *ignored_keys(tied_embeddings=dims.tied_embeddings),
+                        *architecture.names.unused_keys(dims.num_layers),
+                    ),
                     differences=lambda config: differences(dims, self.dims_of_hugging_face(config)),
                 )
         return None

@@ -43,14 +43,60 @@ class SparseLayers:
 
 
 @dataclass(frozen=True)
+class LayerBlocks:
+    """The kind of each layer's block. Absent: the first layers are dense, and the others have
+    experts."""
+
+    count: str
+    """Key of the number of these dense layers, if there is no list."""
+    default: int
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        layers = range(dims["num_layers"])
+        count = config.integer(self.count, self.default, least=0)
+        kinds = config.per_layer("mlp_layer_types", len(layers), ("dense", "sparse"))
+        dims["dense_layers"] = tuple(
+            n for n in layers if (n < count if kinds is None else kinds[n] == "dense")
+        )
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        dense = dims.dense_layers
+        kinds = ["dense" if n in dense else "sparse" for n in range(dims.num_layers)]
+        return {"mlp_layer_types": kinds}
+
+
+class SparseRange:
+    """Layers with experts: each last one of some, from a first to a last one, which is that of the
+    model if it is -1."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        step = config.integer("moe_layer_interval", 1)
+        first = config.integer("moe_layer_start_index", 1, least=0)
+        last = config.integer("moe_layer_end_index", -1, least=-1)
+        layers = range(dims["num_layers"])
+        last = layers[-1] if last == -1 else last
+        dims["dense_layers"] = tuple(n for n in layers if not first <= n <= last or (n + 1) % step)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        sparse = [n for n in range(dims.num_layers) if n not in dims.dense_layers]
+        return {
+            "moe_layer_interval": sparse[1] - sparse[0] if len(sparse) > 1 else 1,
+            "moe_layer_start_index": sparse[0] if sparse else dims.num_layers,
+            "moe_layer_end_index": sparse[-1] if sparse else -1,
+        }
+
+
+@dataclass(frozen=True)
 class SharedExperts:
     """The number of shared experts, each as wide as the others."""
 
     theirs: str
     default: int | None
+    least: int = 1
+    """Smallest number."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        count = config.integer(self.theirs, self.default)
+        count = config.integer(self.theirs, self.default, least=self.least)
         dims["moe.shared_hidden_dim"] = count * dims["moe.hidden_dim"]
 
     def write(self, dims: Any) -> dict[str, Any]:

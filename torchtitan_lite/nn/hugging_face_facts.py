@@ -114,6 +114,25 @@ class Biases:
         return {self.theirs: getattr(dims, self.ours[0])}
 
 
+class OneBias:
+    """Biases of all projections together, with a key for attention and one for the feed-forward
+    block, which must agree. Some releases have other names of both."""
+
+    def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
+        names = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
+        attention, block = (
+            config.flag(name, default=config.flag(former, default=False)) for name, former in names
+        )
+        if attention != block:
+            config.problems.append(
+                f"attention_bias is {attention} and mlp_bias {block}, and they must be equal"
+            )
+        dims |= dict.fromkeys(("bias", "out_bias", "feed_forward_bias"), attention)
+
+    def write(self, dims: Any) -> dict[str, Any]:
+        return {"attention_bias": dims.bias, "mlp_bias": dims.feed_forward_bias}
+
+
 _ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),

@@ -219,6 +219,8 @@ class HuggingFaceForm:
     rows: tuple[int, int] | None = None
     """Set, (first, total): rows from `first` of a tensor of `total` rows, if several parameters are
     fused along dim 0."""
+    is_row: bool = False
+    """Whether it is the only row of a matrix there."""
     scales: str | None = None
     """Set: the key holds MXFP4 blocks of 32 numbers, and this one their scales; read as bfloat16,
     and never written."""
@@ -226,7 +228,8 @@ class HuggingFaceForm:
     @property
     def is_whole(self) -> bool:
         """Whether the parameter is a tensor of its own, with the same dims."""
-        return self.part == (0, 1) and self.rows is None and not self.transposed
+        is_part = self.part != (0, 1) or self.rows is not None
+        return not (is_part or self.transposed or self.is_row)
 
 
 @dataclass(frozen=True, kw_only=True)

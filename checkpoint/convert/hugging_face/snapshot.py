@@ -307,6 +307,8 @@ def _is_there(folder: HuggingFaceFolder, form: HuggingFaceForm, numbers: Sequenc
 def _shape_there(form: HuggingFaceForm, shape: Sequence[int]) -> tuple[int, ...]:
     _, count = form.part
     there = tuple(shape[1:]) if form.key.count("*") > 1 else tuple(shape)
+    if form.is_row:
+        return (1, *there)
     if form.rows is not None:
         return (form.rows[1], *there[1:])
     if form.transposed:

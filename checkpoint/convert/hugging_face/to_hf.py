@@ -167,6 +167,8 @@ def export_tensors(
                 shape = (form.rows[1], *shape[1:])
             elif others:
                 shape = (*shape[:-2], shape[-2] * form.part[1], shape[-1])
+            if form.is_row:
+                shape = (1, *shape)
             if form.transposed:
                 shape = (*shape[:-2], shape[-1], shape[-2])
             found.append(

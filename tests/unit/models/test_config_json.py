@@ -4,11 +4,14 @@ releases, with the keys that they have, are read."""
 import json
 import re
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import families, family, hugging_face_dims
 from torchtitan_lite.models.auto.dims import ARCHITECTURES as AUTO
@@ -254,6 +257,48 @@ RELEASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
         {"window": 128},
     ),
+    "ERNIE 4.5 21B-A3B": (
+        _release(
+            "Ernie4_5_MoeForCausalLM",
+            "ernie4_5_moe",
+            (2560, 12288, 28, 20, 4, 103424),
+            max_position_embeddings=131072,
+            moe_capacity=[64, 64, 64],
+            moe_gate="topk",
+            moe_intermediate_size=1536,
+            moe_k=6,
+            moe_layer_end_index=27,
+            moe_layer_interval=1,
+            moe_layer_start_index=1,
+            moe_num_experts=64,
+            moe_num_shared_experts=2,
+            moe_use_aux_free=True,
+            num_nextn_predict_layers=1,
+            pad_token_id=0,
+            rms_norm_eps=1e-5,
+            rope_scaling=None,
+            rope_theta=500000.0,
+            tie_word_embeddings=True,
+            use_bias=False,
+        ),
+        {"dense_layers": [0], "rotates_adjacent": True},
+    ),
+    "InternLM3 8B": (
+        _release(
+            "InternLM3ForCausalLM",
+            "internlm3",
+            (4096, 10240, 48, 32, 2, 128512),
+            bias=False,
+            head_dim=128,
+            max_position_embeddings=32768,
+            pad_token_id=2,
+            qkv_bias=False,
+            rms_norm_eps=1e-5,
+            rope_scaling={"factor": 6.0, "rope_type": "dynamic"},
+            rope_theta=50000000,
+        ),
+        {"rope_theta": 5e7},
+    ),
     "Gemma 2B": (
         _release(
             "GemmaForCausalLM",
@@ -485,6 +530,8 @@ def test_fields_of_the_base_class_are_irrelevant_at_their_defaults() -> None:
         ("Mixtral 8x7B", {"decoder_sparse_step": 2}, "decoder_sparse_step .2. of model_type"),
         ("Qwen3 0.6B", {"layer_types": ["sliding_attention"] * 28}, "window is off"),
         ("SmolLM2 135M", {"rope_interleaved": True}, "rope_interleaved is True"),
+        ("InternLM3 8B", {"bias": True}, "attention_bias is False and mlp_bias True"),
+        ("ERNIE 4.5 21B-A3B", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1"),
         ("Gemma 2B", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
         ("Gemma 2B", {"use_bidirectional_attention": 0}, "use_bidirectional_attention is 0"),
         ("Gemma 3 1B", {"rope_parameters": {"rope_theta": 1.0}}, "rope_theta, and a table for"),
@@ -606,3 +653,20 @@ def test_what_an_unsupported_architecture_needs_is_named() -> None:
     assert len(set(unsupported)) == len(unsupported)
     assert set(unsupported) <= set(CONFIG_MAPPING)
     assert not {row.model_type for row in AUTO} & set(unsupported)
+
+
+def test_every_decoder_of_transformers_is_a_row_or_lacks_a_named_part() -> None:
+    # Other versions have other architectures. CI runs this one, so that a new version of it comes
+    # with new names here.
+    pinned = f"transformers=={version('transformers')}"
+    if pinned not in (REPOSITORY / "requirements-dev.txt").read_text().splitlines():
+        pytest.skip("transformers is not the version of requirements-dev.txt")
+    known = {
+        model_type
+        for name in families()
+        for model_type in getattr(family(name), "ARCHITECTURES", {}).values()
+    }
+    unsupported = {name for names in _MODEL_TYPES.values() for name in names.split()}
+    # The example of a row outside: tests/assets/new_family.
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known - unsupported == {"cwm"}
+    assert not known & unsupported

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -37,6 +38,7 @@ from tests.harness.tolerances import (
     PRETRAINED_GRADIENTS,
     PRETRAINED_LOGITS,
 )
+from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.loading import open_snapshot
 from torchtitan_lite.checkpoint.snapshots import read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
@@ -426,6 +428,23 @@ def test_model_types_of_auto_are_named() -> None:
 def test_a_tied_output_has_no_bias() -> None:
     with pytest.raises(ConfigError, match="no bias of its own .output_bias."):
         replace(AUTO["tiny"], tied_embeddings=True, output_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("glm4_moe", "model.layers.2.eh_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_linear_proj.0.weight"),
+        ("exaone_moe", "mtp.fc.weight"),
+    ],
+)
+def test_multi_token_prediction_is_not_loaded(family: str, key: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, family, max_shard_size="1GB")
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), key: torch.ones(4, 4)}, file, {"format": "pt"})
+    spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
+    snapshot = open_snapshot(*open_parent_storage(str(folder)), spec)
+    assert isinstance(snapshot, HuggingFaceSnapshot) and snapshot.ignored == [key]
 
 
 def test_what_a_folder_lacks_is_zero_in_float32(tmp_path: Path) -> None:

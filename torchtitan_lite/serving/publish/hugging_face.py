@@ -76,6 +76,8 @@ def hugging_face_targets(
         tensor = state_dict[keys[0]]
         if form.rows is not None:
             tensor = tensor[form.rows[0] : form.rows[0] + spec.shape[0]]
+        if form.is_row:
+            tensor = tensor[0]
         if form.transposed:
             tensor = tensor.transpose(-2, -1)
         index, count = form.part
@@ -116,6 +118,7 @@ def _key_rules(subscriber: Subscriber) -> list[HuggingFaceKey]:
                         key=str(form["key"]),
                         part=(int(form["part"][0]), int(form["part"][1])),
                         transposed=bool(form["transposed"]),
+                        is_row=bool(form["is_row"]),
                         scales=form["scales"],
                         rows=form["rows"] and (int(form["rows"][0]), int(form["rows"][1])),
                     )
