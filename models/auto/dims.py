@@ -49,9 +49,9 @@ class AutoDims(GroupedDecoderDims):
     attention_multiplier: float | None = None
     """Factor of the scores. Unset: 1 / sqrt(head_dim)."""
     projection_clip: float | None = None
-    """OptionalNumber of the projected queries, keys and values. Unset: none."""
+    """Bound of the projected queries, keys and values. Unset: none."""
     attention_soft_cap: float | None = None
-    """OptionalNumber of the scores, to which tanh maps them. Unset: none."""
+    """Bound of the scores, to which tanh maps them. Unset: none."""
     has_sinks: bool = False
     """Whether each head has a sink (`nn.attention_sinks`)."""
     fused_heads: bool = False
@@ -59,7 +59,7 @@ class AutoDims(GroupedDecoderDims):
     output_bias: bool = False
     """Whether the output projection has a bias."""
     logits_soft_cap: float | None = None
-    """OptionalNumber of the logits. Unset: none."""
+    """Bound of the logits. Unset: none."""
     logits_multiplier: float = 1.0
     logits_divisor: float = 1.0
 

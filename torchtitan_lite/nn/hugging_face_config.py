@@ -117,7 +117,8 @@ class HuggingFaceConfig:
         """Accept an unsupported feature only if it is off or absent."""
         value = self.given(key, allowed[0])
         # In Python, true equals 1.
-        if not any(type(value) is type(other) and value == other for other in allowed):
+        is_flag = type(value) is bool
+        if not any(value == other and is_flag == (type(other) is bool) for other in allowed):
             known = " or ".join(map(repr, allowed))
             self.problems.append(f"{key} is {value!r:.100}, and only {known} is supported")
 

@@ -15,6 +15,7 @@ from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import families, family, hugging_face_dims
 from torchtitan_lite.models.auto.dims import ARCHITECTURES as AUTO
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.hugging_face_facts import Architecture
 from torchtitan_lite.nn.hugging_face_keys import is_irrelevant
 from torchtitan_lite.nn.missing_parts import _MODEL_TYPES
@@ -605,6 +606,15 @@ def test_another_activation_of_experts_is_refused(row: Architecture) -> None:
     values = json.loads(AutoConfig.for_model(row.model_type).to_json_string(use_diff=False))
     with pytest.raises(ConfigError, match="hidden_act is 'gelu', and only 'silu'"):
         hugging_face_dims(values | {"hidden_act": "gelu"})
+
+
+def test_numbers_are_no_flags() -> None:
+    config = HuggingFaceConfig({"a": 1, "b": 1, "c": True, "d": None})
+    config.only("a", 1.0)
+    config.only("b", True)
+    config.only("c", 1)
+    config.only("d", None, 3)
+    assert [problem.split(" ")[0] for problem in config.problems] == ["b", "c"]
 
 
 def test_the_model_type_decides() -> None:
