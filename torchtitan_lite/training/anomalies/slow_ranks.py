@@ -20,8 +20,9 @@ _EVERY = 16
 _SLOW, _NOT_SLOW = math.log(1.10), math.log(1.05)
 """Relative slowness, as logarithms: a rank is slow beyond the first, and no longer below the
 second."""
-_MOST = 0.5
-"""Fraction of a difference that is most of it."""
+_MOST, _LITTLE, _MUCH = 0.5, 0.25, 0.75
+"""Fractions of a difference: that which is most of it, and those below and above which a slow rank
+has another cause than it had."""
 _CERTAINTY = 6.0
 """Standard errors beyond the first limit. Ten thousand steps of 64 ranks are 40,000 decisions, and
 correlated noise makes steps dependent."""
@@ -62,8 +63,8 @@ class SlowRank:
 
 
 class SlowRankDetector:
-    """Observes every step and reports a rank once when it becomes slow, and once when it no longer
-    is.
+    """Observes every step and reports a rank once when it becomes slow, once when the cause is
+    another, and once when it no longer is.
 
     Only ranks with the same stage and as many microbatches are compared. A change of ranks or work
     restarts the detection.
@@ -78,7 +79,8 @@ class SlowRankDetector:
         self._sum = np.zeros((2, 0))
         """Seconds and seconds of waiting for data in the steps of the next row, by rank."""
         self._groups: list[list[int]] = []
-        self._slow: set[int] = set()
+        self._slow: dict[int, bool] = {}
+        """Places of slow ranks, and whether they wait for data."""
         self._steps = 0
 
     def step(self, work: Sequence[RankWork]) -> list[SlowRank]:
@@ -131,16 +133,21 @@ class SlowRankDetector:
         data = np.median(np.array(self._data_rows), axis=0)
         changes = []
         for place, (replica, rank, _, _) in enumerate(self._work):
-            was_slow = place in self._slow
-            if was_slow and recent[place] < _NOT_SLOW:
-                self._slow.remove(place)
-            elif not was_slow and min(recent[place], certain[place]) > _SLOW:
-                self._slow.add(place)
+            times = math.exp(recent[place])
+            is_slow = min(recent[place], certain[place]) > _SLOW
+            data_share = data[place] / (times - 1) if is_slow else 0.0
+            waited = self._slow.get(place)
+            if waited is None and is_slow:
+                self._slow[place] = bool(data_share > _MOST)
+            elif waited is not None and recent[place] < _NOT_SLOW:
+                del self._slow[place]
+            elif is_slow and (data_share < _LITTLE if waited else data_share > _MUCH):
+                self._slow[place] = not waited
             else:
                 continue
-            times = math.exp(recent[place])
-            waits_for_data = not was_slow and bool(data[place] > _MOST * (times - 1))
-            changes.append(SlowRank(replica, rank, times, not was_slow, waits_for_data))
+            waits_for_data = self._slow.get(place)
+            is_reported_slow = waits_for_data is not None
+            changes.append(SlowRank(replica, rank, times, is_reported_slow, bool(waits_for_data)))
         return changes
 
 

@@ -140,3 +140,33 @@ def test_a_rank_waits_for_data_if_that_is_most_of_the_difference(
     work = [RankWork(0, 0, 0, 1, 0.4, data_s), RankWork(0, 1, 0, 1, 0.2)]
     found = [one for _ in range(64) for one in detector.step(work)]
     assert [(one.rank, one.times_slower, one.waits_for_data) for one in found] == [(0, 2, waits)]
+
+
+@pytest.mark.parametrize("waits_first", [True, False])
+def test_another_cause_of_a_slow_rank_is_reported(waits_first: bool) -> None:
+    detector, found = SlowRankDetector(), []
+
+    def observe(steps: int, slow_s: float, data_s: float) -> None:
+        work = [RankWork(0, 0, 0, 1, slow_s, data_s), RankWork(0, 1, 0, 1, 0.2)]
+        for _ in range(steps):
+            found.extend(detector.step(work))
+
+    causes = [(waits, 0.2 * waits) for waits in (waits_first, not waits_first)]
+    observe(96, 0.4, causes[0][1])
+    # Too short to be over.
+    observe(24, 0.2, 0.0)
+    observe(160, 0.4, causes[1][1])
+    assert [(one.is_slow, one.waits_for_data) for one in found] == [
+        (True, waits) for waits, _ in causes
+    ]
+    observe(160, 0.2, 0.0)
+    assert [(one.is_slow, one.waits_for_data) for one in found[2:]] == [(False, False)]
+
+
+def test_a_cause_that_is_mixed_is_not_reported_again() -> None:
+    detector, found = SlowRankDetector(), []
+    for data_s in (0.2, 0.06, 0.15, 0.08):
+        work = [RankWork(0, 0, 0, 1, 0.4, data_s), RankWork(0, 1, 0, 1, 0.2)]
+        for _ in range(96):
+            found.extend(detector.step(work))
+    assert [(one.is_slow, one.waits_for_data) for one in found] == [(True, True)]
