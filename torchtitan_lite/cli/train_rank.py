@@ -1,8 +1,9 @@
 """One rank of a run, from the mesh to the export."""
 
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from torchtitan_lite.config import Config
@@ -30,7 +31,11 @@ def run_rank(config: Config, argv: Sequence[str], recovery: RecoveryHooks | None
         recovery.report_failure() if recovery else nullcontext(),
         hold_folder(config, mesh, stays=recovery is not None) as leases,
     ):
-        with build(config, mesh, stop, leases=leases) as built, stop_on_signals(stop):
+        with (
+            build(config, mesh, stop, leases=leases) as built,
+            _errors_outlive_sigterm(),
+            stop_on_signals(stop),
+        ):
             if recovery is None or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 print_start(built, config)
             with report_at_exit(built), interruptible():
@@ -42,6 +47,17 @@ def run_rank(config: Config, argv: Sequence[str], recovery: RecoveryHooks | None
             root, folder = built.job.checkpoints.root, built.data.tokenizer_files.folder
             with interruptible():
                 export_last_save(config, root, folder)
+
+
+@contextmanager
+def _errors_outlive_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM after an error in the block. A parent sends it to all ranks once one has failed,
+    and must not cut short what this one reports: its traceback, and its collectives."""
+    try:
+        yield
+    except Exception:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
 
 
 def _reporting(job: Job, recovery: RecoveryHooks | None) -> Job:
