@@ -1,5 +1,6 @@
-"""What `train` checks before it starts processes, and before it resizes a run."""
+"""What `train` checks before it starts processes and before it resizes a run, and its ranks."""
 
+import signal
 import sys
 from typing import Any
 
@@ -9,6 +10,7 @@ from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.cli import train as command
 from torchtitan_lite.cli import train_agents
 from torchtitan_lite.cli.train_options import TrainOptions
+from torchtitan_lite.cli.train_rank import _errors_outlive_sigterm
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import TRANSIENT, ConfigError
 from torchtitan_lite.core.run_lease import FolderInUse
@@ -53,3 +55,16 @@ def test_a_config_is_checked_for_all_numbers_of_ranks(capsys: pytest.CaptureFixt
 def test_a_spare_imports_training() -> None:
     command._import_rank()
     assert "torchtitan_lite.training.trainer" in sys.modules
+
+
+def test_sigterm_does_not_cut_short_the_report_of_an_error() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with _errors_outlive_sigterm():
+            pass
+        assert signal.getsignal(signal.SIGTERM) is before
+        with pytest.raises(RuntimeError, match="inside"), _errors_outlive_sigterm():
+            raise RuntimeError("inside")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -51,8 +51,8 @@ def run_rank(config: Config, argv: Sequence[str], recovery: RecoveryHooks | None
 
 @contextmanager
 def _errors_outlive_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM after an error in the block. A parent sends it to all ranks once one has failed,
-    and must not cut short what this one reports: its traceback, and its collectives."""
+    """Ignore SIGTERM after an error in the block: a parent sends it to all ranks once one has
+    failed, and must not cut short what this one reports, its traceback and its collectives."""
     try:
         yield
     except Exception:
