@@ -446,6 +446,7 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         num_experts_per_tok=2,
         intermediate_size=40,
         shared_intermediate_size=0,
+        attention_multiplier=0.3,
     ),
     "hyperclovax": lambda: _dense("hyperclovax", residual_multiplier=0.6, logits_scaling=1.7),
     "hyperclovax_before": lambda: _dense(

@@ -329,8 +329,8 @@ PEFT_REASON = "needs peft, of requirements-dev.txt"
 
 
 SHARED_EXPERTS = (
-    *("deepseek", "dots1", "glm4_moe", "granitemoeshared", "hunyuan_v1_moe", "qwen2_moe"),
-    *("qwen3_next", "solar_open"),
+    *("deepseek", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoeshared"),
+    *("hunyuan_v1_moe", "qwen2_moe", "qwen3_next", "solar_open"),
 )
 FUSED = ("glm", "phi3")
 
