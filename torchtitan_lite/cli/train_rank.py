@@ -33,7 +33,8 @@ def run_rank(config: Config, argv: Sequence[str], recovery: RecoveryHooks | None
     ):
         with (
             build(config, mesh, stop, leases=leases) as built,
-            _errors_outlive_sigterm(),
+            # The process of an agent goes on after an error.
+            nullcontext() if recovery else _errors_outlive_sigterm(),
             stop_on_signals(stop),
         ):
             if recovery is None or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
