@@ -13,6 +13,7 @@ from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
     decoder_hugging_face_keys,
     ignored_keys,
+    stacked_expert_keys,
 )
 from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
 from torchtitan_lite.nn.feed_forward import Dense
@@ -27,7 +28,7 @@ from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, wri
 from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope, RopeScaling
-from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, HuggingFaceModel, ModelSpec
+from torchtitan_lite.nn.spec import HuggingFaceKey, HuggingFaceModel, ModelSpec
 
 _TEXT, _VISION = "Llama4ForCausalLM", "Llama4ForConditionalGeneration"
 _OF_IMAGES = tuple(
@@ -373,7 +374,13 @@ def _hugging_face(dims: Llama4Dims) -> HuggingFaceModel | None:
         *decoder_hugging_face_keys(
             dims.layers, tied_embeddings=dims.tied_embeddings, dense="feed_forward"
         ),
-        *_moe_keys(),
+        *stacked_expert_keys(
+            "feed_forward",
+            ("experts.gate_up_proj", "experts.down_proj"),
+            router="router",
+            shared="shared_expert",
+            transposed=True,
+        ),
     )
     return HuggingFaceModel(
         config=values,
@@ -384,29 +391,6 @@ def _hugging_face(dims: Llama4Dims) -> HuggingFaceModel | None:
             "multi_modal_projector.*",
         ),
         differences=lambda config: differences(_as_read(dims), as_read(config)),
-    )
-
-
-def _moe_keys() -> tuple[HuggingFaceKey, ...]:
-    here, there = "layers.*.feed_forward", "model.layers.*.feed_forward"
-
-    def stack(name: str, theirs: str, part: tuple[int, int]) -> HuggingFaceKey:
-        form = HuggingFaceForm(key=f"{there}.experts.{theirs}", transposed=True, part=part)
-        return HuggingFaceKey(name=f"{here}.experts.{name}", forms=(form,))
-
-    def plain(name: str, theirs: str) -> HuggingFaceKey:
-        form = HuggingFaceForm(key=f"{there}.{theirs}.weight")
-        return HuggingFaceKey(name=f"{here}.{name}.weight", forms=(form,))
-
-    return (
-        plain("router.gate", "router"),
-        HuggingFaceKey(name=f"{here}.router.expert_bias_X", forms=()),
-        stack("w1", "gate_up_proj", (0, 2)),
-        stack("w2", "down_proj", (0, 1)),
-        stack("w3", "gate_up_proj", (1, 2)),
-        plain("shared.w1", "shared_expert.gate_proj"),
-        plain("shared.w2", "shared_expert.down_proj"),
-        plain("shared.w3", "shared_expert.up_proj"),
     )
 
 

@@ -17,6 +17,7 @@ from torchtitan_lite.nn.decoder_hugging_face import (
     QK_LAYERNORM,
     HuggingFaceNames,
     expert_keys,
+    stacked_expert_keys,
 )
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.hugging_face_expert_facts import (
@@ -68,46 +69,13 @@ def _is_early_and_even(config: HuggingFaceConfig, dims: dict[str, Any], layer: i
     return layer % 2 == 0 and layer < config.integer("max_window_layers", 28, least=0)
 
 
-def _aria_experts() -> tuple[HuggingFaceKey, ...]:
-    here, there = "layers.*.feed_forward", "model.layers.*.mlp"
-
-    def plain(name: str, theirs: str) -> HuggingFaceKey:
-        form = HuggingFaceForm(key=f"{there}.{theirs}.weight")
-        return HuggingFaceKey(name=f"{here}.{name}.weight", forms=(form,))
-
-    def stack(name: str, theirs: str, part: tuple[int, int]) -> HuggingFaceKey:
-        key = f"{there}.experts.{theirs}.weight"
-        form = HuggingFaceForm(key=key, transposed=True, part=part)
-        return HuggingFaceKey(name=f"{here}.experts.{name}", forms=(form,))
-
-    return (
-        plain("router.gate", "router"),
-        HuggingFaceKey(name=f"{here}.router.expert_bias_X", forms=()),
-        stack("w1", "fc1", (0, 2)),
-        stack("w2", "fc2", (0, 1)),
-        stack("w3", "fc1", (1, 2)),
-        *(
-            plain(f"shared.{name}", f"shared_experts.{theirs}")
-            for name, theirs in FEED_FORWARD.items()
-        ),
-    )
-
-
-def _granite_experts() -> tuple[HuggingFaceKey, ...]:
-    here, there = "layers.*.feed_forward", "model.layers.*.block_sparse_moe"
-
-    def stack(name: str, theirs: str, part: tuple[int, int]) -> HuggingFaceKey:
-        form = HuggingFaceForm(key=f"{there}.{theirs}.weight", part=part)
-        return HuggingFaceKey(name=f"{here}.experts.{name}", forms=(form,))
-
-    router = HuggingFaceForm(key=f"{there}.router.layer.weight")
-    return (
-        HuggingFaceKey(name=f"{here}.router.gate.weight", forms=(router,)),
-        HuggingFaceKey(name=f"{here}.router.expert_bias_X", forms=()),
-        stack("w1", "input_linear", (0, 2)),
-        stack("w2", "output_linear", (0, 1)),
-        stack("w3", "input_linear", (1, 2)),
-    )
+_GRANITE_EXPERTS = stacked_expert_keys(
+    "block_sparse_moe",
+    ("input_linear.weight", "output_linear.weight"),
+    router="router.layer",
+    shared=None,
+    transposed=False,
+)
 
 
 def _shared_granite_experts() -> tuple[HuggingFaceKey, ...]:
@@ -159,7 +127,13 @@ EXPERT_ROWS = (
                 "experts.fc2.weight": "experts.down_proj",
             }
         ),
-        experts=_aria_experts(),
+        experts=stacked_expert_keys(
+            "mlp",
+            ("experts.fc1.weight", "experts.fc2.weight"),
+            router="router",
+            shared="shared_experts",
+            transposed=True,
+        ),
     ),
     row(
         "Dots1ForCausalLM",
@@ -322,7 +296,7 @@ EXPERT_ROWS = (
         "granitemoe",
         *_GRANITE,
         names=_GRANITE_NAMES,
-        experts=_granite_experts(),
+        experts=_GRANITE_EXPERTS,
     ),
     row(
         "GraniteMoeSharedForCausalLM",
@@ -330,7 +304,7 @@ EXPERT_ROWS = (
         *_GRANITE,
         Value("moe.shared_hidden_dim", "shared_intermediate_size", default=0, least=0),
         names=_GRANITE_NAMES,
-        experts=(*_granite_experts(), *_shared_granite_experts()),
+        experts=(*_GRANITE_EXPERTS, *_shared_granite_experts()),
     ),
     row(
         "HunYuanMoEV1ForCausalLM",

@@ -194,6 +194,31 @@ def expert_keys(
     return tuple(keys)
 
 
+def stacked_expert_keys(
+    block: str, stacks: tuple[str, str], *, router: str, shared: str | None, transposed: bool
+) -> tuple[HuggingFaceKey, ...]:
+    """Return the names of experts that are stacked in files, too: in `stacks` w1 and w3 together,
+    and w2. The others are as in `expert_keys`; `transposed`: the matrices of a stack are."""
+    here, there = "layers.*.feed_forward", f"model.layers.*.{block}"
+
+    def stack(name: str) -> HuggingFaceKey:
+        _, part, num_parts = _FUSED[name]
+        key = f"{there}.{stacks[name == 'w2']}"
+        form = HuggingFaceForm(key=key, transposed=transposed, part=(part, num_parts))
+        return HuggingFaceKey(name=f"{here}.experts.{name}", forms=(form,))
+
+    of_shared = {} if shared is None else FEED_FORWARD
+    return (
+        _key(f"{here}.router.gate.weight", f"{there}.{router}.weight"),
+        _key(f"{here}.router.expert_bias_X"),
+        *map(stack, FEED_FORWARD),
+        *(
+            _key(f"{here}.shared.{name}.weight", f"{there}.{shared}.{theirs}.weight")
+            for name, theirs in of_shared.items()
+        ),
+    )
+
+
 def _in_layer(
     ours: str,
     theirs: str | HuggingFaceForm,
