@@ -38,7 +38,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     """Return the spec of `config.flavor` with the configured attention. Raises ConfigError for
     dimensions of an architecture that is no row here."""
     dims = flavor_dims(FLAVORS, config)
-    known = sorted(architecture.model_type for architecture in _ROWS)
+    known = sorted(ARCHITECTURES.values())
     if dims.model_type not in known:
         raise ConfigError(unknown_name("model_type", dims.model_type, known))
     return spec_of(dims, config.flavor)

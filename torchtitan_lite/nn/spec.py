@@ -373,11 +373,11 @@ def differing_dims(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     absent from a record, written before the dimension existed, is not compared."""
     found = []
     for name in sorted((there.keys() & here.keys()) - _RUN_SETTINGS):
-        theirs, other = there[name], here[name]
-        if isinstance(theirs, Mapping) and isinstance(other, Mapping):
-            found += [f"{name}.{text}" for text in differing_dims(theirs, other)]
-        elif theirs != other:
-            shown = ["unset" if value is None else value for value in (theirs, other)]
+        theirs, ours = there[name], here[name]
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            found += [f"{name}.{text}" for text in differing_dims(theirs, ours)]
+        elif theirs != ours:
+            shown = ["unset" if value is None else value for value in (theirs, ours)]
             found.append(f"{name} is {shown[0]} there and {shown[1]} here")
     return found
 

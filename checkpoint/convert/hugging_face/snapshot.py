@@ -233,7 +233,7 @@ def map_parameters(
             if not wrong:
                 found[name] = _mxfp4_source(folder, keys[0], scales, shape)
             continue
-        wanted = _shape_there(form, shape)
+        wanted = shape_there(form, shape)
         wrong = list(_problems(folder, keys, wanted))
         problems += [f"{problem} (needed for {name})" for problem in wrong]
         if not wrong:
@@ -304,7 +304,8 @@ def _is_there(folder: HuggingFaceFolder, form: HuggingFaceForm, numbers: Sequenc
     return expand_key(form, numbers, (1,))[0] in folder.tensors
 
 
-def _shape_there(form: HuggingFaceForm, shape: Sequence[int]) -> tuple[int, ...]:
+def shape_there(form: HuggingFaceForm, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the tensor in a folder that holds a parameter of `shape`."""
     _, count = form.part
     there = tuple(shape[1:]) if form.key.count("*") > 1 else tuple(shape)
     if form.is_row:

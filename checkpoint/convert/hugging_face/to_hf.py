@@ -25,7 +25,11 @@ from torchtitan_lite.checkpoint.convert.hugging_face.folder import (
     WEIGHTS,
     json_bytes,
 )
-from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import expand_key, match_key
+from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import (
+    expand_key,
+    match_key,
+    shape_there,
+)
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.core.errors import CheckpointError, UserError
@@ -163,14 +167,7 @@ def export_tensors(
             if not _is_complete(form, [tensors[part].shape for part in parts.values()]):
                 continue
             first, *others = (parts[part] for part in sorted(parts))
-            if form.rows is not None:
-                shape = (form.rows[1], *shape[1:])
-            elif others:
-                shape = (*shape[:-2], shape[-2] * form.part[1], shape[-1])
-            if form.is_row:
-                shape = (1, *shape)
-            if form.transposed:
-                shape = (*shape[:-2], shape[-1], shape[-2])
+            shape = shape_there(form, shape)
             found.append(
                 [
                     ExportTensor(

@@ -138,16 +138,15 @@ class SlowRankDetector:
             data_share = data[place] / (times - 1) if is_slow else 0.0
             waited = self._slow.get(place)
             if waited is None and is_slow:
-                self._slow[place] = bool(data_share > _MOST)
+                waits = self._slow[place] = bool(data_share > _MOST)
             elif waited is not None and recent[place] < _NOT_SLOW:
                 del self._slow[place]
+                waits = False
             elif is_slow and (data_share < _LITTLE if waited else data_share > _MUCH):
-                self._slow[place] = not waited
+                waits = self._slow[place] = not waited
             else:
                 continue
-            waits_for_data = self._slow.get(place)
-            is_reported_slow = waits_for_data is not None
-            changes.append(SlowRank(replica, rank, times, is_reported_slow, bool(waits_for_data)))
+            changes.append(SlowRank(replica, rank, times, place in self._slow, waits))
         return changes
 
 
