@@ -88,8 +88,8 @@ def newest_common(
     the ranks' `machines`; one rank reports per machine. A machine that was reassigned to other
     ranks may still hold regions of an earlier session. `permitted`, as returned by
     `SnapshotLineage.permitted`, excludes abandoned steps; `excluded` are parts that are damaged."""
-    seen = [[_without(index, excluded) for index in held] for held in seen]
-    sessions = sorted({s for held in seen for index in held for s in index.sessions})
+    seen = [[_without(region, excluded) for region in held] for held in seen]
+    sessions = sorted({s for held in seen for region in held for s in region.sessions})
 
     def is_usable(position: Position) -> bool:
         if permitted is not None:
@@ -136,14 +136,14 @@ def _newest_of_session(
     session is missing, its ranks disagree on the world size, or have no common step."""
     holders: dict[int, list[tuple[HeldRegion, int]]] = {}
     for held, machine in zip(seen, machines, strict=True):
-        for index in held:
-            if session in index.sessions:
-                holders.setdefault(index.saver, []).append((index, machine))
-    if {index.world_size for held in holders.values() for index, _ in held} != {len(holders)}:
+        for region in held:
+            if session in region.sessions:
+                holders.setdefault(region.saver, []).append((region, machine))
+    if {region.world_size for held in holders.values() for region, _ in held} != {len(holders)}:
         return None
     own, copied = (
         {
-            saver: {p for index, _ in held if index.is_copy == is_copy for p in index.positions}
+            saver: {p for region, _ in held if region.is_copy == is_copy for p in region.positions}
             for saver, held in holders.items()
         }
         for is_copy in (False, True)
@@ -158,11 +158,11 @@ def _newest_of_session(
     reach: dict[int, Sequence[int]] = {}
     copies = set()
     for saver, held in holders.items():
-        able = [(index, machine) for index, machine in held if position in index.positions]
+        able = [(region, machine) for region, machine in held if position in region.positions]
         # A rank's own snapshot costs no network.
-        index, where = min(able, key=lambda index: index[0].is_copy)
+        region, where = min(able, key=lambda pair: pair[0].is_copy)
         reach[saver] = [rank for rank, machine in enumerate(machines) if machine == where]
-        if index.is_copy:
+        if region.is_copy:
             copies.add(saver)
     copied_position = newest(own[saver] & copied[saver] for saver in holders)
     copied_session = None if copied_position is None else session

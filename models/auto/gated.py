@@ -94,6 +94,15 @@ _GLM = (
     ROTATION,
     ADJACENT_PAIRS,
 )
+_GRANITE = (
+    BIASES,
+    MLP_BIAS,
+    HeadWidth(),
+    WIDTH,
+    ACTIVATION,
+    ROTATION,
+    *GRANITE_MULTIPLIERS,
+)
 GATED_ROWS = (
     row(
         "CohereForCausalLM",
@@ -200,25 +209,13 @@ GATED_ROWS = (
         "GraniteForCausalLM",
         "granite",
         *base_facts(),
-        BIASES,
-        MLP_BIAS,
-        HeadWidth(),
-        WIDTH,
-        ACTIVATION,
-        ROTATION,
-        *GRANITE_MULTIPLIERS,
+        *_GRANITE,
     ),
     row(
         "GraniteSWAForCausalLM",
         "granite_swa",
         *base_facts(norm_eps=1e-5, num_kv_heads=4, tied_embeddings=True),
-        BIASES,
-        MLP_BIAS,
-        HeadWidth(),
-        WIDTH,
-        ACTIVATION,
-        ROTATION,
-        *GRANITE_MULTIPLIERS,
+        *_GRANITE,
         Given("has_sinks", True),
         LayerWindows(128, all_but_first_of_each(4), switch=None),
         LayerThetas(),

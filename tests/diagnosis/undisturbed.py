@@ -26,10 +26,9 @@ def false_alarms(folder: Path, seconds: float) -> list[str]:
     found = []
     with ExitStack() as stack:
         stack.enter_context(_load())
-        folders = [folder / mesh.name.replace(" ", "-") for mesh in _JOBS]
         jobs = [
-            stack.enter_context(RunningJob(mesh, place))
-            for mesh, place in zip(_JOBS, folders, strict=True)
+            stack.enter_context(RunningJob(mesh, folder / mesh.name.replace(" ", "-")))
+            for mesh in _JOBS
         ]
         for job in jobs:
             job.wait_until_ready(1)
