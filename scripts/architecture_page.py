@@ -6,6 +6,7 @@ python -m scripts.architecture_page --check   exit 1 if they are out of date
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import tomli
 
 PAGE = Path("docs/architecture.md")
 _PACKAGE = "torchtitan_lite"
+_MAX_LINES = 500
 _BEGIN, _END = "<!-- layers: written by `make docs` -->\n", "<!-- end of the layers -->"
 
 
@@ -24,6 +26,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
     check = parser.parse_args().check
     before = PAGE.read_text(encoding="utf-8")
+    if problem := _difference_of_long_modules(before):
+        sys.exit(problem)
     head, _, rest = before.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     names = _packages()
@@ -32,6 +36,21 @@ def main() -> None:
         sys.exit(f"{PAGE} is out of date: run python -m scripts.architecture_page")
     if not check:
         PAGE.write_text(after, encoding="utf-8")
+
+
+def _difference_of_long_modules(page: str) -> str:
+    """Return how the page's list of long modules differs from those that there are."""
+    listed = set(re.findall(r"^\| `(\S+\.py)` \|", page, flags=re.MULTILINE))
+    folders = (Path(_PACKAGE), Path("checkpoint"), Path("models"))
+    paths = (path for folder in folders for path in folder.rglob("*.py"))
+    long = {str(path) for path in paths if path.read_bytes().count(b"\n") > _MAX_LINES}
+    problems = {
+        f"longer than {_MAX_LINES} lines, and not listed in {PAGE}": long - listed,
+        f"listed in {PAGE} as longer than {_MAX_LINES} lines, but not so": listed - long,
+    }
+    return "; ".join(
+        f"{', '.join(sorted(named))}: {problem}" for problem, named in problems.items() if named
+    )
 
 
 def _packages() -> list[str]:

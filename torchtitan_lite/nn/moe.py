@@ -8,7 +8,6 @@ Beside the legend in `spec.py`: X experts C choices of a token N = T*C copies of
 expert (fewer where a capacity drops some)
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.nn.dispatch import Routing, combine, count_experts, dispatch, weighted
 from torchtitan_lite.nn.feed_forward import Dense
 from torchtitan_lite.nn.grouped_linear import grouped_linear
-from torchtitan_lite.nn.rows import take_rows
 from torchtitan_lite.nn.spec import InitRule, ShardRule
 
 
@@ -198,7 +197,7 @@ class MoE(nn.Module):
         dispatched = dispatch(x_BSD.flatten(0, 1), routing, self.capacity_factor)
         tokens_ND = dispatched.tokens_ND
         if self.weights_inputs:
-            tokens_ND = _weighted(tokens_ND, dispatched, routing)
+            tokens_ND = weighted(tokens_ND, dispatched, routing)
             routing = replace(routing, weights_BSC=torch.ones_like(routing.weights_BSC))
         out_ND = self.experts(tokens_ND, dispatched.counts_X)
         out_BSD = combine(out_ND, dispatched, routing).view_as(x_BSD)
@@ -208,18 +207,6 @@ class MoE(nn.Module):
         if self.shared_gate is not None:
             shared_BSD = shared_BSD * self.shared_gate(x_BSD).sigmoid()
         return out_BSD + shared_BSD
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The router's choices."""
-
-    experts_BSC: torch.Tensor
-    """int64."""
-    weights_BSC: torch.Tensor
-    """float32 or wider."""
-    counts_X: torch.Tensor
-    """int64; tokens per expert."""
 
 
 class Router(nn.Module):
@@ -259,7 +246,7 @@ class Router(nn.Module):
             tiny = torch.finfo(weights_BSC.dtype).tiny
             weights_BSC = weights_BSC / weights_BSC.sum(-1, keepdim=True).clamp_min(tiny)
         weights_BSC = weights_BSC * self.dims.route_scale
-        counts_BX = _count(experts_BSC.flatten(1), self.dims.num_experts)
+        counts_BX = count_experts(experts_BSC.flatten(1), self.dims.num_experts)
         counts_X = counts_BX.sum(0)
         if self.training:
             weights_BSC = _Counted.apply(weights_BSC, counts_X, self.load_X)
@@ -387,70 +374,6 @@ def _of_rows(bias_XO: torch.Tensor, counts_X: torch.Tensor, num_rows: int) -> to
     return bias_XO.repeat_interleave(counts_X, dim=0, output_size=num_rows)
 
 
-@dataclass(frozen=True)
-class Dispatched:
-    """Copies of tokens, sorted by expert and then by token."""
-
-    tokens_ND: torch.Tensor
-    counts_X: torch.Tensor
-    """int64; copies per expert. Their sum is N."""
-    places_TC: torch.Tensor
-    """Position of each copy; N or more if dropped."""
-    order_N: torch.Tensor
-    """Copies (token * C + choice) in sorted order, dropped ones last."""
-
-
-def dispatch(x_TD: torch.Tensor, routing: Routing, capacity_factor: float | None) -> Dispatched:
-    """Copy each token once per chosen expert, sorted by expert."""
-    num_choices, num_experts = routing.experts_BSC.shape[-1], len(routing.counts_X)
-    experts_N, counts_X = routing.experts_BSC.flatten(), routing.counts_X
-    if capacity_factor is not None:
-        queue_BSC = _places_in_queue(routing.experts_BSC, num_experts)
-        capacity = math.ceil(capacity_factor * queue_BSC[0].numel() / num_experts)
-        # Dropped copies go behind the last expert's.
-        experts_N = experts_N.masked_fill(queue_BSC.flatten() >= capacity, num_experts)
-        counts_X = _count(experts_N[None], num_experts + 1)[0, :num_experts]
-    order_N = experts_N.argsort(stable=True)
-    places_TC = order_N.argsort().unflatten(0, (-1, num_choices))
-    tokens_ND = take_rows(x_TD, order_N // num_choices, places_TC)
-    if capacity_factor is not None:
-        # The host waits here for the device: the number of remaining copies depends on the counts.
-        tokens_ND = tokens_ND[: int(counts_X.sum())]
-    return Dispatched(tokens_ND, counts_X, places_TC, order_N)
-
-
-def _weighted(tokens_ND: torch.Tensor, dispatched: Dispatched, routing: Routing) -> torch.Tensor:
-    """Multiply each copy by its weight."""
-    places_N = dispatched.places_TC.flatten()
-    weights_N1 = take_rows(
-        routing.weights_BSC.flatten()[:, None], dispatched.order_N, places_N[:, None]
-    )
-    return (tokens_ND * weights_N1[: len(tokens_ND)]).to(tokens_ND.dtype)
-
-
-def _places_in_queue(experts_BSC: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Count, for each copy, the earlier copies of the same sequence that chose the same expert."""
-    queues_BN = experts_BSC.flatten(1)
-    first_B1 = torch.arange(len(queues_BN), device=queues_BN.device)[:, None] * num_experts
-    queues_N = (queues_BN + first_B1).flatten()
-    order_N = queues_N.argsort(stable=True)
-    sizes = _count(queues_N[None], len(queues_BN) * num_experts)[0]
-    starts_N = (sizes.cumsum(0) - sizes)[queues_N]
-    return (order_N.argsort() - starts_N).view_as(experts_BSC)
-
-
-def combine(out_ND: torch.Tensor, dispatched: Dispatched, routing: Routing) -> torch.Tensor:
-    """Return the weighted sum [T, D] of each token's results; dropped copies add nothing."""
-    places_TC, order_N = dispatched.places_TC, dispatched.order_N
-    num_dropped = len(order_N) - len(out_ND)
-    if num_dropped:
-        out_ND = F.pad(out_ND, (0, 0, 0, num_dropped))
-    out_TCD = take_rows(out_ND, places_TC.flatten(), order_N[:, None]).unflatten(0, places_TC.shape)
-    weights_T1C = routing.weights_BSC.flatten(0, 1)[:, None].to(out_TCD.dtype)
-    # A matrix product, since it adds in float32 without float32 copies of its factors.
-    return (weights_T1C @ out_TCD)[:, 0]
-
-
 def balance_loss(scores_BSX: torch.Tensor, counts_BX: torch.Tensor) -> torch.Tensor:
     """Return the sequence-level balance loss, summed over tokens (arXiv:2412.19437, equations 17 to
     20): 1 per token under even load, more where loaded experts also have high scores. `counts_BX`
@@ -466,12 +389,6 @@ def router_z_loss(logits_BSX: torch.Tensor) -> torch.Tensor:
     """Return the router's z-loss, summed over tokens (arXiv:2202.08906, equation 5): the squared
     log-sum-exp of a token's logits, which keeps them small."""
     return logits_BSX.logsumexp(-1).square().sum()
-
-
-def _count(experts_BN: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Count how often each expert occurs in each row, [B, X] int64."""
-    zeros_BX = experts_BN.new_zeros(experts_BN.shape[0], num_experts)
-    return zeros_BX.scatter_add(1, experts_BN, torch.ones_like(experts_BN))
 
 
 class _Counted(torch.autograd.Function):

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.nn.dispatch import take_rows
 from torchtitan_lite.nn.moe import Experts, Router
-from torchtitan_lite.nn.rows import take_rows
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel.autograd_collectives import exchange_rows, shard_rows, unshard_rows
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.threads import run_on_threads
-from torchtitan_lite.nn.rows import take_rows
+from torchtitan_lite.nn.dispatch import take_rows
 from torchtitan_lite.parallel.autograd_collectives import exchange_rows, shard_rows, unshard_rows
 
 

@@ -2,7 +2,7 @@
 
 A version is an immutable snapshot of the model in the ranks' shared memory. A subscriber has a
 mesh, layouts and dtypes of its own, and reads only its own boxes. See docs/serving_weights.md.
-Reading order: pins, sources, subscriber, hugging_face, vllm_engine; publisher.
+Reading order: pins, sources, publication, subscriber, hugging_face, vllm_engine; publisher.
 
 Subscribing imports neither torchft nor datasets nor tensorboard.
 """

@@ -22,14 +22,8 @@ from torchtitan_lite.core.errors import LayoutError, PublishError
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec, layout_from_json
 from torchtitan_lite.distributed.redistribute.execution.read_plan import HeldBlock, held_blocks
 from torchtitan_lite.distributed.torch_compat import local_tensor
-from torchtitan_lite.serving.publish.sources import (
-    Content,
-    PinnedPart,
-    Publication,
-    Received,
-    VersionGone,
-    open_publication,
-)
+from torchtitan_lite.serving.publish.publication import Publication, open_publication
+from torchtitan_lite.serving.publish.sources import Content, PinnedPart, Received, VersionGone
 
 _WHOLE = Layout.on_holder(0)
 _NO_VERSION = -1

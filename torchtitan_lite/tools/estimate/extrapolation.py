@@ -14,14 +14,14 @@ from torchtitan_lite.distributed.mesh import ParallelDims
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel.pipeline_stages import plan_stages
 from torchtitan_lite.tools.estimate.memory import KINDS, ByKind
-from torchtitan_lite.tools.estimate.trace import (
+from torchtitan_lite.tools.estimate.recorder import (
     Place,
     Segment,
     StepTrace,
     label_from_end,
     label_from_start,
-    trace_step,
 )
+from torchtitan_lite.tools.estimate.trace import trace_step
 from torchtitan_lite.tools.estimate.work import Work
 from torchtitan_lite.training.builders.model import model_on_meta
 from torchtitan_lite.training.debug.modules import ROOT

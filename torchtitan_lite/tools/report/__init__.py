@@ -6,8 +6,9 @@ input: invalid records are skipped and listed, and text is escaped.
 """
 
 from torchtitan_lite.tools.report.comparison import Comparison, compare
+from torchtitan_lite.tools.report.json_lines import encodable
 from torchtitan_lite.tools.report.page import write_page
-from torchtitan_lite.tools.report.run_files import RunFiles, encodable, read_run, unique_labels
+from torchtitan_lite.tools.report.run_files import RunFiles, read_run, unique_labels
 from torchtitan_lite.tools.report.samples import SampleCheck, check_samples
 
 __all__ = [

@@ -4,16 +4,23 @@ Text from files is escaped here too, because plotly.js interprets a subset of HT
 labels.
 """
 
-import html
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from torchtitan_lite.core.phases import TIME_NAMES
-from torchtitan_lite.tools.report.axes import BUTTONS, curve_axes, time_unit
 from torchtitan_lite.tools.report.comparison import COMPARED, NAMES, Comparison
+from torchtitan_lite.tools.report.curves import (
+    BUTTONS,
+    MAX_POINTS,
+    Curve,
+    Figure,
+    base_layout,
+    curve_figure,
+    plotly_text,
+    time_unit,
+)
 from torchtitan_lite.tools.report.run_files import Goodput, RunFiles, Step
 from torchtitan_lite.tools.report.timeline import KINDS, ROUTINE, Mark, RunTimeline
 
@@ -59,36 +66,7 @@ _SPAN_COLORS = {"starting": "#cbd5e1", "training": "#bbf7d0", "down": "#fecaca"}
 _ABOVE, _BELOW = 0.3, -0.3
 """Offsets of routine marks from the middle of a lane, which is reserved for faults."""
 _OFFSETS = {"saved": _BELOW, "validation": _ABOVE, "quorum": _BELOW, "averaged": _ABOVE}
-_MAX_POINTS = 3000
-"""Maximum points of a curve; beyond it, only the minimum and maximum of each interval are drawn."""
 _MAX_LINES = 10
-_BUTTONS_PX = 32
-_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
-_GRID, _TEXT = "#e5e7eb", "#334155"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One figure of the page."""
-
-    title: str
-    data: Sequence[Mapping[str, Any]]
-    layout: Mapping[str, Any]
-    note: str = ""
-    is_wide: bool = False
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A line over steps."""
-
-    name: str
-    points: Sequence[tuple[int, float | None]]
-    color: str
-    style: str = "solid"
-    has_markers: bool = False
-    run: RunFiles | None = None
-    """If set, the figure can show the curve over tokens and time, too."""
 
 
 def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
@@ -108,7 +86,9 @@ def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
             color = color if len(runs) > 1 else COLORS[1]
             points = sorted(by_step.items())
             curves.append(Curve(name, points, color, "dot", has_markers=True, run=run))
-    return _curves("Loss", curves, "loss (nats per token)", is_wide=True, height=380, has_axes=True)
+    return curve_figure(
+        "Loss", curves, "loss (nats per token)", is_wide=True, height=380, has_axes=True
+    )
 
 
 def curve_figures(runs: Sequence[RunFiles]) -> list[Figure]:
@@ -156,7 +136,7 @@ def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
             )
             for place, run in enumerate(runs)
         ]
-        return _known(_curves("Router load, the most uneven router", curves, label), *figures)
+        return _known(curve_figure("Router load, the most uneven router", curves, label), *figures)
     (run,) = loaded
     names = list(dict.fromkeys(name for record in run.merged for name in record.router_load))
     if len(names) > _MAX_LINES:
@@ -173,7 +153,7 @@ def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
         )
         for place, name in enumerate(names)
     ]
-    return _known(_curves("Router load", curves, label), *figures)
+    return _known(curve_figure("Router load", curves, label), *figures)
 
 
 def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
@@ -198,19 +178,19 @@ def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": _text(name),
-                "y": [_text(label) for label, _ in rows],
+                "name": plotly_text(name),
+                "y": [plotly_text(label) for label, _ in rows],
                 "x": [s / per_unit for s in seconds],
                 "text": [f"{p:.0%}" if p >= 0.04 else "" for p in shares],
                 "textposition": "inside",
                 "insidetextanchor": "middle",
                 "textangle": 0,
-                "hovertext": [_text(hover_text) for hover_text in hover],
+                "hovertext": [plotly_text(hover_text) for hover_text in hover],
                 "hovertemplate": "%{y}<br>%{hovertext}<extra></extra>",
                 "marker": {"color": KIND_COLORS.get(kind, COLORS[place % len(COLORS)])},
             }
         )
-    layout = _layout(f"wall time ({unit})", "", height=130 + 46 * len(rows))
+    layout = base_layout(f"wall time ({unit})", "", height=130 + 46 * len(rows))
     layout |= {"barmode": "stack", "hovermode": "closest", "bargap": 0.35}
     layout["yaxis"] |= {"automargin": True, "type": "category"}
     layout["legend"] |= {"traceorder": "normal"}
@@ -258,7 +238,7 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
                 "y": [places[span.lane] for span in spans],
                 "width": 0.36,
                 "marker": {"color": color},
-                "text": [_text(hover_text) for hover_text in hover],
+                "text": [plotly_text(hover_text) for hover_text in hover],
                 "textposition": "none",
                 "hovertemplate": "%{text}<extra></extra>",
             }
@@ -278,7 +258,7 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
                 "mode": "markers",
                 "name": name,
                 "y": [places[mark.lane] + _OFFSETS.get(kind, 0.0) for mark in marks],
-                "text": [_text(_mark_hover(mark)) for mark in marks],
+                "text": [plotly_text(_mark_hover(mark)) for mark in marks],
                 "hovertemplate": f"<b>{name}</b><br>%{{text}}<extra></extra>",
                 "marker": {
                     "symbol": symbol,
@@ -294,7 +274,7 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
         if begin is not None:
             trace["base"] = begin
     by_time_title, by_step_title = f"time since the first start ({unit})", "step"
-    layout = _layout(by_step_title if first is None else by_time_title, "")
+    layout = base_layout(by_step_title if first is None else by_time_title, "")
     lanes_px, below_px = 62 * len(timeline.lanes), 62 + 20 * -(-len(data) // 5)
     layout |= {
         "height": 56 + lanes_px + below_px,
@@ -306,7 +286,7 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
     layout["yaxis"] |= {
         "tickmode": "array",
         "tickvals": list(places.values()),
-        "ticktext": [_text(lane) for lane in places],
+        "ticktext": [plotly_text(lane) for lane in places],
         "range": [-0.6, len(places) - 0.4],
         "automargin": True,
         "showgrid": False,
@@ -336,7 +316,7 @@ def difference_figure(comparisons: Sequence[Comparison]) -> Figure | None:
             style = "solid" if name == "loss" else "dot"
             label = NAMES[name] if len(comparisons) == 1 else f"{comparison.other}, {NAMES[name]}"
             curves.append(Curve(label, points, color, style))
-    figure = _curves(
+    figure = curve_figure(
         "Relative difference from the first run", curves, "relative difference", is_wide=True
     )
     if figure is None:
@@ -428,7 +408,7 @@ def _step_time(runs: Sequence[RunFiles]) -> Figure | None:
         Curve(label, _points(runs[0].merged, name), COLORS[place])
         for place, (name, label) in enumerate(parts.items())
     ]
-    return _curves("Step time", curves, "s", from_zero=True)
+    return curve_figure("Step time", curves, "s", from_zero=True)
 
 
 def _memory(runs: Sequence[RunFiles]) -> Figure | None:
@@ -441,18 +421,18 @@ def _memory(runs: Sequence[RunFiles]) -> Figure | None:
             label = f"{run.label}, {stream.label}"
         points = _with_gaps(_points(stream.committed(), "memory_gib"))
         curves.append(Curve(label, points, COLORS[place % len(COLORS)]))
-    return _curves("Peak memory per rank", curves, "GiB", from_zero=True)
+    return curve_figure("Peak memory per rank", curves, "GiB", from_zero=True)
 
 
 def _router_heatmap(run: RunFiles, names: Sequence[str], label: str) -> Figure | None:
-    steps = run.merged[:: max(1, -(-len(run.merged) // (_MAX_POINTS // 10)))]
-    layout = _layout("step", "", height=140 + 14 * len(names))
+    steps = run.merged[:: max(1, -(-len(run.merged) // (MAX_POINTS // 10)))]
+    layout = base_layout("step", "", height=140 + 14 * len(names))
     layout["yaxis"] |= {"automargin": True, "type": "category"}
     layout |= {"hovermode": "closest"}
     trace = {
         "type": "heatmap",
         "x": [step.step for step in steps],
-        "y": [_text(name) for name in names],
+        "y": [plotly_text(name) for name in names],
         "z": [[step.router_load.get(name) for step in steps] for name in names],
         "colorscale": "YlOrRd",
         "colorbar": {"title": {"text": "multiple", "side": "right"}},
@@ -479,7 +459,7 @@ def _merged(
         Curve(run.label, _points(run.merged, name, factor), COLORS[place % len(COLORS)], run=run)
         for place, run in enumerate(runs)
     ]
-    return _curves(
+    return curve_figure(
         title,
         curves,
         unit,
@@ -509,95 +489,5 @@ def _points(
     ]
 
 
-def _curves(
-    title: str,
-    curves: Sequence[Curve],
-    unit: str,
-    *,
-    is_wide: bool = False,
-    height: int = 300,
-    from_zero: bool = False,
-    digits: str = "",
-    shape: str = "linear",
-    span: Sequence[float] | None = None,
-    has_axes: bool = False,
-) -> Figure | None:
-    """Draw the curves; None if they have no value. With `has_axes`, buttons choose steps, tokens or
-    time."""
-    drawn = [curve for curve in curves if any(value is not None for _, value in curve.points)]
-    if not drawn:
-        return None
-    data = []
-    for curve in drawn:
-        points = downsample(curve.points)
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers" if curve.has_markers or len(points) == 1 else "lines",
-                "name": _text(curve.name),
-                "x": [step for step, _ in points],
-                "y": [value for _, value in points],
-                "line": {"color": curve.color, "width": 1.8, "dash": curve.style, "shape": shape},
-                "marker": {"size": 7},
-                "hovertemplate": "%{y:.5~g}" if not digits else "%{y:,.0f}",
-            }
-        )
-    layout = _layout("step", unit, height=height)
-    layout["showlegend"] = len(data) > 1
-    if has_axes:
-        runs = [curve.run for curve in drawn if curve.run is not None]
-        layout |= curve_axes(runs, [trace["x"] for trace in data])
-        # Room for the buttons below plotly's own.
-        layout["margin"]["t"] += _BUTTONS_PX
-        layout["height"] += _BUTTONS_PX
-    if from_zero:
-        layout["yaxis"]["rangemode"] = "tozero"
-    if digits:
-        layout["yaxis"]["tickformat"] = digits
-    if span is not None:
-        layout["yaxis"]["range"] = list(span)
-    return Figure(title=title, data=data, layout=layout, is_wide=is_wide)
-
-
-def downsample(
-    points: Sequence[tuple[int, float | None]], most: int = _MAX_POINTS
-) -> list[tuple[int, float | None]]:
-    """Return at most about `most` points: the minimum and maximum of each interval, so that no
-    spike is hidden, and one point that is not finite."""
-    if len(points) <= most:
-        return list(points)
-    size = -(-len(points) * 2 // most)
-    kept: list[tuple[int, float | None]] = []
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        finite = [(value, place) for place, (_, value) in enumerate(part) if value is not None]
-        chosen = {place for place, (_, value) in enumerate(part) if value is None}
-        chosen = {min(chosen)} if chosen else set()
-        chosen |= {min(finite)[1], max(finite)[1]} if finite else set()
-        kept += [part[place] for place in sorted(chosen)]
-    return kept
-
-
-def _layout(x_title: str, y_title: str, *, height: int = 300) -> dict[str, Any]:
-    axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": "#cbd5e1", "automargin": True}
-    return {
-        "height": height,
-        "margin": {"l": 64, "r": 20, "t": 30, "b": 46},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
-        "font": {"family": _FONT, "size": 12, "color": _TEXT},
-        "hovermode": "x unified",
-        "hoverlabel": {"align": "left"},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "xaxis": {**axis, "title": {"text": x_title, "standoff": 8}},
-        "yaxis": {**axis, "title": {"text": _text(y_title), "standoff": 8}},
-    }
-
-
 def _known(*figures: Figure | None) -> list[Figure]:
     return [figure for figure in figures if figure is not None]
-
-
-def _text(text: str) -> str:
-    """Escape text for plotly.js, which interprets tags and entities; line breaks are kept."""
-    return html.escape(text, quote=False).replace("\n", "<br>")

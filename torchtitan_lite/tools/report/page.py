@@ -7,7 +7,6 @@ their hashes, and no requests.
 
 import base64
 import hashlib
-import html
 import json
 import math
 import os
@@ -20,8 +19,8 @@ from typing import Any
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.core.optional_dependencies import require
 from torchtitan_lite.tools.report.comparison import COMPARED, NAMES, Comparison, StepDifference
+from torchtitan_lite.tools.report.curves import Figure
 from torchtitan_lite.tools.report.figures import (
-    Figure,
     account_label,
     curve_figures,
     difference_figure,
@@ -35,74 +34,19 @@ from torchtitan_lite.tools.report.figures import (
     speed_figures,
     timeline_figure,
 )
-from torchtitan_lite.tools.report.run_files import Goodput, RunFiles, encodable
+from torchtitan_lite.tools.report.html_parts import (
+    SCRIPT,
+    STYLE,
+    escaped,
+    html_table,
+    is_number,
+    with_prefix,
+)
+from torchtitan_lite.tools.report.run_files import Goodput, RunFiles
 from torchtitan_lite.tools.report.timeline import KINDS, ROUTINE, RunTimeline, timeline
 
-_UNBROKEN = 32
-"""Maximum length of cells that stay on one line."""
 _MAX_ROWS = 200
 """Maximum rows of the table of events."""
-
-_STYLE = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f1f5f9; color: #1e293b; line-height: 1.45;
-  font: 14px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-main { max-width: 1240px; margin: 0 auto; padding: 24px 20px 60px; }
-h1 { font-size: 25px; margin: 0 0 2px; letter-spacing: -0.01em; }
-h2 { font-size: 19px; margin: 34px 0 12px; padding-bottom: 6px; border-bottom: 2px solid #cbd5e1; }
-h3 { font-size: 14px; margin: 0 0 4px; color: #334155; font-weight: 600; }
-.sub { color: #64748b; margin: 0 0 16px; }
-nav { margin: 0 0 18px; display: flex; flex-wrap: wrap; gap: 6px; }
-nav a { color: #1d4ed8; text-decoration: none; background: #fff; border: 1px solid #dbe3ee;
-  border-radius: 999px; padding: 3px 12px; font-size: 13px; }
-nav a:hover { background: #eff6ff; }
-.card { background: #fff; border: 1px solid #e2e8f0; border-radius: 10px; padding: 14px 16px;
-  box-shadow: 0 1px 2px rgb(15 23 42 / 5%); min-width: 0; margin-bottom: 14px; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px 18px;
-  margin: 10px 0 0; }
-.facts div { min-width: 0; }
-.facts dt { color: #64748b; font-size: 12px; }
-.facts dd { margin: 0; font-size: 18px; font-weight: 600; overflow-wrap: anywhere;
-  font-variant-numeric: tabular-nums; }
-.facts small { display: block; font-size: 12px; font-weight: 400; color: #64748b; }
-.run-name { font-size: 16px; font-weight: 650; overflow-wrap: anywhere; }
-.path { color: #64748b; font-size: 12px; font-family: ui-monospace, "DejaVu Sans Mono", monospace;
-  overflow-wrap: anywhere; }
-.grid { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 14px; }
-.grid .card { margin: 0; }
-.below { margin-top: 14px; }
-.wide { grid-column: 1 / -1; }
-@media (max-width: 900px) { .grid { grid-template-columns: minmax(0, 1fr); } }
-.note { color: #64748b; font-size: 12.5px; margin: 4px 0 0; }
-.warn { background: #fffbeb; border-color: #fcd34d; }
-.bad { color: #b91c1c; font-weight: 600; } .good { color: #15803d; font-weight: 600; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th { text-align: left; color: #64748b; font-weight: 600; border-bottom: 1px solid #cbd5e1;
-  padding: 5px 12px 5px 0; white-space: nowrap; }
-td { padding: 5px 12px 5px 0; border-bottom: 1px solid #f1f5f9; vertical-align: top;
-  overflow-wrap: break-word; }
-td.k { white-space: nowrap; }
-td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-pre { margin: 8px 0 0; padding: 12px; background: #f8fafc; border: 1px solid #e2e8f0; 
-  border-radius: 8px; font: 12px/1.5 ui-monospace, "DejaVu Sans Mono", monospace;
-  overflow: auto; max-height: 560px; }
-pre.columns { columns: 3 330px; max-height: none; overflow: visible; white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-.fit { width: auto; min-width: 50%; } .fit td, .fit th { padding-right: 40px; }
-details table { margin-top: 6px; }
-summary { cursor: pointer; font-weight: 600; color: #334155; }
-footer { color: #94a3b8; font-size: 12px; margin-top: 30px; }
-"""
-_SCRIPT = """
-const figures = JSON.parse(document.getElementById("figures").textContent);
-for (const [id, figure] of Object.entries(figures)) {
-  Plotly.newPlot(id, figure.data, figure.layout,
-    {responsive: true, displaylogo: false, displayModeBar: "hover",
-      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]});
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -124,8 +68,8 @@ class _Figures:
             return ""
         name = f"figure-{len(self._made)}"
         self._made[name] = {"data": figure.data, "layout": figure.layout}
-        title = f"<h3>{_escaped(figure.title)}</h3>" if is_titled else ""
-        note = f'<p class="note">{_escaped(figure.note)}</p>' if figure.note else ""
+        title = f"<h3>{escaped(figure.title)}</h3>" if is_titled else ""
+        note = f'<p class="note">{escaped(figure.note)}</p>' if figure.note else ""
         wide = " wide" if figure.is_wide else ""
         height = int(figure.layout.get("height", 300))
         return (
@@ -176,13 +120,13 @@ def page(runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> str:
     ]
     shown = [section for section in sections if section.content]
     title = " and ".join(run.label for run in runs[:3]) + (" and more" if len(runs) > 3 else "")
-    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in (library, _SCRIPT))
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in (library, SCRIPT))
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
     )
-    links = "".join(f'<a href="#{part.anchor}">{_escaped(part.title)}</a>' for part in shown)
+    links = "".join(f'<a href="#{part.anchor}">{escaped(part.title)}</a>' for part in shown)
     body = "".join(
-        f'<section id="{part.anchor}"><h2>{_escaped(part.title)}</h2>{part.content}</section>'
+        f'<section id="{part.anchor}"><h2>{escaped(part.title)}</h2>{part.content}</section>'
         for part in shown
     )
     cards = "".join(
@@ -194,13 +138,13 @@ def page(runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> str:
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_escaped(title)}: training report</title>
-<style>{_STYLE}</style>
+<title>{escaped(title)}: training report</title>
+<style>{STYLE}</style>
 </head>
 <body>
 <main>
 <h1>Training report</h1>
-<p class="sub">{_escaped(title)}</p>
+<p class="sub">{escaped(title)}</p>
 <nav>{links}</nav>
 {cards}
 {_problems(runs)}
@@ -210,7 +154,7 @@ requests.</footer>
 </main>
 <script type="application/json" id="figures">{figures.json()}</script>
 <script>{library}</script>
-<script>{_SCRIPT}</script>
+<script>{SCRIPT}</script>
 </body>
 </html>
 """
@@ -231,16 +175,16 @@ def _sha256(script: str) -> str:
 def _header(run: RunFiles, run_timeline: RunTimeline) -> str:
     """Return the name of a run and its most important numbers."""
     facts = "".join(
-        f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}"
-        + (f" <small>{_escaped(detail)}</small>" if detail else "")
+        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}"
+        + (f" <small>{escaped(detail)}</small>" if detail else "")
         + "</dd></div>"
         for name, value, detail in _facts(run, run_timeline)
     )
     description = run.setting("job", "description")
-    about = f'<div class="note">{_escaped(str(description))}</div>' if description else ""
+    about = f'<div class="note">{escaped(str(description))}</div>' if description else ""
     return (
-        f'<div class="card"><div class="run-name">{_escaped(run.label)}</div>'
-        f'<div class="path">{_escaped(str(run.folder.resolve()))}</div>{about}'
+        f'<div class="card"><div class="run-name">{escaped(run.label)}</div>'
+        f'<div class="path">{escaped(str(run.folder.resolve()))}</div>{about}'
         f'<dl class="facts">{facts}</dl></div>'
     )
 
@@ -254,12 +198,16 @@ def _facts(run: RunFiles, run_timeline: RunTimeline) -> Iterator[tuple[str, str,
     if starts:
         values = starts[-1].values
         parameters, active = values.get("parameters"), values.get("active_parameters")
-        if _is_number(parameters):
-            is_sparse = _is_number(active) and active != parameters
-            yield "Parameters", _si(parameters), f"{_si(active)} active" if is_sparse else ""
+        if is_number(parameters):
+            is_sparse = is_number(active) and active != parameters
+            yield (
+                "Parameters",
+                with_prefix(parameters),
+                f"{with_prefix(active)} active" if is_sparse else "",
+            )
         ranks = values.get("ranks")
         num_replicas = sum(stream.replica is not None for stream in run.leaders)
-        if _is_number(ranks):
+        if is_number(ranks):
             shown = f"{num_replicas} x {ranks}" if num_replicas else str(ranks)
             device = values.get("device")
             kind = "replicas x ranks" if num_replicas else "ranks"
@@ -270,19 +218,19 @@ def _facts(run: RunFiles, run_timeline: RunTimeline) -> Iterator[tuple[str, str,
         detail = f"of {planned:,}" if isinstance(planned, int) else ""
         yield "Steps", f"{newest.step:,}", detail
         if newest["tokens"] is not None:
-            yield "Tokens", _si(newest["tokens"]), ""
+            yield "Tokens", with_prefix(newest["tokens"]), ""
         duration_s, basis = _duration_s(run, run_timeline)
         if duration_s is not None:
             yield "Duration", duration(duration_s), basis
         loss = newest["loss"]
         yield "Final loss", "not finite" if loss is None else f"{loss:.4f}", ""
     validations = [
-        loss for event in run.events("validation") if _is_number(loss := event.values.get("loss"))
+        loss for event in run.events("validation") if is_number(loss := event.values.get("loss"))
     ]
     if validations:
         yield "Validation loss", f"{validations[-1]:.4f}", ""
     if rates := run.known("tokens_per_second"):
-        yield "Throughput", _si(median(rates)), "tokens/s, median"
+        yield "Throughput", with_prefix(median(rates)), "tokens/s, median"
     if shares := run.known("mfu"):
         yield "MFU", f"{median(shares):.1%}", "median"
     if run.goodput:
@@ -313,7 +261,7 @@ def _problems(runs: Sequence[RunFiles]) -> str:
     problems = [problem for run in runs for problem in run.problems]
     if not problems:
         return ""
-    lines = _escaped("\n".join(problems))
+    lines = escaped("\n".join(problems))
     count = f"{len(problems)} problem{'s' * (len(problems) > 1)} in the files"
     return (
         f'<div class="card warn"><details><summary>{count}</summary><pre>{lines}</pre></details>'
@@ -350,20 +298,20 @@ def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
                     ]
                 )
     heads = ["run", "value", "first difference", "", "largest relative difference", ""]
-    table = _table(heads, rows)
-    intro = _escaped(
+    table = html_table(heads, rows)
+    intro = escaped(
         f"Against {comparisons[0].first}, the first run, over the committed steps that both have."
     )
     ends = "; ".join(filter(None, (comparison.different_ends() for comparison in comparisons)))
-    warning = f'<p class="bad">{_escaped(ends)}</p>' if ends else ""
+    warning = f'<p class="bad">{escaped(ends)}</p>' if ends else ""
     shown = f'<div class="card"><p class="note">{intro}</p>{warning}{table}</div>'
     shown += _budgets(comparisons)
     shown += figures.grid([difference_figure(comparisons)])
     for comparison in comparisons:
-        config = _table(
+        config = html_table(
             ["key", comparison.first, comparison.other], [list(row) for row in comparison.config]
         )
-        title = _escaped(f"Config: {comparison.first} and {comparison.other}")
+        title = escaped(f"Config: {comparison.first} and {comparison.other}")
         content = config if comparison.config else '<p class="note">The configs are equal.</p>'
         shown += f'<div class="card below"><h3>{title}</h3>{content}</div>'
     return shown
@@ -375,7 +323,9 @@ def _budgets(comparisons: Sequence[Comparison]) -> str:
     rows = [
         [
             comparison.other,
-            f"{_si(budget.amount)} tokens" if budget.axis == "tokens" else duration(budget.amount),
+            f"{with_prefix(budget.amount)} tokens"
+            if budget.axis == "tokens"
+            else duration(budget.amount),
             _value(budget.first),
             _value(budget.other),
         ]
@@ -390,7 +340,7 @@ def _budgets(comparisons: Sequence[Comparison]) -> str:
         "At equal tokens and in equal time since the first step: what the shorter run has used. "
         "Means of up to 10 steps."
     )
-    return f'<div class="card below"><p class="note">{note}</p>{_table(heads, rows)}</div>'
+    return f'<div class="card below"><p class="note">{note}</p>{html_table(heads, rows)}</div>'
 
 
 def _difference(difference: StepDifference) -> str:
@@ -427,7 +377,7 @@ def _goodput(figures: _Figures, runs: Sequence[RunFiles]) -> str:
     )
     return (
         figures.grid([figure])
-        + f'<div class="card below">{_table(heads, rows, numbers_from=1)}'
+        + f'<div class="card below">{html_table(heads, rows, numbers_from=1)}'
         + f'<p class="note">{note}</p></div>'
     )
 
@@ -472,7 +422,7 @@ def _recoveries(run_timeline: RunTimeline) -> str:
         for recovery in run_timeline.recoveries[:_MAX_ROWS]
     ]
     heads = ["", "at", "failure", "last step before it", "recovered after", "next step"]
-    return f'<div class="card"><h3>Recoveries</h3>{_table(heads, rows)}</div>'
+    return f'<div class="card"><h3>Recoveries</h3>{html_table(heads, rows)}</div>'
 
 
 def _events(run_timeline: RunTimeline) -> str:
@@ -497,7 +447,7 @@ def _events(run_timeline: RunTimeline) -> str:
     started = "" if first is None else f", first start {format_utc(first)}"
     return (
         f'<div class="card"><details{is_open}><summary>Events ({len(notable)}{started})</summary>'
-        f"{_table(['at', 'where', 'step', 'event', 'details'], rows)}{note}</details></div>"
+        f"{html_table(['at', 'where', 'step', 'event', 'details'], rows)}{note}</details></div>"
     )
 
 
@@ -507,46 +457,7 @@ def _configs(runs: Sequence[RunFiles]) -> str:
         if run.config_text:
             title = f"config.toml of {run.label}" if len(runs) > 1 else "config.toml, resolved"
             shown += (
-                f'<div class="card"><details><summary>{_escaped(title)}</summary>'
-                f'<pre class="columns">{_escaped(run.config_text)}</pre></details></div>'
+                f'<div class="card"><details><summary>{escaped(title)}</summary>'
+                f'<pre class="columns">{escaped(run.config_text)}</pre></details></div>'
             )
     return shown
-
-
-def _table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers_from: int | None = None
-) -> str:
-    """Return a table of text; columns from `numbers_from` on are numbers."""
-    start = len(heads) if numbers_from is None else numbers_from
-
-    def cell(tag: str, place: int, text: str) -> str:
-        kind = ' class="n"' if place >= start else ""
-        if not kind and len(text) <= _UNBROKEN:
-            kind = ' class="k"'
-        return f"<{tag}{kind}>{_escaped(text).replace(chr(10), '<br>')}</{tag}>"
-
-    head = "".join(cell("th", place, text) for place, text in enumerate(heads))
-    body = "".join(
-        "<tr>" + "".join(cell("td", place, text) for place, text in enumerate(row)) + "</tr>"
-        for row in rows
-    )
-    fit = ' class="fit"' if numbers_from is not None and len(heads) < 5 else ""
-    table = f"<table{fit}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll">{table}</div>'
-
-
-def _escaped(text: str) -> str:
-    return html.escape(encodable(text))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _si(value: Any) -> str:
-    """Format a number with an SI prefix, such as 1.31 M."""
-    number = float(value)
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= limit:
-            return f"{number / limit:.3g} {unit}"
-    return f"{number:.3g}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.core.outputs import (
@@ -21,6 +21,15 @@ from torchtitan_lite.core.outputs import (
     LAUNCH_LOGS,
     LAUNCHER_STARTED,
     METRICS,
+)
+from torchtitan_lite.tools.report.json_lines import (
+    Problems,
+    cleaned,
+    encodable,
+    json_lines,
+    number_of,
+    reject_constant,
+    shortened,
 )
 
 NUMBERS = (
@@ -48,11 +57,6 @@ _LAUNCHED_REPLICA = re.compile(r"replica (\d{1,9}): (.*)", re.DOTALL)
 _LARGEST_STEP = 2**53
 _LATEST_TIME = 253_402_300_800
 """The year 10000, which `datetime` cannot represent."""
-_LARGEST_NUMBER = 1e100
-"""Limit below which sums and multiples are finite. float32 values are at most 3.4e38."""
-_MAX_DEPTH = 32
-"""Maximum nesting of JSON and TOML values."""
-_MAX_PROBLEMS = 200
 
 
 @dataclass(frozen=True)
@@ -199,16 +203,11 @@ def read_run(folder: Path) -> RunFiles:
         raise UserError(f"{folder} cannot be read: {error}") from error
 
 
-def encodable(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode, by question marks."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
 def _run_files(folder: Path) -> RunFiles:
     if not folder.is_dir():
         kind = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {kind}. RUN must be the dump folder of a run (job.dump_folder).")
-    problems = _Problems()
+    problems = Problems()
     replicas = sorted((replica, path) for replica, path in _replica_folders(folder))
     places = [(None, folder), *replicas]
     streams = [stream for replica, path in places for stream in _streams(path, replica, problems)]
@@ -251,27 +250,6 @@ def unique_labels(runs: Sequence[RunFiles]) -> list[RunFiles]:
     return labeled
 
 
-class _Problems:
-    """Problems in the files."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._more = 0
-
-    def add(self, text: str) -> None:
-        if len(self._texts) < _MAX_PROBLEMS:
-            self._texts.append(encodable(text))
-        else:
-            self._more += 1
-
-    def first(self) -> str:
-        return f" First problem: {self._texts[0]}" if self._texts else ""
-
-    def listed(self) -> list[str]:
-        more = [f"and {self._more} more problems"] if self._more else []
-        return [*self._texts, *more]
-
-
 def _replica_folders(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.iterdir():
         match = _REPLICA.fullmatch(path.name)
@@ -279,7 +257,7 @@ def _replica_folders(folder: Path) -> Iterator[tuple[int, Path]]:
             yield int(match[1]), path
 
 
-def _streams(folder: Path, replica: int | None, problems: _Problems) -> Iterator[Stream]:
+def _streams(folder: Path, replica: int | None, problems: Problems) -> Iterator[Stream]:
     """Yield the streams of the current run; rotated files (metrics.1.jsonl) belong to earlier
     runs."""
     ranks = sorted(
@@ -292,7 +270,7 @@ def _streams(folder: Path, replica: int | None, problems: _Problems) -> Iterator
             continue
         steps: list[Step] = []
         events: list[RunEvent] = []
-        for where, line in _json_lines(path, problems):
+        for where, line in json_lines(path, problems):
             try:
                 if "event" in line:
                     events.append(_event(line))
@@ -303,66 +281,15 @@ def _streams(folder: Path, replica: int | None, problems: _Problems) -> Iterator
         yield Stream(replica=replica, rank=rank, steps=steps, events=events)
 
 
-def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a JSON Lines file, as `_cleaned` returns them, each with FILE:LINE."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                where = f"{path}:{number}"
-                if not line.strip():
-                    continue
-                try:
-                    values = json.loads(line.decode("utf-8"), parse_constant=_reject_constant)
-                    if not isinstance(values, dict):
-                        raise ValueError(f"a JSON {type(values).__name__}, not an object")
-                except (ValueError, RecursionError) as error:
-                    what = "" if line.endswith(b"\n") else " (the last line is incomplete)"
-                    problems.add(f"{where}: not a JSON object{what}: {error}; the line is skipped")
-                    continue
-                try:
-                    cleaned = _cleaned("the object", values)
-                except ValueError as error:
-                    problems.add(f"{where}: {error}; the line is skipped")
-                    continue
-                yield where, cleaned
-    except OSError as error:
-        problems.add(f"{path} cannot be read: {error}")
-
-
-def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _cleaned(name: str, value: Any, *, is_json: bool = True, depth: int = 0) -> Any:
-    """Return a value of JSON or TOML without lone surrogates. Raises ValueError for numbers that
-    are too large and for deep nesting. Floats of TOML are not limited: `inf` is valid there."""
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"more than {_MAX_DEPTH} levels of nesting")
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, dict):
-        prefix = f"{name}." if depth else ""
-        return {
-            encodable(key): _cleaned(f"{prefix}{key}", element, is_json=is_json, depth=depth + 1)
-            for key, element in value.items()
-        }
-    if isinstance(value, list):
-        return [_cleaned(name, element, is_json=is_json, depth=depth + 1) for element in value]
-    is_limited = isinstance(value, int) or (is_json and isinstance(value, float))
-    if is_limited and not abs(value) < _LARGEST_NUMBER:
-        raise ValueError(f"{name} is too large: {_short(value)}")
-    return value
-
-
 def _step(line: Mapping[str, Any]) -> Step:
     """Parse a step. Raises ValueError with the problem."""
     skipped = line.get("skipped", False)
     if not isinstance(skipped, bool):
-        raise ValueError(f"skipped must be true or false, got {_short(skipped)}")
+        raise ValueError(f"skipped must be true or false, got {shortened(skipped)}")
     load = line.get("router_load") or {}
     if not isinstance(load, dict):
-        raise ValueError(f"router_load must be an object, got {_short(load)}")
-    values = {name: _number(name, line.get(name)) for name in NUMBERS}
+        raise ValueError(f"router_load must be an object, got {shortened(load)}")
+    values = {name: number_of(name, line.get(name)) for name in NUMBERS}
     values["time"] = _time(line)
     return Step(
         step=_step_number(line),
@@ -371,7 +298,7 @@ def _step(line: Mapping[str, Any]) -> Step:
         router_load={
             name: number
             for name, value in load.items()
-            if (number := _number(f"router_load.{name}", value)) is not None
+            if (number := number_of(f"router_load.{name}", value)) is not None
         },
     )
 
@@ -380,7 +307,7 @@ def _event(line: Mapping[str, Any]) -> RunEvent:
     """Parse an event. Raises ValueError with the problem."""
     name = line["event"]
     if not isinstance(name, str):
-        raise ValueError(f"event must be a string, got {_short(name)}")
+        raise ValueError(f"event must be a string, got {shortened(name)}")
     values = {k: v for k, v in line.items() if k not in ("event", "step", "time")}
     return RunEvent(name, _step_number(line), _time(line), values)
 
@@ -388,44 +315,26 @@ def _event(line: Mapping[str, Any]) -> RunEvent:
 def _step_number(line: Mapping[str, Any]) -> int:
     step = line.get("step")
     if type(step) is not int or not 0 <= step < _LARGEST_STEP:
-        raise ValueError(f"step must be an integer of at least 0, got {_short(step)}")
+        raise ValueError(f"step must be an integer of at least 0, got {shortened(step)}")
     return step
 
 
 def _time(line: Mapping[str, Any]) -> float | None:
-    time = _number("time", line.get("time"))
+    time = number_of("time", line.get("time"))
     if time is not None and not 0 <= time < _LATEST_TIME:
-        raise ValueError(f"time must be Unix time in seconds, got {_short(time)}")
+        raise ValueError(f"time must be Unix time in seconds, got {shortened(time)}")
     return time
 
 
-def _number(name: str, value: Any) -> float | None:
-    """Return a value that `_cleaned` has returned as a float. Raises ValueError if it is not a
-    number."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} must be a number or null, got {_short(value)}")
-    return float(value)
-
-
-def _short(value: Any) -> str:
-    """Format a value for an error message."""
-    if isinstance(value, int) and abs(value) >= _LARGEST_NUMBER:
-        return f"an integer of {value.bit_length()} bits"
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _goodput(
-    folder: Path, replica: int | None, streams: Sequence[Stream], problems: _Problems
+    folder: Path, replica: int | None, streams: Sequence[Stream], problems: Problems
 ) -> Iterator[Goodput]:
     """Read the goodput file, or else the newest event with the same values."""
     path = folder / GOODPUT_FILE
     if path.is_file():
         try:
-            content = json.loads(path.read_bytes(), parse_constant=_reject_constant)
-            yield _accounts(_cleaned("the object", content), replica)
+            content = json.loads(path.read_bytes(), parse_constant=reject_constant)
+            yield _accounts(cleaned("the object", content), replica)
             return
         except (OSError, ValueError, RecursionError) as error:
             problems.add(f"{path}: not a goodput file: {error}; it is skipped")
@@ -448,7 +357,7 @@ def _accounts(values: Any, replica: int | None) -> Goodput:
         name: number
         for name, value in values.items()
         if (name == "goodput" or name.endswith("_s"))
-        and (number := _number(name, value)) is not None
+        and (number := number_of(name, value)) is not None
     }
     if missing := {"goodput", "wall_s"} - numbers.keys():
         raise ValueError(f"{min(missing)} is missing")
@@ -459,11 +368,11 @@ def _accounts(values: Any, replica: int | None) -> Goodput:
     return Goodput(replica=replica, goodput=goodput, wall_s=wall_s, seconds=seconds)
 
 
-def _launcher_events(path: Path, streams: Sequence[Stream], problems: _Problems) -> list[RunEvent]:
+def _launcher_events(path: Path, streams: Sequence[Stream], problems: Problems) -> list[RunEvent]:
     if not path.is_file():
         return []
     events = []
-    for where, line in _json_lines(path, problems):
+    for where, line in json_lines(path, problems):
         try:
             text, time = line.get("text"), _time(line)
             if not isinstance(text, str) or time is None:
@@ -489,7 +398,7 @@ def _of_this_run(events: list[RunEvent], streams: Sequence[Stream]) -> list[RunE
     return events[starts[-1] :] if starts else events
 
 
-def _config(folders: Sequence[Path], problems: _Problems) -> tuple[str, dict[str, Any]]:
+def _config(folders: Sequence[Path], problems: Problems) -> tuple[str, dict[str, Any]]:
     """Return the first resolved config: its text, and its tables."""
     for folder in folders:
         path = folder / _CONFIG
@@ -498,7 +407,7 @@ def _config(folders: Sequence[Path], problems: _Problems) -> tuple[str, dict[str
         text = ""
         try:
             text = path.read_text(encoding="utf-8")
-            return text, _cleaned("the config", tomllib.loads(text), is_json=False)
+            return text, cleaned("the config", tomllib.loads(text), is_json=False)
         except (OSError, ValueError, RecursionError) as error:
             problems.add(f"{path}: not a TOML file: {error}")
             return text, {}

@@ -9,7 +9,8 @@ import pytest
 
 from torchtitan_lite.core.errors import RpcError
 from torchtitan_lite.serving.publish import publisher, sources
-from torchtitan_lite.serving.publish.sources import Publication, ServerSource
+from torchtitan_lite.serving.publish.publication import Publication
+from torchtitan_lite.serving.publish.sources import ServerSource
 from torchtitan_lite.serving.publish.subscriber import Subscription
 
 

@@ -13,7 +13,8 @@ from tests.parity.meshes import CP, FSDP, HSDP, OP_CHECKPOINT, PP
 from torchtitan_lite.distributed.device import ACCELERATORS
 from torchtitan_lite.distributed.mesh import resolve_degrees
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.tools.estimate.trace import StepTrace, trace_step
+from torchtitan_lite.tools.estimate.recorder import StepTrace
+from torchtitan_lite.tools.estimate.trace import trace_step
 
 Pools = Callable[[int], WorkerPool]
 

@@ -10,7 +10,8 @@ import pytest
 
 from tests.unit.tools.report.conftest import CONFIG, event, record, write_metrics
 from torchtitan_lite.tools.report import compare, read_run, unique_labels
-from torchtitan_lite.tools.report.figures import downsample, duration
+from torchtitan_lite.tools.report.curves import downsample
+from torchtitan_lite.tools.report.figures import duration
 from torchtitan_lite.tools.report.page import page
 
 VOID = {"meta", "br", "link", "img"}
