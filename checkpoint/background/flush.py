@@ -58,7 +58,7 @@ _WATCH_S = 0.2
 _RETRY_S = 0.5
 _DECISION = "flush-"
 _REQUEST = "leave-"
-Attempt = tuple[int, str]
+SaveAttempt = tuple[int, str]
 """A step, and the token of an attempt at it."""
 
 
@@ -152,7 +152,7 @@ class VisibleRanks:
                 save.region.close()
 
 
-def read_decision(ranks: VisibleRanks) -> Attempt | None:
+def read_decision(ranks: VisibleRanks) -> SaveAttempt | None:
     """Return the decision of an orphaned writer, if there is one."""
     try:
         if not any(name.startswith(_DECISION) for name in os.listdir(ranks.folder)):
@@ -168,7 +168,7 @@ def read_decision(ranks: VisibleRanks) -> Attempt | None:
 def flush(
     own: RankSave,
     *,
-    pending: Iterable[Attempt],
+    pending: Iterable[SaveAttempt],
     direct: bool,
     grace: GracePeriod,
     others_s: float,
@@ -205,7 +205,7 @@ class _Flush:
         self._sees_all = len(ranks.saves) == ranks.own.about.world_size
         self._locks: dict[int, RankLock] = {}
 
-    def run(self, wanted: Sequence[Attempt], under_way: Set[Attempt]) -> list[int]:
+    def run(self, wanted: Sequence[SaveAttempt], under_way: Set[SaveAttempt]) -> list[int]:
         """Write the attempts `wanted`, newest first, and after each part commit those of `wanted`
         and `under_way` that are complete. A writer that leads no rank stops once it is not
         needed."""
@@ -280,7 +280,7 @@ class _Flush:
         saves = [self._ranks.saves[rank] for rank in held]
         return next((save for save in saves if save.about.is_leader), None)
 
-    def _commit_newest(self, leader: RankSave, left: Set[Attempt]) -> int | None:
+    def _commit_newest(self, leader: RankSave, left: Set[SaveAttempt]) -> int | None:
         """Commit the newest complete step and return it."""
         for step, token in sorted(left, reverse=True):
             try:
@@ -296,7 +296,7 @@ class _Flush:
                 )
         return None
 
-    def _stored_of(self, left: Set[Attempt]) -> int | None:
+    def _stored_of(self, left: Set[SaveAttempt]) -> int | None:
         """Return the newest step that is stored already, by any process."""
         try:
             stored = set(self._ranks.own.storage.steps())
@@ -314,11 +314,13 @@ def _newest_stored(own: RankSave) -> int:
         return -1
 
 
-def _decide_alone(own: RankSave) -> list[Attempt]:
+def _decide_alone(own: RankSave) -> list[SaveAttempt]:
     return [(step, attempt_token(own.about.session, step)) for step in own.possibly_common_steps()]
 
 
-def _decide(ranks: VisibleRanks, pending: Iterable[Attempt], deadline: float) -> list[Attempt]:
+def _decide(
+    ranks: VisibleRanks, pending: Iterable[SaveAttempt], deadline: float
+) -> list[SaveAttempt]:
     """Return what all writers of this machine flush: one step, or none if none is complete."""
     bound = max(ranks.own.complete_slots(), default=None)
     while True:

@@ -49,7 +49,7 @@ _BEST_EFFORT_NORMAL = 4
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class _OrderedSave:
     """An attempt at a step by this rank and its group."""
 
     save: RankSave
@@ -72,9 +72,9 @@ class Writer:
         save.leases = tuple(settings.leases)
         self._rate = TokenBucket(settings.bytes_per_s)
         self._ranks = VisibleRanks(save)
-        self._pending: dict[str, _Attempt] = {}
+        self._pending: dict[str, _OrderedSave] = {}
         """Attempts by token that the leader has not committed yet."""
-        self._writing: _Attempt | None = None
+        self._writing: _OrderedSave | None = None
         self._followed_decision = False
         self._stop_requested_at: float | None = None
         self._handled_requests: set[int] = set()
@@ -163,20 +163,22 @@ class Writer:
         num_bytes = sum(box.bytes for box in attempt.save.about.boxes)
         self._is_written(attempt, seconds=time.monotonic() - started_s, bytes=num_bytes)
 
-    def _attempt(self, step: int, token: str, writer_group: WriterGroup | None = None) -> _Attempt:
+    def _attempt(
+        self, step: int, token: str, writer_group: WriterGroup | None = None
+    ) -> _OrderedSave:
         """Return an attempt of `writer_group`; if omitted, of this replica alone."""
         deadline = time.monotonic() + self._settings.commit_timeout_s
         writer_group = writer_group or self._save.writer_group
         save = self._save.for_group(writer_group)
-        return _Attempt(save, step, token, deadline, is_joint=writer_group.count > 1)
+        return _OrderedSave(save, step, token, deadline, is_joint=writer_group.count > 1)
 
-    def _is_written(self, attempt: _Attempt, **measured: float) -> None:
+    def _is_written(self, attempt: _OrderedSave, **measured: float) -> None:
         self._channel.send(written=attempt.step, token=attempt.token, **measured)
         if attempt.save.about.is_leader:
             self._pending[attempt.token] = attempt
             self._commit_complete()
 
-    def _fail(self, attempt: _Attempt, error: str) -> None:
+    def _fail(self, attempt: _OrderedSave, error: str) -> None:
         """Report a failure to the trainer and the other ranks; the leader removes what was
         written."""
         about, step = attempt.save.about, attempt.step
@@ -190,7 +192,7 @@ class Writer:
                 log_to_stderr(f"Rank {about.rank} could not announce its failure: {second}")
         self._channel.send(failed=step, token=attempt.token, error=error)
 
-    def _remove(self, attempt: _Attempt) -> None:
+    def _remove(self, attempt: _OrderedSave) -> None:
         """Remove an attempt, as the leader. Other ranks may still be writing."""
         if not attempt.save.about.is_leader:
             return

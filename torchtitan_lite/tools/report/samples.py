@@ -63,7 +63,7 @@ class SampleCheck:
 
 
 @dataclass
-class _Attempt:
+class _StepAttempt:
     """An attempt at a step by one replica: the lines of its ranks."""
 
     key: Key
@@ -84,20 +84,20 @@ class _Session:
     step: int
     cursor: int
     time: float
-    happened: list[_Attempt | tuple[int, int]] = field(default_factory=list[Any])
+    happened: list[_StepAttempt | tuple[int, int]] = field(default_factory=list[Any])
 
 
 @dataclass
 class _History:
     """Last commit of a replica at each step."""
 
-    attempts: dict[int, _Attempt] = field(default_factory=dict[int, _Attempt])
+    attempts: dict[int, _StepAttempt] = field(default_factory=dict[int, _StepAttempt])
     is_placed_after: dict[int, bool] = field(default_factory=dict[int, bool])
     """Whether the replica received another state after the step."""
     received: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Steps and positions of received states that the replica has not gone back behind."""
-    voided: dict[Key, _Attempt] = field(default_factory=dict[Key, _Attempt])
-    rolled_back: list[_Attempt] = field(default_factory=list[_Attempt])
+    voided: dict[Key, _StepAttempt] = field(default_factory=dict[Key, _StepAttempt])
+    rolled_back: list[_StepAttempt] = field(default_factory=list[_StepAttempt])
 
 
 def check_samples(folder: Path) -> SampleCheck:
@@ -117,13 +117,13 @@ def check_samples(folder: Path) -> SampleCheck:
             attempt
             for session in sessions
             for attempt in session.happened
-            if isinstance(attempt, _Attempt)
+            if isinstance(attempt, _StepAttempt)
         ]
         for sessions in replicas
     ]
-    by_key: dict[Key, list[list[_Attempt]]] = {}
+    by_key: dict[Key, list[list[_StepAttempt]]] = {}
     for own in of_replica:
-        own_by_key: dict[Key, list[_Attempt]] = {}
+        own_by_key: dict[Key, list[_StepAttempt]] = {}
         for attempt in own:
             own_by_key.setdefault(attempt.key, []).append(attempt)
         for key, some in own_by_key.items():
@@ -181,7 +181,7 @@ def _sessions(folder: Path, problems: list[str]) -> list[_Session]:
         if (match := _LEDGER.fullmatch(path.name))
     }
     sessions: dict[str, _Session] = {}
-    attempts: dict[tuple[str, Key, int], _Attempt] = {}
+    attempts: dict[tuple[str, Key, int], _StepAttempt] = {}
     for rank in sorted(by_rank):
         reader = _RankReader(by_rank[rank], rank == min(by_rank), sessions, attempts, problems)
         for number, line in _lines(by_rank[rank], problems):
@@ -209,7 +209,7 @@ class _RankReader:
         path: Path,
         is_leader: bool,
         sessions: dict[str, _Session],
-        attempts: dict[tuple[str, Key, int], _Attempt],
+        attempts: dict[tuple[str, Key, int], _StepAttempt],
         problems: list[str],
     ) -> None:
         self._path, self._is_leader = path, is_leader
@@ -218,7 +218,7 @@ class _RankReader:
         self._session_id = ""
         self._batch_rank = 0
         self._position = (0, 0)
-        self._open: _Attempt | None = None
+        self._open: _StepAttempt | None = None
         self._misplaced: str | None = None
         """Problem with the position of the open attempt, if it is committed."""
         self._tries: Counter[Key] = Counter()
@@ -271,7 +271,7 @@ class _RankReader:
         name = (self._session_id, key, self._tries[key])
         if name not in self._attempts:
             share, shares = int(line["share"]), int(line["shares"])
-            made = _Attempt(key, int(line["size"]), share, shares, float(line["time"]))
+            made = _StepAttempt(key, int(line["size"]), share, shares, float(line["time"]))
             self._attempts[name] = made
             self._session.happened.append(made)
         self._open = self._attempts[name]
@@ -311,7 +311,7 @@ def _decide(replicas: Sequence[Sequence[_Session]]) -> int:
         for sessions in replicas
         for place, session in enumerate(sessions)
         for attempt in session.happened
-        if isinstance(attempt, _Attempt)
+        if isinstance(attempt, _StepAttempt)
     ]
     committed = {attempt.key for *_, attempt in attempts if attempt.outcome == LEDGER_COMMITTED}
     known = _merged([_history(sessions) for sessions in replicas], [])
@@ -390,7 +390,7 @@ def _merged(histories: Sequence[_History], problems: list[str]) -> dict[int, Key
 def _add_inherited(histories: Sequence[_History], merged: dict[int, Key]) -> None:
     """Add the steps that only their sender committed, before it died and restarted from an older
     state: they are part of the state that another replica had received."""
-    ends: dict[tuple[int, int], _Attempt] = {}
+    ends: dict[tuple[int, int], _StepAttempt] = {}
     for attempt in sorted(
         (attempt for history in histories for attempt in history.voided.values()),
         key=lambda attempt: attempt.time,
@@ -403,7 +403,7 @@ def _add_inherited(histories: Sequence[_History], merged: dict[int, Key]) -> Non
                 step, cursor = step - 1, key[2]
 
 
-def _dropped(attempts: Sequence[_Attempt], histories: Sequence[_History]) -> set[int]:
+def _dropped(attempts: Sequence[_StepAttempt], histories: Sequence[_History]) -> set[int]:
     """Return the samples of skipped steps, and of those that were rolled back on purpose."""
     skipped = [
         attempt
@@ -420,7 +420,7 @@ def _dropped(attempts: Sequence[_Attempt], histories: Sequence[_History]) -> set
     }
 
 
-def _used(key: Key, attempts: Sequence[Sequence[_Attempt]], problems: list[str]) -> list[int]:
+def _used(key: Key, attempts: Sequence[Sequence[_StepAttempt]], problems: list[str]) -> list[int]:
     """Return the samples of a committed attempt, which must be those from its position on.
     `attempts` are those of each replica."""
     used: list[int] = []

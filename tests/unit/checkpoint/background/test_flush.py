@@ -14,7 +14,7 @@ import pytest
 from tests.harness.snapshots import Trainers, snapshot, trainers, verify
 from tests.unit.checkpoint.faulty_writer import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
-from torchtitan_lite.checkpoint.background.flush import Attempt, GracePeriod, flush
+from torchtitan_lite.checkpoint.background.flush import GracePeriod, SaveAttempt, flush
 from torchtitan_lite.checkpoint.background.save import RankSave, WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.history.fencing_tokens import HistoryClaim, RunHistory
 from torchtitan_lite.checkpoint.storage.base import open_storage
@@ -40,7 +40,7 @@ def machines(tmp_path: Path) -> Iterator[list[Trainers]]:
 
 
 def _flush(
-    save: RankSave, pending: list[Attempt] | None = None, grace_s: float = 60.0, **since: float
+    save: RankSave, pending: list[SaveAttempt] | None = None, grace_s: float = 60.0, **since: float
 ) -> list[int]:
     grace = GracePeriod(since.get("since", time.monotonic()), grace_s)
     return flush(save, pending=pending or [], direct=False, grace=grace, others_s=0.1)
