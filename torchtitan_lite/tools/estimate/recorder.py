@@ -73,7 +73,7 @@ class StepTrace:
     """Elements of optimizer state that are sharded as the parameters."""
 
 
-class Recorder:
+class StepRecorder:
     """Runs every operation of a step, and records memory and work. A context manager."""
 
     def __init__(
@@ -158,7 +158,7 @@ class Recorder:
         self._log.note(buffers, "buffers")
         self._starts.append((ROOT, "start", self._log.time))
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "StepRecorder":
         self._tracker.__enter__()
         self._mode.__enter__()
         return self
@@ -315,7 +315,7 @@ class _MeanOrthogonalization:
     owners of the matrices of few blocks are few."""
 
     def __init__(
-        self, recorder: Recorder, specs: Sequence[TensorSpec], iteration: NewtonSchulz
+        self, recorder: StepRecorder, specs: Sequence[TensorSpec], iteration: NewtonSchulz
     ) -> None:
         self._recorder, self._assignment = recorder, assign_matrices(specs, iteration)
 

@@ -27,7 +27,7 @@ from torchtitan_lite.optim import ShardedOptimizer, build_optimizer
 from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.parallel.precision import precision_policy
-from torchtitan_lite.tools.estimate.recorder import Recorder, StepTrace
+from torchtitan_lite.tools.estimate.recorder import StepRecorder, StepTrace
 from torchtitan_lite.training.builders.model import materialize, parallelized_parts
 from torchtitan_lite.training.step.totals import StepValues, reduce_step
 
@@ -91,7 +91,7 @@ def _trace(
     eager = config.compile.model_copy(update={"enable": False})
     config = config.model_copy(update={"compile": eager})
     parts = parallelized_parts(config, spec, mesh, kept=kept)
-    recorder = Recorder(parts, spec, mesh, accelerator, is_compiled=is_compiled)
+    recorder = StepRecorder(parts, spec, mesh, accelerator, is_compiled=is_compiled)
     schedule = build_pipeline_schedule(
         parts,
         spec,
