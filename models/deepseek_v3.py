@@ -9,8 +9,8 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
-from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
-from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
+from torchtitan_lite.nn.decoder import DecoderLayer
+from torchtitan_lite.nn.decoder_family import decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
     FEED_FORWARD,
     decoder_hugging_face_keys,
@@ -278,15 +278,6 @@ def spec_of(dims: DeepseekV3Dims, flavor: str) -> ModelSpec:
         prediction_loss_weight=dims.mtp_loss_weight,
         torchtitan_keys=decoder_torchtitan_keys(dims.layers, dims.attention.torchtitan_keys()),
         hugging_face=_hugging_face(dims),
-    )
-
-
-def build(dims: DeepseekV3Dims) -> Decoder:
-    """Build the module, with parameters as the current default device creates them."""
-    return build_decoder(
-        dims,
-        prediction_layers=dims.prediction_layers,
-        prediction_loss_weight=dims.mtp_loss_weight,
     )
 
 

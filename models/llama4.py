@@ -8,8 +8,8 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
-from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
-from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
+from torchtitan_lite.nn.decoder import DecoderLayer
+from torchtitan_lite.nn.decoder_family import decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
     decoder_hugging_face_keys,
     ignored_keys,
@@ -236,11 +236,6 @@ def spec_of(dims: Llama4Dims, flavor: str) -> ModelSpec:
         torchtitan_keys=decoder_torchtitan_keys(dims.layers, attention),
         hugging_face=_hugging_face(dims),
     )
-
-
-def build(dims: Llama4Dims) -> Decoder:
-    """Build the module, with parameters as the current default device creates them."""
-    return build_decoder(dims)
 
 
 def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.nn.hugging_face_keys import is_irrelevant
+from torchtitan_lite.nn.spec import RUN_SETTINGS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_RUN_TIME = {
-    *("attention_backend", "document_mask", "dropout", "max_seq_len"),
-    *("balance_loss_weight", "z_loss_weight", "bias_update_rate", "capacity_factor"),
-    *("mtp_depth", "mtp_loss_weight", "chunk_size", "pad_token_id"),
+_NOT_OF_THE_FILE = {
+    # No config.json has one.
+    "capacity_factor",
+    # Whether a run has multi-token prediction is a setting of its own.
+    "mtp_depth",
+    *RUN_SETTINGS,
 }
-"""Dimensions that are not properties of the weights."""
+"""Dimensions that a config.json does not decide."""
 _EFFECTIVE = {"head_dim": "head_size"}
 """Dimensions that may be unset, and the property with the value that is used."""
 
@@ -169,7 +172,7 @@ def differences(ours: "DataclassInstance", theirs: "DataclassInstance") -> list[
         if is_dataclass(here) and is_dataclass(there):
             assert not isinstance(here, type) and not isinstance(there, type)
             found += differences(here, there)
-        elif here != there and field.name not in _RUN_TIME:
+        elif here != there and field.name not in _NOT_OF_THE_FILE:
             found.append(f"{field.name} is {there} in its config.json and {here} here")
     return found
 

@@ -360,7 +360,7 @@ class ModelSpec:
         return (*self.no_muon, *(rule.pattern for rule in rules))
 
 
-_RUN_SETTINGS = {
+RUN_SETTINGS = {
     *("attention_backend", "document_mask", "dropout", "max_seq_len"),
     *("balance_loss_weight", "z_loss_weight", "bias_update_rate", "mtp_loss_weight"),
     *("chunk_size", "pad_token_id"),
@@ -372,7 +372,7 @@ def differing_dims(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     """List the dimensions in which two recorded models differ, with both values. One that is
     absent from a record, written before the dimension existed, is not compared."""
     found = []
-    for name in sorted((there.keys() & here.keys()) - _RUN_SETTINGS):
+    for name in sorted((there.keys() & here.keys()) - RUN_SETTINGS):
         theirs, ours = there[name], here[name]
         if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
             found += [f"{name}.{text}" for text in differing_dims(theirs, ours)]
