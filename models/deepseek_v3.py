@@ -11,22 +11,22 @@ from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder import DecoderLayer
 from torchtitan_lite.nn.decoder_family import decoder_model_spec
-from torchtitan_lite.nn.decoder_hugging_face import (
-    FEED_FORWARD,
-    decoder_hugging_face_keys,
-    expert_keys,
-    ignored_keys,
-)
 from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
 from torchtitan_lite.nn.feed_forward import Dense
-from torchtitan_lite.nn.hugging_face_config import (
+from torchtitan_lite.nn.hugging_face.config import (
     HuggingFaceConfig,
     differences,
     is_model_of,
     named_architecture,
 )
-from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
-from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values
+from torchtitan_lite.nn.hugging_face.facts import decoder_facts, read_facts, write_facts
+from torchtitan_lite.nn.hugging_face.names import (
+    FEED_FORWARD,
+    decoder_hugging_face_keys,
+    expert_keys,
+    ignored_keys,
+)
+from torchtitan_lite.nn.hugging_face.rope import read_rope, rope_values
 from torchtitan_lite.nn.latent import Latent
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope, YarnScaling
