@@ -271,7 +271,7 @@ class ModelCost:
     """FLOPs of forward and backward per token at the given sequence length, attention included."""
 
 
-Rotation = Literal["allgather", "alltoall", "ulysses"]
+RotateMethod = Literal["allgather", "alltoall", "ulysses"]
 """How context parallelism exchanges what attention needs of other ranks' positions."""
 
 
@@ -285,11 +285,11 @@ class AttentionSharding:
     """Query heads, which Ulysses shards."""
     state_width: int = 0
     """Numbers per position that context parallelism gathers, for estimates."""
-    rotations: tuple[Rotation, ...] = ("allgather", "alltoall", "ulysses")
+    rotations: tuple[RotateMethod, ...] = ("allgather", "alltoall", "ulysses")
     """Exchanges of context parallelism that it supports."""
     carried_inputs: int = 0
     """Set for a recurrence: the inputs of a convolution that a rank hands on beside the state,
-    whatever the rotation."""
+    whatever the method."""
 
 
 @dataclass(frozen=True, kw_only=True)
