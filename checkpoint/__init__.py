@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         replica_name,
         superseded_message,
     )
+    from torchtitan_lite.checkpoint.history.identity import run_id_in, shared_run_id
     from torchtitan_lite.checkpoint.loading import (
         load,
         load_some,
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.save_context import (
         NUM_SAVE_SIGNALS,
         Checkpointable,
-        replica_run_id,
-        shared_run_id,
     )
     from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json, plan_save
     from torchtitan_lite.checkpoint.snapshots import (
@@ -113,7 +112,7 @@ __all__ = [
     "recorded_config",
     "reject_external",
     "replica_name",
-    "replica_run_id",
+    "run_id_in",
     "run_long_on_all_ranks",
     "run_on_all_ranks",
     "shared_run_id",
@@ -139,15 +138,11 @@ _MODULES = {
         "replica_name",
         "superseded_message",
     ),
+    "history.identity": ("run_id_in", "shared_run_id"),
     "location": ("WAYS", "checkpoint_root", "find_steps", "is_step", "newest_step"),
     "manager": ("CheckpointManager",),
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),
-    "save_context": (
-        "NUM_SAVE_SIGNALS",
-        "Checkpointable",
-        "replica_run_id",
-        "shared_run_id",
-    ),
+    "save_context": ("NUM_SAVE_SIGNALS", "Checkpointable"),
     "recorded": ("recorded_config", "to_record"),
     "snapshots": ("SavedValues", "Snapshot", "StoredSnapshot", "read_tensor"),
     "tensors": (

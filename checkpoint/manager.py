@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.history.fencing_tokens import (
     RunHistory,
     superseded_message,
 )
+from torchtitan_lite.checkpoint.history.identity import agree_on_identity
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage, lineage_name
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.location import checkpoint_root
@@ -29,7 +30,6 @@ from torchtitan_lite.checkpoint.save_context import (
     Checkpointable,
     SaveContext,
     SaveSignals,
-    agree_on_identity,
 )
 from torchtitan_lite.checkpoint.shared_memory.folder import remove_regions
 from torchtitan_lite.checkpoint.snapshots import SavedValues
@@ -74,7 +74,7 @@ class CheckpointManager:
             state=state,
             mesh=mesh,
             storage=open_storage(self.root),
-            identity=agree_on_identity(dump_folder, mesh, replica or 0),
+            identity=agree_on_identity(dump_folder, mesh, replica),
             lineage=SnapshotLineage(dump_folder / lineage_name(replica or 0), mesh),
             run_config=run_config,
             spec=spec,

@@ -8,10 +8,9 @@ from pathlib import Path
 from torchtitan_lite.checkpoint import (
     checkpoint_root,
     first_message,
-    replica_run_id,
+    run_id_in,
     run_long_on_all_ranks,
     run_on_all_ranks,
-    shared_run_id,
 )
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, user_folder
 from torchtitan_lite.config import Config
@@ -94,7 +93,7 @@ def _hold_snapshots(config: Config, instance: str) -> list[RunLease]:
     if os.environ.get("LOCAL_RANK", "0") != "0" or not SHARED_MEMORY.is_dir():
         return []
     folder = Path(config.job.dump_folder)
-    run_id = replica_run_id(shared_run_id(folder), config.fault_tolerance.replica or 0)
+    run_id = run_id_in(folder, config.fault_tolerance.replica)
     file = open_lease_file(str(user_folder()), f"{run_id}.lease")
     places = LeasePlaces(folder=folder, held=(file,), other=lambda: ())
     lease = RunLease(places, instance, on_loss=_stop_writing)

@@ -15,11 +15,12 @@ from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, SnapshotIn
 from torchtitan_lite.checkpoint.buddies import open_buddies, pair_buddies
 from torchtitan_lite.checkpoint.collective import first_message, raise_on_all_ranks
 from torchtitan_lite.checkpoint.history import lineage
+from torchtitan_lite.checkpoint.history.identity import agree_on_identity
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.leftover_snapshots import newest_leftover
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.restore import Restorer
-from torchtitan_lite.checkpoint.save_context import SaveSignals, agree_on_identity
+from torchtitan_lite.checkpoint.save_context import SaveSignals
 from torchtitan_lite.checkpoint.sync_saver import SynchronousSaver
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.distributed.device import detect_device
