@@ -16,11 +16,6 @@ if TYPE_CHECKING:
         adapted_layers,
         recorded_base,
     )
-    from torchtitan_lite.checkpoint.collective import (
-        first_message,
-        run_long_on_all_ranks,
-        run_on_all_ranks,
-    )
     from torchtitan_lite.checkpoint.copier import Copier
     from torchtitan_lite.checkpoint.frozen_weights import load_base, open_merged
     from torchtitan_lite.checkpoint.history.fencing_tokens import (
@@ -92,7 +87,6 @@ __all__ = [
     "checkpoint_root",
     "copy_back",
     "find_steps",
-    "first_message",
     "history_name",
     "is_step",
     "layouts_json",
@@ -113,8 +107,6 @@ __all__ = [
     "reject_external",
     "replica_name",
     "run_id_in",
-    "run_long_on_all_ranks",
-    "run_on_all_ranks",
     "shared_run_id",
     "superseded_message",
     "tensor_bytes",
@@ -125,7 +117,6 @@ __all__ = [
 
 _MODULES = {
     "adapters": ("FrozenBase", "MergedSnapshot", "adapted_layers", "recorded_base"),
-    "collective": ("first_message", "run_long_on_all_ranks", "run_on_all_ranks"),
     "copier": ("Copier",),
     "save_plan": ("SavePlan", "layouts_json", "plan_save"),
     "frozen_weights": ("load_base", "open_merged"),

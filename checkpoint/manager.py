@@ -14,7 +14,6 @@ import torch
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_earlier_writers
 from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
-from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.format import step_name
 from torchtitan_lite.checkpoint.history.fencing_tokens import (
     HistoryClaim,
@@ -40,6 +39,7 @@ from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.events import StepEvent
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.nn.spec import ModelSpec
 
 _POLL_S = 0.1

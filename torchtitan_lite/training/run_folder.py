@@ -5,13 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.checkpoint import (
-    checkpoint_root,
-    first_message,
-    run_id_in,
-    run_long_on_all_ranks,
-    run_on_all_ranks,
-)
+from torchtitan_lite.checkpoint import checkpoint_root, run_id_in
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, user_folder
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import FAILED, CheckpointError, UserError
@@ -31,6 +25,11 @@ from torchtitan_lite.core.run_lease import (
     wait_until_free,
 )
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import (
+    first_message,
+    run_long_on_all_ranks,
+    run_on_all_ranks,
+)
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import kill_writers
 
 

@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-from torchtitan_lite.checkpoint import run_id_in, run_on_all_ranks
+from torchtitan_lite.checkpoint import run_id_in
 from torchtitan_lite.data import OpenedData
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.models import recorded_dims
 from torchtitan_lite.nn.spec import PipelineSchedule
