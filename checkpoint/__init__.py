@@ -4,10 +4,10 @@ The names below and those of the subpackages are for the rest of the product; th
 internal. Names are imported when first used: the writer process imports this package and no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan_lite.core._links import refuse_other_name
+from torchtitan_lite.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.adapters import (
@@ -147,13 +147,6 @@ _MODULES = {
     ),
     "verification": ("verify",),
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__getattr__ = lazy_names(__name__, _MODULES)
 
 refuse_other_name(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module (PEP 562)."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
