@@ -12,7 +12,13 @@ from torchtitan_lite.core.phases import Phase, Phases
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.fault_tolerance.replica import Replicas, Share
 from torchtitan_lite.nn.spec import Microbatch
-from torchtitan_lite.training.anomalies import ABORT, AnomalyDetector, Decision, History, StepAction
+from torchtitan_lite.training.anomalies import (
+    ABORT,
+    AnomalyDetector,
+    Decision,
+    StepAction,
+    StepStatistics,
+)
 from torchtitan_lite.training.step.replay import Replay
 from torchtitan_lite.training.step.state_check import StateCheck
 from torchtitan_lite.training.step.totals import StepTotals
@@ -78,7 +84,7 @@ class StepMonitor:
         totals: StepTotals,
         loss: torch.Tensor,
         microbatches: Sequence[Microbatch],
-        history: History,
+        statistics: StepStatistics,
         share: Share,
         replicas: Replicas,
         *,
@@ -105,7 +111,7 @@ class StepMonitor:
             return Decision(
                 StepAction.ABORT, faulty_ranks=tuple(damaged), has_damaged_state=True
             ), events
-        decision = self.detector.decide(totals.mean_loss, totals.grad_norm, history)
+        decision = self.detector.decide(totals.mean_loss, totals.grad_norm, statistics)
         if decision.is_anomalous and self._replay is not None:
             differing = self._replay.find_mismatching_ranks(loss, microbatches, share, replicas)
             if differing is None:
