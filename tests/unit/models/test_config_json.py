@@ -15,10 +15,9 @@ from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import families, family, hugging_face_dims
 from torchtitan_lite.models.auto.dims import ARCHITECTURES as AUTO
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
-from torchtitan_lite.nn.hugging_face_facts import Architecture
-from torchtitan_lite.nn.hugging_face_keys import is_irrelevant
-from torchtitan_lite.nn.missing_parts import _MODEL_TYPES
+from torchtitan_lite.models.auto.missing_parts import _MODEL_TYPES
+from torchtitan_lite.nn.hugging_face.config import HuggingFaceConfig, is_irrelevant
+from torchtitan_lite.nn.hugging_face.facts import Architecture
 
 _ROPE_3_1 = {
     "factor": 8.0,

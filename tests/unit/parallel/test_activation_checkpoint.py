@@ -100,7 +100,8 @@ def test_op_recomputes_every_other_product_and_never_attention() -> None:
 
 def test_op_solves_the_chunks_of_a_recurrence_once() -> None:
     def run(mode: str) -> int:
-        spec, model = qwen3_next.spec_of(QWEN3_NEXT, "tiny"), qwen3_next.build(QWEN3_NEXT)
+        spec = qwen3_next.spec_of(QWEN3_NEXT, "tiny")
+        model = spec.build()
         initialize(model, spec.init, seed=3)
         with _CountOps() as ops:
             _loss(_with_checkpointing(model, spec, _MODES[mode]))

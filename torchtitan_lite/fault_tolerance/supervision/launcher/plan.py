@@ -3,7 +3,6 @@
 import os
 import secrets
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,9 +147,11 @@ def training_plan(
     grace_s: float,
     host: str,
     log_dir: Path | None,
+    check: Callable[[Sequence[int], Sequence[str]], None],
 ) -> LaunchPlan:
-    """Plan the launch of replicas that train with `arguments`. Raises ConfigError, also if the
-    configuration is invalid for one of the numbers of `ranks`."""
+    """Plan the launch of replicas that train with `arguments`. `check` gets `ranks` and the
+    arguments of a replica, and raises ConfigError if the configuration is invalid for one of the
+    numbers. Raises ConfigError."""
     folder = dump_folder(arguments)
     device = _setting(arguments, "job", "device")
 
@@ -161,7 +162,7 @@ def training_plan(
         added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
         return [*arguments, *added]
 
-    _check_ranks(ranks, of_replica(0))
+    check(ranks, of_replica(0))
 
     def group(replica: int, mesh: RunMesh) -> list[str]:
         options = [f"--nproc={mesh.num_ranks}", f"--spares={num_spares}"]
@@ -212,17 +213,6 @@ def training_plan(
     )
     plan.devices_of(0)
     return plan
-
-
-def _check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
-    """Validate the configuration in a process that imports torch. Raises ConfigError."""
-    module = "torchtitan_lite.training.checks.rank_counts"
-    numbers = ",".join(map(str, ranks))
-    answer = subprocess.run(
-        [sys.executable, "-m", module, numbers, "--", *arguments], capture_output=True, text=True
-    )
-    if answer.returncode:
-        raise ConfigError(answer.stderr.strip() or f"{module} ended with {answer.returncode}.")
 
 
 def dump_folder(arguments: Sequence[str]) -> Path:
