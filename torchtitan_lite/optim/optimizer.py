@@ -22,6 +22,7 @@ from torchtitan_lite.distributed.device import Device
 from torchtitan_lite.distributed.torch_compat import as_dtensor, foreach_mul_, local_tensor
 from torchtitan_lite.optim.muon import Muon, Orthogonalization, sharded_orthogonalization
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
+from torchtitan_lite.optim.registered import registered_optimizer
 
 _COUNT = "step"
 """The only slot that does not have its parameter's shape."""
@@ -132,7 +133,7 @@ def element_wise_optimizer(
     if config.name == "Adagrad":
         return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps, **how)
     if config.name in REGISTRY.optimizers:
-        return REGISTRY.optimizers[config.name](groups, config)
+        return registered_optimizer(groups, config)
     kind = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
     betas = (config.beta1, config.beta2)
     return kind(groups, lr=config.lr, betas=betas, eps=config.eps, **how)
