@@ -12,6 +12,7 @@ End of input without "stop" means that the trainer died.
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.background.channel import (
@@ -21,7 +22,7 @@ from torchtitan_lite.checkpoint.background.channel import (
     own_output,
 )
 from torchtitan_lite.checkpoint.background.flush import max_wait_s
-from torchtitan_lite.checkpoint.background.save import RankSave
+from torchtitan_lite.checkpoint.background.save import RankSave, log_to_stderr
 from torchtitan_lite.checkpoint.background.writer import Writer, lower_priority
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
 from torchtitan_lite.checkpoint.shared_memory.region import Region
@@ -54,12 +55,28 @@ def main(region_path: str, files: Files | None = None) -> int:
                 # Imported when a URL of the scheme is opened.
                 fsspec.register_implementation(scheme, filesystem, clobber=True)
         storage = open_storage(str(region.description.get("root")), files)
+        if region.rank == 0:
+            _warn_of_torch(settings.storages)
         save = RankSave(region, storage)
     except (CheckpointError, OSError, ValueError, TypeError) as error:
         channel.send(failed=-1, error=f"{type(error).__name__}: {error}")
         return 1
     Writer(save, settings, channel).run()
     return 0
+
+
+def _warn_of_torch(storages: Mapping[str, str]) -> None:
+    """Print once that the module of a registered filesystem, which opening the storage has
+    imported, imports torch."""
+    modules = {scheme: name.partition(":")[0] for scheme, name in storages.items()}
+    for scheme, module in modules.items():
+        if module in sys.modules and "torch" in sys.modules:
+            log_to_stderr(
+                f"The filesystem of {scheme}:// is defined in {module}, which imports torch: that "
+                "costs each checkpoint writer some hundred MiB and many seconds. Define it in a "
+                "module that does not."
+            )
+            return
 
 
 if __name__ == "__main__":

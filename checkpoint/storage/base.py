@@ -49,12 +49,15 @@ class Storage(Protocol):
         tick: Callable[[], None] = ...,
     ) -> list[BoxLocation]:
         """Write a safetensors file of an attempt durably, as `write_safetensors` does. Without
-        boxes there is no file, and the attempt can be announced."""
+        boxes there is no file, and the attempt can be announced. `tick` is called between chunks;
+        a WriteAbandoned that it raises must pass through at once, not retried and not as
+        OSError."""
         ...
 
     def announce(self, step: int, token: str, name: str, content: bytes) -> None:
         """Write an announcement of an attempt, atomically and durably, after everything that it
-        announces. Raises OSError if it fails, as for an attempt whose folder was removed."""
+        announces. For an attempt that was removed it may succeed or raise OSError, because `commit`
+        fails."""
         ...
 
     def announced(self, step: int, token: str) -> list[str]:
@@ -64,7 +67,9 @@ class Storage(Protocol):
 
     def commit(self, step: int, token: str, manifest: bytes) -> None:
         """Make the step visible, atomically and durably, replacing an older one of the same step,
-        which stays until then. May be repeated after a failure."""
+        which stays until then. May be repeated after a failure. Must raise OSError for an attempt
+        that was removed, or of which only a late announcement is left: a storage that removes
+        objects one by one checks that all files that `manifest` names are there."""
         ...
 
     def remove_attempts(self, steps: int | range, is_needed: Callable[[str], bool]) -> None:
@@ -83,12 +88,16 @@ class Storage(Protocol):
         ...
 
     def size(self, path: str) -> int:
-        """Return the size of a file."""
+        """Return the size of a file, whose path is as in `read`. Raises FileNotFoundError if there
+        is none."""
         ...
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
         """Return a file, or the bytes from `start` to `stop`, which may be a view that keeps the
-        file open."""
+        file open. `path` is one that `announced` returned, "step-5/manifest.json", a file that this
+        manifest names ("step-5/rank-00000.safetensors", with the token in between if
+        `keeps_attempts`), or any file in a folder of another name, such as "model/config.json" of a
+        Hugging Face folder. Raises FileNotFoundError if there is none."""
         ...
 
     def read_into(

@@ -13,7 +13,7 @@ import errno
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     PartBox,
     Source,
     TokenBucket,
-    box_bytes,
+    box_chunks,
     box_locations,
     checksummed,
     no_tick,
@@ -37,7 +37,6 @@ _DATA = ".safetensors"
 _TRIES = 8
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 20.0
-_CHUNK_BYTES = 16 << 20
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _MISUSED = (ImportError, LookupError, TypeError, ValueError, NotImplementedError)
 """Client errors that a retry cannot resolve."""
@@ -109,7 +108,7 @@ class ObjectStore:
             digests.clear()
             with self._fs.open(self._full(f"{folder}/{name}"), "wb") as file:
                 file.write(header)
-                for piece in checksummed(boxes, _content(source, boxes), digests):
+                for piece in checksummed(boxes, box_chunks(source, boxes), digests):
                     file.write(piece)
                     limit.spend(len(piece), tick)
                     tick()
@@ -303,14 +302,3 @@ def _has_leftovers(paths: Sequence[str]) -> bool:
     files = [path for path in paths if path != MANIFEST]
     folders = {path.rpartition("/")[0] for path in files}
     return len(folders) > 1 or not all(path.endswith(_DATA) for path in files)
-
-
-def _content(source: Source, boxes: Sequence[PartBox]) -> Iterable[Iterable[memoryview]]:
-    if callable(source):
-        return source()
-    return (_chunks(box_bytes(source, index, box)) for index, box in enumerate(boxes))
-
-
-def _chunks(view: memoryview) -> Iterator[memoryview]:
-    for first in range(0, len(view), _CHUNK_BYTES):
-        yield view[first : first + _CHUNK_BYTES]

@@ -23,6 +23,7 @@ from torchtitan_lite.checkpoint.storage.files import Files, has_no_direct_io
 _PAGE = 4096
 _BOUNCE_BYTES = 8 << 20
 _CHUNK_BYTES = 32 << 20
+_STREAM_BYTES = 16 << 20
 # Copying a shorter run is cheaper than writing it separately.
 _LONG_RUN_BYTES = 1 << 20
 Content = Callable[[], Iterable[Iterable[memoryview]]]
@@ -193,6 +194,20 @@ def box_bytes(source: memoryview | list[memoryview], index: int, box: PartBox) -
     if view.nbytes != box.bytes:
         raise ValueError(f"{box.name} has {view.nbytes} bytes, but {box.bytes} were announced.")
     return view
+
+
+def box_chunks(source: Source, boxes: Sequence[PartBox]) -> Iterable[Iterable[memoryview]]:
+    """Return the bytes of each box in chunks, for `checksummed`: what a storage that streams needs.
+    Raises ValueError as `box_bytes` does."""
+    if callable(source):
+        return source()
+    return (chunks(box_bytes(source, index, box)) for index, box in enumerate(boxes))
+
+
+def chunks(view: memoryview) -> Iterator[memoryview]:
+    """Yield `view` in chunks of at most 16 MiB."""
+    for first in range(0, len(view), _STREAM_BYTES):
+        yield view[first : first + _STREAM_BYTES]
 
 
 class _DirectStream:

@@ -4,26 +4,36 @@ import re
 from pathlib import Path
 
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.registry import REGISTRY
 
 _SCHEMES = (
     *("abfs", "abfss", "adl", "az", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https"),
     *("memory", "oci", "oss", "r2", "s3", "s3a", "sftp", "webhdfs"),
 )
-_WITHOUT_SLASHES = re.compile(rf"({'|'.join(_SCHEMES)}):/?(?!/)(.*)")
+"""Schemes of stores that fsspec knows; registered ones are in REGISTRY."""
+_WITHOUT_SLASHES = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/?)(?!/)(.*)")
 
 
 def is_url(location: str) -> bool:
     """Whether a location is a URL.
 
-    Raises ConfigError for the scheme of a URL without "//", which would otherwise name a folder.
+    Raises ConfigError for a URL without "//", which would otherwise name a folder: a known scheme
+    and a colon, or any name with a colon and one slash.
     """
     if wrong := _WITHOUT_SLASHES.fullmatch(location):
-        scheme, rest = wrong.groups()
-        start = f"{scheme}:///" if scheme == "file" else f"{scheme}://"
-        raise ConfigError(
-            f'"{location}" is not a URL: write {start}{rest}, or ./{location} for a folder of that '
-            "name."
-        )
+        scheme, slash, rest = wrong.groups()
+        known = sorted({*_SCHEMES, *REGISTRY.storages})
+        if scheme in known:
+            start = f"{scheme}:///" if scheme == "file" else f"{scheme}://"
+            raise ConfigError(
+                f'"{location}" is not a URL: write {start}{rest}, or ./{location} for a folder of '
+                "that name."
+            )
+        if slash:
+            raise ConfigError(
+                f'"{location}" is not a URL: write ./{location} for a folder of that name, or '
+                f"SCHEME://PATH with a scheme such as {', '.join(known)}."
+            )
     return "://" in location
 
 
@@ -42,7 +52,9 @@ def join(folder: str, name: str) -> str:
 
 
 def split(location: str) -> tuple[str, str]:
-    """Return the folder or the URL that a location is in, and its name there."""
+    """Return the folder or the URL that a location is in, and its name there. Raises as
+    `is_url`."""
+    is_url(location)
     start, mark, path = location.rpartition("://")
     folder, _, name = path.rstrip("/").rpartition("/")
     # The parent of a folder directly below "/" is "/".

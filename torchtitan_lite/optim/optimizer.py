@@ -22,6 +22,7 @@ from torchtitan_lite.distributed.device import Device
 from torchtitan_lite.distributed.torch_compat import as_dtensor, foreach_mul_, local_tensor
 from torchtitan_lite.optim.muon import Muon, Orthogonalization, sharded_orthogonalization
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
+from torchtitan_lite.optim.registered import registered_optimizer
 
 _COUNT = "step"
 """The only slot that does not have its parameter's shape."""
@@ -129,7 +130,7 @@ def element_wise_optimizer(
     if config.name in _ELEMENT_WISE:
         return _ELEMENT_WISE[config.name](groups, config, how)
     if config.name in REGISTRY.optimizers:
-        return REGISTRY.optimizers[config.name](groups, config)
+        return registered_optimizer(groups, config)
     raise AssertionError(f"optimizer.name = {config.name!r} has no entry in _ELEMENT_WISE")
 
 

@@ -376,6 +376,12 @@ def test_locations_are_paths_or_whole_urls(config) -> None:
     assert 'checkpoint.folder: "s3:bucket/run" is not a URL: write s3://bucket/run, or' in text
     assert 'job.dump_folder = "s3://bucket/run" is a URL, and logs' in text
     assert 'training.dataset_path: "gs:/texts" is not a URL' in text
+    wrong = ["--checkpoint.folder", "sqlite:/tmp/x.db", "--job.dump_folder", "runs:/a"]
+    wrong += ["--checkpoint.enable", "--checkpoint.initial_load_path", "sqlite:/x"]
+    text = config_error(config(*wrong))
+    assert 'checkpoint.folder: "sqlite:/tmp/x.db" is not a URL: write ./sqlite:/tmp/x.db' in text
+    assert 'job.dump_folder: "runs:/a" is not a URL: write ./runs:/a for a folder' in text
+    assert 'checkpoint.initial_load_path: "sqlite:/x" is not a URL' in text
     text = config_error(config("--job.dump_folder", "s3:bucket/run"))
     assert 'job.dump_folder: "s3:bucket/run" is not a URL: write s3://bucket/run' in text
 

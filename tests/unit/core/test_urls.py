@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.core.urls import is_url, join, local_path, split
 
 
@@ -14,7 +15,9 @@ from torchtitan_lite.core.urls import is_url, join, local_path, split
         ("outputs/run", "outputs/run"),
         ("/data/run", "/data/run"),
         ("run:1", "run:1"),
+        ("runs/a:/b", "runs/a:/b"),
         ("./s3:run", "./s3:run"),
+        ("./sqlite:/tmp/x", "./sqlite:/tmp/x"),
         ("file:///data/run", "/data/run"),
         ("s3://bucket/run", None),
         ("simplecache::s3://bucket/run", None),
@@ -31,11 +34,17 @@ def test_a_path_is_local_and_a_url_is_not(location: str, path: str | None) -> No
         ("s3:bucket/run", "write s3://bucket/run, or ./s3:bucket/run for a folder"),
         ("gs:/bucket", "write gs://bucket, or"),
         ("file:/data", "write file:///data, or"),
+        ("vault:run", "write vault://run, or ./vault:run for a folder"),
+        ("sqlite:/tmp/x.db", r"write \./sqlite:/tmp/x\.db for a folder .* such as .*, s3, .*vault"),
     ],
 )
-def test_a_url_without_slashes_is_not_taken_for_a_folder(location: str, wanted: str) -> None:
-    with pytest.raises(ConfigError, match=wanted):
-        local_path(location)
+def test_a_url_without_slashes_is_not_taken_for_a_folder(
+    location: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(REGISTRY.storages, "vault", object)
+    for read in (local_path, is_url, split):
+        with pytest.raises(ConfigError, match=wanted):
+            read(location)
 
 
 @pytest.mark.parametrize(

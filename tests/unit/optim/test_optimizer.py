@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.harness.optimizers import OPTIMIZERS_BY_IMPLEMENTATION
 from tests.harness.threads import run_on_threads
 from tests.harness.tolerances import NORM_FLOAT32, OPTIMIZER_FLOAT32, SCHEDULE
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
@@ -234,12 +235,13 @@ def test_the_norm_covers_all_existing_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+@pytest.mark.parametrize(("name", "implementation"), OPTIMIZERS_BY_IMPLEMENTATION)
 def test_the_update_is_by_scaled_gradients(
     name: str, implementation: str, dtype: torch.dtype
 ) -> None:
-    def updated(gradient: torch.Tensor, **factor: float) -> torch.Tensor:
+    """The slots are compared too, because an update by the sign of gradients hides their scale."""
+
+    def updated(gradient: torch.Tensor, **factor: float) -> dict[str, torch.Tensor]:
         model = nn.Linear(3, 1, bias=False, dtype=dtype)
         nn.init.ones_(model.weight)
         config = OptimizerConfig(name=name, implementation=implementation, lr=0.5, eps=0.5)  # pyright: ignore[reportArgumentType]
@@ -247,16 +249,16 @@ def test_the_update_is_by_scaled_gradients(
         for _ in range(2):
             model.weight.grad = gradient.clone()
             optimizer.step(0.5, **factor)
-        return model.weight.detach()
+        return {"weight": model.weight.detach(), **optimizer.slots(model.weight)}
 
     gradient = torch.tensor([[1.0, -2.0, 300.0]], dtype=dtype)
     # An exact quotient, and one that float32 rounds.
     for factor in (0.25, 1 / 3):
         expected = updated(gradient * factor)
         rel = 1e-6 if dtype is torch.float32 else 1e-15
-        torch.testing.assert_close(
-            updated(gradient, gradient_factor=factor), expected, rtol=rel, atol=0
-        )
+        scaled = updated(gradient, gradient_factor=factor)
+        assert len(expected) > 1
+        torch.testing.assert_close(scaled, expected, rtol=rel, atol=0)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
@@ -499,6 +501,74 @@ def test_state_that_no_checkpoint_could_hold_is_an_error(
     register_optimizer("mine", make)
     with pytest.raises(ConfigError, match=kept):
         _one_step("mine")
+
+
+def _reads_as_a_whole(groups: list[dict[str, Any]], config: OptimizerConfig) -> _SignSGD:
+    config.model_dump()
+    return _SignSGD(groups, config)
+
+
+class _KeepsTheTable(_SignSGD):
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
+        super().__init__(groups, config)
+        self.config = config
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "logged"),
+    [
+        (_SignSGD, {}, []),
+        (_SignSGD, {"weight_decay": 0.0, "ema_decay": 0.5}, []),
+        (
+            _SignSGD,
+            {"implementation": "for-loop"},
+            ["optimizer.implementation has no effect: the optimizer mine does not read it."],
+        ),
+        (
+            _SignSGD,
+            {"beta1": 0.9, "implementation": "fused"},
+            [
+                "optimizer.beta1 and optimizer.implementation have no effect: the optimizer mine "
+                "does not read them."
+            ],
+        ),
+        (_reads_as_a_whole, {"implementation": "for-loop"}, []),
+        (_KeepsTheTable, {"implementation": "for-loop"}, []),
+    ],
+)
+def test_keys_that_a_registered_optimizer_does_not_read_are_logged(
+    make: Any,
+    given: dict[str, Any],
+    logged: list[str],
+    registered: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    register_optimizer("mine", make)
+    config = OptimizerConfig.model_validate({"name": "mine", "lr": 0.5, **given})
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger.name):
+            build_optimizer(config, nn.Linear(3, 2), (), detect_device("cpu"))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert list(dict.fromkeys(caplog.messages)) == logged
+
+
+def test_a_registered_optimizer_gets_the_table(registered: dict[str, Any]) -> None:
+    tables: list[OptimizerConfig] = []
+
+    def make(groups: list[dict[str, Any]], config: OptimizerConfig) -> _SignSGD:
+        tables.append(config)
+        return _SignSGD(groups, config)
+
+    register_optimizer("mine", make)
+    given = OptimizerConfig(name="mine", lr=0.5, beta1=0.3)
+    build_optimizer(given, nn.Linear(3, 2), (), detect_device("cpu"))
+    (table,) = tables
+    assert isinstance(table, OptimizerConfig)
+    assert table.model_dump() == given.model_dump()
+    assert table.model_fields_set == given.model_fields_set
+    assert not hasattr(table, "beta3")
 
 
 def test_names_of_optimizers_are_checked(registered: dict[str, Any]) -> None:

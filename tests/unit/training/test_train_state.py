@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness.optimizers import OPTIMIZERS_BY_IMPLEMENTATION
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
@@ -147,8 +148,7 @@ def test_the_lr_scheduler_is_that_of_the_config_and_not_the_saved_one(
     assert longer.lr_scheduler.total_steps == 1000
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize(("name", "implementation"), OPTIMIZERS_BY_IMPLEMENTATION)
 def test_allocated_slots_equal_those_that_torch_creates(
     make_state: MakeState, name: str, implementation: str
 ) -> None:
@@ -180,8 +180,7 @@ def test_allocation_keeps_existing_slots_and_skips_unknown_names(
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize(("name", "implementation"), OPTIMIZERS_BY_IMPLEMENTATION)
 def test_training_from_a_checkpoint_equals_uninterrupted_training(
     make_state: MakeState, tmp_path: Path, name: str, implementation: str
 ) -> None:

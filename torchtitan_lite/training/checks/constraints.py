@@ -111,7 +111,7 @@ def _predictions(config: Config, spec: ModelSpec) -> Iterator[str]:
         if not is_hugging_face(*opened):
             return
         keys = HuggingFaceFolder(*opened).tensors
-    except (CheckpointError, OSError):
+    except (CheckpointError, ConfigError, OSError):
         # Reported where it is loaded, which a run that resumes does not do.
         return
     missing = [

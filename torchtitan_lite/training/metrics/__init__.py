@@ -47,7 +47,11 @@ class SinkContext:
     folder: Path
     """Output folder of this rank's replica."""
     resume_step: int
-    """The last step of the state that training starts from; 0 for a fresh run."""
+    """The last step of the state that training starts from; 0 for a fresh run, and for a replica
+    that will heal from others."""
+    continues: bool
+    """Whether the run continues the one whose files are in `folder`. If so, records after
+    `resume_step` are repeated, unless that is 0; if not, the files belong to another run."""
     total_steps: int
     run_config: Mapping[str, Any]
     """The resolved configuration."""
@@ -155,6 +159,7 @@ def open_metrics(
     if config.prometheus_port:
         require("prometheus_client", f"metrics.prometheus_port = {config.prometheus_port}")
     faults = faults or OutputFaults()
+    continues = resume_step > 0 if continues is None else continues
     cadence = Cadence(log_freq=config.log_freq, first_step=resume_step + 1, last_step=total_steps)
     every_step: list[Sink] = []
     when_due: list[Sink] = []
@@ -181,6 +186,7 @@ def open_metrics(
         context = SinkContext(
             folder=folder,
             resume_step=resume_step,
+            continues=continues,
             total_steps=total_steps,
             run_config=run_config,
         )

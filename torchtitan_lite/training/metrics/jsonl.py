@@ -73,9 +73,11 @@ def cut_torn_line(path: Path) -> None:
 
 def rotate(path: Path) -> None:
     """Rename an earlier run's file to the next free number."""
-    numbers = (earlier.name.split(".")[-2] for earlier in path.parent.glob(f"{path.stem}.*.jsonl"))
+    start = f"{path.stem}."
+    earlier = (other.name for other in path.parent.glob(f"{start}*{path.suffix}"))
+    numbers = (name.removeprefix(start).removesuffix(path.suffix) for name in earlier)
     highest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    target = path.with_name(f"{path.stem}.{highest + 1}.jsonl")
+    target = path.with_name(f"{start}{highest + 1}{path.suffix}")
     path.rename(target)
     logger.info("The metrics of an earlier run are kept in %s.", target)
 

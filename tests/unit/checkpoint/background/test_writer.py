@@ -467,6 +467,24 @@ def test_output_of_libraries_in_the_writer_is_not_a_response(
     assert "from a library\nand past Python\n" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("imports", ["", "import torch"])
+def test_a_registered_filesystem_that_imports_torch_is_named_once(
+    imports: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = "from fsspec.implementations.local import LocalFileSystem"
+    vault = 'class Vault(LocalFileSystem):\n    protocol = ("vault",)'
+    (tmp_path / "users_vault.py").write_text(f"{local}\n{imports}\n{vault}\n")
+    (tmp_path / "torch.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with trainers(tmp_path, f"vault://{tmp_path}/checkpoint", 2) as run:
+        run.start(storages={"vault": "users_vault:Vault"})
+        run.snapshot(0, 1)
+        run.save(0, 1)
+        assert 1 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
+    warning = "The filesystem of vault:// is defined in users_vault, which imports torch"
+    assert capfd.readouterr().err.count(warning) == (1 if imports else 0)
+
+
 def test_an_invalid_region_or_setting_is_reported(tmp_path: Path) -> None:
     writer = WriterProcess(tmp_path / "rank-00000.snapshots", WriterSettings())
     writer.start()

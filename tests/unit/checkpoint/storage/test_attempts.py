@@ -4,6 +4,7 @@ merged from the parts of ranks."""
 import json
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import xxhash
 from torchtitan_lite.checkpoint.manifest import _layout
 from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.attempts import (
+    box_entry,
     build_manifest,
     checksum_matches,
     checksum_matches_v2,
@@ -20,7 +22,7 @@ from torchtitan_lite.checkpoint.storage.attempts import (
 )
 from torchtitan_lite.checkpoint.storage.base import Storage, open_storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
-from torchtitan_lite.core.errors import CheckpointError, LayoutError
+from torchtitan_lite.core.errors import CheckpointError, LayoutError, WriteAbandoned
 
 
 @pytest.fixture(params=["folder", "object store"])
@@ -92,6 +94,35 @@ def test_a_failure_that_is_removed_after_it_was_listed_is_none(storage: Storage)
     announced = attempts.announcements(storage, 4, "a-0")
     attempts.abandon(storage, 4, "a-0")
     assert attempts.read_failures(storage, announced) == {}
+
+
+def test_a_removed_attempt_is_not_committed(storage: Storage) -> None:
+    """Neither after an announcement that came too late."""
+    boxes = [PartBox("w", "U8", (5,), 0, 5)]
+    (place,) = storage.write(4, "a-0", "rank-00000.safetensors", boxes, [memoryview(b"01234")])
+    box = box_entry([0], [5], "rank-00000.safetensors", place)
+    tensors = {"w": {"dtype": "U8", "shape": [5], "layout": 0, "boxes": [box]}}
+    part = {"rank": 0, "rng": {}, "layouts": [{}], "tensors": tensors}
+    part = attempts.put_part(storage, 4, "a-0", 0, part)
+    attempts.abandon(storage, 4, "a-0")
+    with suppress(OSError):
+        attempts.put_part(storage, 4, "a-0", 0, part)
+    with pytest.raises(OSError):
+        attempts.commit(storage, 4, "a-0", [part], BASE | {"versions": {}})
+    assert storage.steps() == []
+
+
+def test_a_write_ends_as_its_tick_says(storage: Storage) -> None:
+    ticks: list[int] = []
+
+    def tick() -> None:
+        ticks.append(1)
+        raise WriteAbandoned
+
+    boxes = [PartBox("w", "U8", (5,), 0, 5)]
+    with pytest.raises(WriteAbandoned):
+        storage.write(4, "a-0", "rank-00000.safetensors", boxes, [memoryview(b"01234")], tick=tick)
+    assert len(ticks) == 1
 
 
 def test_what_is_removed(storage: Storage) -> None:

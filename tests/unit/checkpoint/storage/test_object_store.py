@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.harness.snapshots import content, read_safetensors
-from torchtitan_lite.checkpoint.storage import attempts, object_store
+from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.attempts import checksum_matches, manifest_bytes
 from torchtitan_lite.checkpoint.storage.base import Storage, open_storage
 from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
@@ -394,9 +394,3 @@ def test_a_file_that_is_written_again_has_the_checksums_of_its_boxes_once(root: 
     store = ObjectStore(root, filesystem, first_wait_s=0.0)  # type: ignore[arg-type]
     (place,) = store.write(1, "a-0", "rank-00000.safetensors", boxes, [data])
     assert filesystem.num_opened == 2 and place.end - place.first == 5000
-
-
-def test_chunks_are_the_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "_CHUNK_BYTES", 4)
-    chunks = [bytes(chunk) for chunk in object_store._chunks(memoryview(b"0123456789"))]
-    assert chunks == [b"0123", b"4567", b"89"]

@@ -16,6 +16,8 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     PartBox,
     TokenBucket,
+    box_chunks,
+    chunks,
     write_safetensors,
 )
 from torchtitan_lite.core.errors import WriteAbandoned
@@ -129,6 +131,17 @@ def test_the_rate_limit_is_kept(tmp_path: Path) -> None:
     started = time.monotonic()
     write_safetensors(Files(), tmp_path / "part", boxes, _pool(8 << 20), rate=TokenBucket(20 << 20))
     assert 0.2 < time.monotonic() - started < 20
+
+
+def test_chunks_are_the_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "_STREAM_BYTES", 4)
+    view = memoryview(b"0123456789")
+    assert [bytes(chunk) for chunk in chunks(view)] == [b"0123", b"4567", b"89"]
+    boxes = [PartBox("a", "U8", (5,), 1, 5), PartBox("b", "U8", (0,), 0, 0)]
+    expected = [[b"1234", b"5"], []]
+    for source in (view, [view[1:6], view[:0]], lambda: [[view[1:5], view[5:6]], []]):
+        found = [[bytes(chunk) for chunk in box] for box in box_chunks(source, boxes)]
+        assert found == expected
 
 
 def test_boxes_above_the_size_of_a_write_are_split(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.ranks import exit_status
 from torchtitan_lite.training.metrics import Event
-from torchtitan_lite.training.metrics.jsonl import JsonLines
+from torchtitan_lite.training.metrics.jsonl import JsonLines, rotate
 
 KEYS = {
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib"),
@@ -114,6 +114,18 @@ def test_a_fresh_run_keeps_the_history_of_an_earlier_one(path, write):
     assert steps_in(path) == [1]
     assert steps_in(path.with_name("metrics.1.jsonl")) == [1, 2, 3]
     assert steps_in(path.with_name("metrics.2.jsonl")) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["losses.csv", "losses.of.steps.csv", "losses"])
+def test_an_earlier_file_keeps_its_suffix(tmp_path, name):
+    path = tmp_path / name
+    path.with_name(f"{path.stem}.1x{path.suffix}").touch()
+    for content in ("first", "second"):
+        path.write_text(content)
+        rotate(path)
+    for number, content in ((1, "first"), (2, "second")):
+        kept = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        assert kept.read_text() == content
 
 
 def test_resume_with_nothing_to_drop_does_not_change_the_file(path, write):

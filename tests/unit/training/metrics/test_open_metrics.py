@@ -5,6 +5,8 @@ import sys
 import pytest
 
 from torchtitan_lite.config.tables.metrics import MetricsConfig
+from torchtitan_lite.core.output_files import OutputFaults
+from torchtitan_lite.core.registry import REGISTRY, register_metrics_sink
 from torchtitan_lite.training.metrics import Event, open_metrics
 
 
@@ -75,6 +77,81 @@ def test_resume_continues_the_same_history(run, tmp_path):
     run(first=7, last=12)
     history = [values["step"] for values in lines(tmp_path / "metrics.jsonl")]
     assert history == [*range(1, 7), *range(7, 13), 12]
+
+
+class FailingSink:
+    """A registered sink that fails in step 2."""
+
+    def __init__(self, context, error):
+        self.context, self.error, self.steps = context, error, []
+
+    def step(self, record):
+        if record.step == 2:
+            raise self.error
+        self.steps.append(record.step)
+
+    def event(self, event):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def open_failing(tmp_path):
+    """Return a function that opens the metrics with a sink that fails with `error`."""
+
+    def open_failing(error, **options):
+        sinks = []
+        register_metrics_sink(lambda context: sinks.append(FailingSink(context, error)) or sinks[0])
+        metrics = open_metrics(
+            MetricsConfig(),
+            folder=tmp_path,
+            rank=0,
+            is_leader=True,
+            total_steps=3,
+            run_config={},
+            **{"resume_step": 0, **options},
+        )
+        return metrics, sinks[0]
+
+    yield open_failing
+    REGISTRY.sinks.clear()
+
+
+def test_a_sink_that_raises_oserror_loses_that_record_alone(open_failing, make_record):
+    faults = OutputFaults()
+    metrics, sink = open_failing(OSError("full"), faults=faults)
+    with metrics:
+        for step in (1, 2, 3):
+            metrics.step(make_record(step))
+    assert sink.steps == [1, 3]
+    assert faults.summary() == ["FailingSink: 1 records not written (full)"]
+
+
+def test_any_other_error_of_a_sink_ends_the_run(open_failing, make_record):
+    metrics, _ = open_failing(KeyError("loss"))
+    with metrics, pytest.raises(KeyError):
+        for step in (1, 2, 3):
+            metrics.step(make_record(step))
+
+
+@pytest.mark.parametrize(
+    ("options", "continues"),
+    [
+        ({}, False),
+        ({"resume_step": 3}, True),
+        # Started again before there was a state.
+        ({"continues": True}, True),
+        # The complete state of another run.
+        ({"resume_step": 3, "continues": False}, False),
+    ],
+)
+def test_a_sink_knows_whether_its_files_are_of_the_same_run(open_failing, options, continues):
+    metrics, sink = open_failing(OSError(), **options)
+    metrics.close()
+    assert sink.context.continues is continues
+    assert sink.context.resume_step == options.get("resume_step", 0)
 
 
 def test_what_few_runs_need_is_imported_on_first_use():
