@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         HistoryClaim,
         RunHistory,
         SupersededError,
-        history_name,
         replica_name,
         superseded_message,
     )
@@ -94,7 +93,6 @@ __all__ = [
     "copy_back",
     "find_steps",
     "first_message",
-    "history_name",
     "is_step",
     "layouts_json",
     "layouts_of",
@@ -135,7 +133,6 @@ _MODULES = {
         "HistoryClaim",
         "RunHistory",
         "SupersededError",
-        "history_name",
         "replica_name",
         "superseded_message",
     ),
