@@ -29,13 +29,18 @@ def train_on_machines(
         name=f"{address} (process {os.getpid()})",
         run_id=options.run_id,
         num_machines=options.num_machines,
+        num_replicas=options.num_replicas,
         num_ranks=options.num_ranks,
-        fingerprint=config_fingerprint(config, options.num_ranks * options.num_machines),
+        fingerprint=config_fingerprint(config, options.world_size),
     )
     inbox = ResizeInbox(
         *resizing(arguments, options, config), check_arguments=check_resize_arguments
     )
-    environment = agent_environment(options)
+    environment = {
+        **agent_environment(options),
+        # The rendezvous is the lighthouse, too.
+        "TORCHFT_LIGHTHOUSE": f"http://{options.endpoint}",
+    }
     with received_signals() as received:
         agent = MachineAgent(
             lambda: RankProcess(arguments, environment),
@@ -45,6 +50,7 @@ def train_on_machines(
             join_timeout_s=options.join_timeout_s,
             requests=received,
             inbox=inbox,
+            replica_arguments=options.of_replica,
         )
         inbox.start()
         link.start()

@@ -229,8 +229,8 @@ class LighthouseServicer:
 
 def first_quorum_id() -> int:
     """Return a number above the quorum ids of all earlier lighthouses. Replicas outlive a
-    lighthouse, and so do the process groups named after its quorum ids: a repeated id would be taken
-    for the same group. Quorums are rarer than one per microsecond."""
+    lighthouse, and so do the process groups named after its quorum ids: a repeated id would be
+    taken for the same group. Quorums are rarer than one per microsecond."""
     return time.time_ns() // 1000
 
 

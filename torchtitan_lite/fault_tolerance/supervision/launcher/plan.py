@@ -21,6 +21,7 @@ from torchtitan_lite.core.outputs import (
     replica_folder,
 )
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
+from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -154,10 +155,9 @@ def training_plan(
     device = _setting(arguments, "job", "device")
 
     def of_replica(replica: int) -> list[str]:
-        own = {"enable": "true", "replica_id": str(replica), "group_size": str(num_replicas)}
+        added = replica_arguments(replica, num_replicas)
         if lighthouse == "torchft":
-            own["lighthouse"] = "torchft"
-        added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
+            added += ["--fault_tolerance.lighthouse", "torchft"]
         return [*arguments, *added]
 
     _check_ranks(ranks, of_replica(0))
