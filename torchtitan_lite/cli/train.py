@@ -21,21 +21,18 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after
 from torchtitan_lite.core.log import configure_logging, log_once, logger
-from torchtitan_lite.core.rank.supervised import LAUNCHER_PID
+from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
     from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import RecoveryHooks
-
-_CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
-"""Environment variable that `rank_recovery` sets for its processes; its modules import torch."""
 
 
 def train(argv: Sequence[str]) -> int:
     """Train according to `argv`, in this process or in --nproc processes. Returns the exit
     status."""
     configure_logging(beside_steps=True)
-    if _CHANNEL in os.environ:
+    if RANK_CHANNEL in os.environ:
         return _serve(argv)
     try:
         options, arguments = split_options(argv)

@@ -9,6 +9,7 @@ from torchtitan_lite.cli.train_options import TrainOptions
 from torchtitan_lite.cli.train_processes import agent_environment, received_signals
 from torchtitan_lite.config import Config, check_resize_arguments, config_fingerprint
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.rank.supervised import LIGHTHOUSE
 from torchtitan_lite.distributed.network import address_for_others, names_loopback
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
@@ -39,7 +40,7 @@ def train_on_machines(
     environment = {
         **agent_environment(options),
         # The rendezvous is the lighthouse, too.
-        "TORCHFT_LIGHTHOUSE": f"http://{options.endpoint}",
+        LIGHTHOUSE: f"http://{options.endpoint}",
     }
     with received_signals() as received:
         agent = MachineAgent(

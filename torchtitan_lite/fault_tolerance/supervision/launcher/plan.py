@@ -20,6 +20,7 @@ from torchtitan_lite.core.outputs import (
     METRICS,
     replica_folder,
 )
+from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
 
@@ -128,7 +129,7 @@ class LaunchPlan:
             # The processes share the cores.
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            "TORCHTITAN_LITE_TOKEN": secrets.token_hex(16),
+            TOKEN: secrets.token_hex(16),
         }
         return {**defaults, **kept}
 
