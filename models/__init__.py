@@ -2,7 +2,7 @@
 
 A family's file defines `FLAVORS`, its sizes by name, and `model_spec(config) -> ModelSpec`; for
 models of Hugging Face's transformers also `ARCHITECTURES` and `dims_of_hugging_face(config_json)`.
-Nothing else in the repository names it.
+No other code of the package names it.
 """
 
 import importlib

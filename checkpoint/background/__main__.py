@@ -1,8 +1,14 @@
 """`python -m torchtitan_lite.checkpoint.background REGION`: the writer process of one rank.
 
-The first line of standard input holds the settings. One order per line follows, as JSON: {"save":
-{"slot": k, "step": n}}, {"abandon": n}, {"stop": true, "free": false}. End of input without "stop"
-means that the trainer died.
+The first line of standard input holds the settings. One order per line follows, as JSON:
+
+- {"save": {"slot": k, "step": n, "token": t, "urgent": true, "writer_group": {...}}}; without a
+  token, that of the first attempt, and without a group, as a single replica
+- {"writer_group": {...}}: the replicas that write together what is written without an order
+- {"abandon": n}
+- {"stop": true, "free": false}
+
+End of input without "stop" means that the trainer died.
 """
 
 import sys

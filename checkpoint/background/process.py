@@ -94,13 +94,13 @@ class BackgroundProcess:
     def wait_for(self, key: str, timeout_s: float) -> list[dict[str, Any]]:
         """Return all responses up to the first with `key`, or until the timeout or the process's
         death."""
-        deadline, on_token = time.monotonic() + timeout_s, []
+        deadline, responses = time.monotonic() + timeout_s, []
         while True:
             was_alive = self.alive
-            on_token += self.responses()
+            responses += self.responses()
             over = not was_alive or time.monotonic() >= deadline
-            if over or any(key in response for response in on_token):
-                return on_token
+            if over or any(key in response for response in responses):
+                return responses
             time.sleep(_POLL_S)
 
     def close(self, *, free: bool = False, timeout_s: float = 60.0) -> list[dict[str, Any]]:
@@ -109,17 +109,17 @@ class BackgroundProcess:
         if self._process is None:
             return []
         self._send({"stop": True, "free": free})
-        deadline, on_token = time.monotonic() + timeout_s, []
+        deadline, responses = time.monotonic() + timeout_s, []
         while self.alive and time.monotonic() < deadline:
-            on_token += self.responses()
+            responses += self.responses()
             time.sleep(_POLL_S)
         if self.alive:
             self._process.kill()
         self._process.wait()
-        on_token += self.responses()
+        responses += self.responses()
         self._reap()
         self._release()
-        return on_token
+        return responses
 
     def detach(self) -> None:
         """Leave the process to finish and exit on its own, as after a trainer's death."""

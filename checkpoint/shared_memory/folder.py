@@ -358,7 +358,7 @@ def _require_private(path: Path) -> None:
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "no folder"
         raise CheckpointError(
             f"{path} is {kind}, of user {status.st_uid}, mode {mode:o}; it must be a folder of "
-            f"user {os.getuid()}, mode 700. Remove it or mend its rights."
+            f"user {os.getuid()}, mode 700. Remove it, or fix its permissions."
         )
 
 

@@ -29,7 +29,6 @@ ROTATIONS = {
 }
 SHORT = {
     ("auto", "fsdp-2-tp-2"),
-    ("auto_parallel", "tp-2-cp-2"),
     ("gpt_oss", "experts-ep-2-etp-2"),
     ("llama4", "cp-2-ulysses"),
     ("qwen3_next", "cp-2-ring"),

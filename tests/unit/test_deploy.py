@@ -75,10 +75,10 @@ def wait_for(path: Path) -> None:
 
 def test_slurm_counts_consecutive_restarts(site: Path) -> None:
     # Replica 1 restarts twice, but trains in between. Replica 2 fails twice in a row.
-    plans = ["0.1 0", "0 1\n3 1\n0 0", "0 1\n0 1\n0 0"]
+    plans = ["0.1 0", "0 1\n2 1\n0 0", "0 1\n0 1\n0 0"]
     for replica, plan in enumerate(plans):
         (site / f"plan_{replica}").write_text(plan + "\n")
-    job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, MAX_RESTARTS="1", HEALTHY_S="3")
+    job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, MAX_RESTARTS="1", HEALTHY_S="2")
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 1, output
     assert [attempts(site, replica) for replica in range(3)] == [1, 3, 2], output
@@ -210,8 +210,8 @@ def pod_variables(**own: str) -> dict[str, str]:
 
 
 def test_a_pod_counts_consecutive_restarts(site: Path) -> None:
-    (site / "plan_1").write_text("0 1\n3 1\n0 0\n")
-    variables = pod_variables(MAX_RESTARTS="1", HEALTHY_S="3")
+    (site / "plan_1").write_text("0 1\n2 1\n0 0\n")
+    variables = pod_variables(MAX_RESTARTS="1", HEALTHY_S="2")
     pod = start(pod_script(), site, **variables)
     output, _ = pod.communicate(timeout=60)
     assert pod.returncode == 0, output

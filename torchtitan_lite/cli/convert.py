@@ -270,8 +270,8 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 def _param_group(source: StoredSnapshot, config: Config) -> dict[str, Any]:
     """Return the parameter group of torch's optimizer, with the learning rate of the next step.
-    torchtitan has one weight decay for all parameters. Raises CheckpointError for the state of
-    Muon and AdamW, because torchtitan has one optimizer for all parameters, too."""
+    torchtitan has one weight decay for all parameters. Raises CheckpointError for the state of a
+    run with Muon, which includes that of AdamW: torchtitan has one optimizer for all parameters."""
     if config.optimizer.name == "Muon":
         if source.saved.model_only:
             return {}

@@ -42,10 +42,6 @@ def resizing(
     arguments: Sequence[str], options: TrainOptions, config: Config
 ) -> tuple[RequestInbox, Callable[[ResizeRequest], None]]:
     """Return where the agent receives requests to resize the run, and their check."""
-    from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
-        RequestInbox,
-        ResizeRequest,
-    )
 
     def check(request: ResizeRequest) -> None:
         check_resize_arguments(request.mesh.arguments)

@@ -114,7 +114,7 @@ def _resized(values: Mapping[str, str]) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(values.get("--resized", "")))
     except ValueError as error:
-        raise ConfigError(f"--resized is no list of arguments: {error}.") from None
+        raise ConfigError(f"--resized cannot be split into arguments: {error}.") from None
 
 
 def _whole(values: Mapping[str, str], name: str, default: int, *, least: int) -> int:

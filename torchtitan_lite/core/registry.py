@@ -3,7 +3,7 @@ metrics sinks and storages.
 
 `experimental.custom_import` names a module; it is imported before the configuration is checked, and
 its top level calls the `register_*` functions here. `job.custom_config_module` names a module whose
-class `JobConfig` adds tables and keys to the configuration (`config/extending.py`).
+class `JobConfig` adds tables and keys to the configuration (`config/custom_tables.py`).
 
 Only names that the user writes into a file or a command line are imported, never names that a
 checkpoint records.

@@ -19,8 +19,8 @@ SPECIAL_TOKENS = tuple(
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and for folders of early releases, which it does not list the
-    added tokens of, also special_tokens_map.json and added_tokens.json. Raises DataError."""
+    """Read tokenizer_config.json; in folders of early releases, where it does not list the added
+    tokens, also special_tokens_map.json and added_tokens.json. Raises DataError."""
     config = _read_object(folder / CONFIG)
     if "added_tokens_decoder" in config:
         return config

@@ -174,7 +174,7 @@ class ShardedOptimizer:
         self._ema_decay = ema_decay
         self._averages: dict[nn.Parameter, torch.Tensor] = {}
         self._parts: dict[nn.Parameter, nn.Parameter] = {
-            parameter: nn.Parameter(_local(parameter.detach()))
+            parameter: nn.Parameter(local_tensor(parameter.detach()))
             if isinstance(parameter, DTensor)
             else parameter
             for _, groups in made
@@ -247,8 +247,8 @@ class ShardedOptimizer:
         for parameter, part in self._parts.items():
             if part is not parameter:
                 # FSDP may have moved the part since the last step.
-                part.data = _local(parameter)
-                part.grad = None if parameter.grad is None else _local(parameter.grad)
+                part.data = local_tensor(parameter)
+                part.grad = None if parameter.grad is None else local_tensor(parameter.grad)
             if self._ema_decay and part not in self._averages:
                 # At least float32: in bfloat16, small changes would round to nothing.
                 dtype = torch.promote_types(part.dtype, torch.float32)
@@ -337,11 +337,6 @@ class ShardedOptimizer:
 
 def _device(parameter: nn.Parameter) -> torch.device:
     return local_tensor(parameter).device
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
 
 
 def placed_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

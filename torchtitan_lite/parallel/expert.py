@@ -14,10 +14,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan_lite.config.tables.parallelism import ParallelismConfig
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.torch_compat import local_tensor
 from torchtitan_lite.nn.dispatch import take_rows
 from torchtitan_lite.nn.moe import Experts, Router
 from torchtitan_lite.nn.spec import ModelSpec
@@ -88,7 +89,7 @@ class _Exchange:
     ) -> torch.Tensor:
         """Run the experts on this rank's tokens, which are sorted by expert. Returns the results in
         the same order."""
-        stacks = [_local(getattr(experts, name)) for name in experts.WIDTH_DIMS]
+        stacks = [local_tensor(getattr(experts, name)) for name in experts.WIDTH_DIMS]
         shard = (self.group.rank() % self.num_shards, self.num_shards)
         if self.group.size() == 1:
             return experts.compute(tokens_ND, stacks, counts_X, shard)
@@ -130,11 +131,6 @@ def _by_expert(received_RY: torch.Tensor, num_tokens: int) -> torch.Tensor:
     expert_RY = torch.arange(num_experts, device=received_RY.device).expand(num_ranks, -1)
     expert_N = expert_RY.flatten().repeat_interleave(received_RY.flatten(), output_size=num_tokens)
     return expert_N.argsort(stable=True)
-
-
-def _local(stack: torch.Tensor) -> torch.Tensor:
-    assert isinstance(stack, DTensor)
-    return stack.to_local()
 
 
 def _see_whole_sequences(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig) -> None:

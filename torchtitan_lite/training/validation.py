@@ -25,8 +25,8 @@ class HeldOutLoss:
 def validate(
     model: nn.Module, schedule: PipelineSchedule, data: ValidationData, mesh: Mesh
 ) -> HeldOutLoss:
-    """The loss on the validation data of the `model` that `schedule` runs, which is left in
-    training mode. Every rank must call it."""
+    """Measure the loss on the validation data of the `model` that `schedule` runs, which is left
+    in training mode. Every rank must call it."""
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device.torch_device)
     rounds = data.microbatches(mesh.batch_rank, mesh.degrees.batch)

@@ -555,7 +555,7 @@ def test_memory_corrupted_after_a_save_is_detected(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("saves", [80, pytest.param(1000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("saves", [40, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_saves_leak_nothing_in_the_trainer(
     manage: Manage, mesh: Mesh, tmp_path: Path, saves: int
 ) -> None:

@@ -10,7 +10,6 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.distributed.device import ACCELERATORS, Accelerator
 from torchtitan_lite.distributed.mesh import ParallelDims, resolve_degrees
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.tools.estimate.extrapolation import RankStep
 from torchtitan_lite.tools.estimate.mesh_step import (
     MEMORY_LIMIT,
@@ -131,7 +130,7 @@ def estimate(
         memory_bytes=None if accelerator is None else accelerator.memory_bytes,
         time=None if accelerator is None else step.time,
         search=mesh_search,
-        assumptions=(*_extrapolation(step.ranks, spec), *assumptions),
+        assumptions=(*_extrapolation(step.ranks), *assumptions),
     )
 
 
@@ -215,7 +214,7 @@ def _num_bytes(rank: RankStep) -> float:
     return sum(traffic.num_bytes for traffic in _by_axis(rank).values())
 
 
-def _extrapolation(ranks: tuple[RankStep, ...], spec: ModelSpec) -> list[str]:
+def _extrapolation(ranks: tuple[RankStep, ...]) -> list[str]:
     rank = ranks[0]
     if len(rank.traced_blocks) == 1:
         return [f"All {rank.num_blocks} layers of the traced rank were traced."]

@@ -33,7 +33,7 @@ def handle_anomaly(
         f"Step {state.step + 1} {decision.reason}: loss {loss:g}, gradient norm {grad_norm:g}, "
         f"samples {samples.start} to {samples.stop - 1}."
     )
-    warn_once("%s StepAction: %s.", problem, decision.action.value)
+    warn_once("%s Action: %s.", problem, decision.action.value)
     values = {"action": decision.action.value, "reason": decision.reason, "loss": loss}
     values |= {"grad_norm": grad_norm, "samples": [samples.start, samples.stop]}
     events = [StepEvent("refused", values)]

@@ -526,7 +526,7 @@ def test_a_process_that_does_not_stop_is_killed_and_gone() -> None:
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(1000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("number", [100, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_many_saves_leak_nothing(number: int, memory: Path) -> None:
     sizes, handles = _save_many(memory, number)
     assert len(set(handles)) == 1

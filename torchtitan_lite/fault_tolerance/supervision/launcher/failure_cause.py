@@ -28,7 +28,7 @@ def diagnose_failure(
 ) -> Diagnosis | None:
     """Diagnose a failure of `replica`. `lines` are the last of the log of the process that failed
     first, `records` the flight records of its ranks. Returns None if the
-    process has said itself why it ends, or if its error is the effect of an unknown fault."""
+    process has reported the cause itself, or if its error is the effect of an unknown fault."""
     if failure.is_hang and failure.cause is None:
         return None
     if failure.cause is not None:

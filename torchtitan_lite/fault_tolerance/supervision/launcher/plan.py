@@ -85,7 +85,8 @@ class LaunchPlan:
     """Spare processes per replica; with spares, the groups are agents that replace dead ranks."""
     notifier_command: Callable[[str], Sequence[str]] | None = None
     """Maps HOST:PORT to the command line of a process that notifies the lighthouse of failed
-    replicas: it reads their names, such as "replica_00001", one per line. None disables it."""
+    replicas: each line is a name, such as "replica_00001", and when it failed (time.monotonic()).
+    None disables it."""
 
     def metrics_file(self, replica: int) -> Path:
         """Return the metrics.jsonl of a replica."""

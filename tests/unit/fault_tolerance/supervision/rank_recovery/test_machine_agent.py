@@ -34,6 +34,7 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process impo
     RankState,
 )
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
+from torchtitan_lite.fault_tolerance.supervision.rendezvous import link as rendezvous_link
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     MAX_CHARS,
@@ -44,6 +45,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
 )
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.server import rendezvous_server
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
+    BLOCKED_S,
     LEASE_S,
     STANDBY_S,
     lease_clock_s,
@@ -225,12 +227,14 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Agent]:
 
 
 def test_writers_end_first_when_the_lease_ends(
-    agent: _Agent, writer: subprocess.Popen[bytes]
+    agent: _Agent, writer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lease_s = 1.0
+    monkeypatch.setattr(rendezvous_link, "LEASE_S", lease_s)
     agent.pause()
     assert agent.standby_deadline_s() - time.monotonic() > STANDBY_S
     # Without it, reports end, and the lease does.
-    time.sleep(LEASE_S + STANDBY_S)
+    time.sleep(BLOCKED_S + lease_s + 0.2)
     assert writer.poll() is None
     assert agent.standby_deadline_s() < time.monotonic() + STANDBY_S
     agent.pause()
