@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         HistoryClaim,
         RunHistory,
         SupersededError,
-        history_name,
         replica_name,
         superseded_message,
     )
@@ -87,7 +86,6 @@ __all__ = [
     "checkpoint_root",
     "copy_back",
     "find_steps",
-    "history_name",
     "is_step",
     "layouts_json",
     "layouts_of",
@@ -125,7 +123,6 @@ _MODULES = {
         "HistoryClaim",
         "RunHistory",
         "SupersededError",
-        "history_name",
         "replica_name",
         "superseded_message",
     ),

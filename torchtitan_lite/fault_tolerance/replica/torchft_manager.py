@@ -21,8 +21,8 @@ from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode, extract_trai
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.work import _DummyWork
 
-from torchtitan_lite.checkpoint import history_name
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
+from torchtitan_lite.core.outputs import quorum_name
 from torchtitan_lite.distributed.network import connections, cut_connections, seconds_since_data
 from torchtitan_lite.distributed.torch_compat import gloo_group
 from torchtitan_lite.fault_tolerance.replica.lighthouse_link import (
@@ -131,7 +131,7 @@ class QuorumManager(Manager):
                 store_port=store[1],
                 lighthouse_addr=lighthouse,
                 # torchft orders the participants by these ids.
-                replica_id=replica_id_for(history_name(config.replica_id), config_fingerprint),
+                replica_id=replica_id_for(quorum_name(config.replica_id), config_fingerprint),
                 hostname=address,
                 checkpoint_transport=transport,
                 init_sync=False,

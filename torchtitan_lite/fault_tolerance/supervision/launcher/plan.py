@@ -19,7 +19,9 @@ from torchtitan_lite.core.outputs import (
     METRICS,
     replica_folder,
 )
+from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
+from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -127,7 +129,7 @@ class LaunchPlan:
             # The processes share the cores.
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            "TORCHTITAN_LITE_TOKEN": secrets.token_hex(16),
+            TOKEN: secrets.token_hex(16),
         }
         return {**defaults, **kept}
 
@@ -156,10 +158,9 @@ def training_plan(
     device = _setting(arguments, "job", "device")
 
     def of_replica(replica: int) -> list[str]:
-        own = {"enable": "true", "replica_id": str(replica), "group_size": str(num_replicas)}
+        added = replica_arguments(replica, num_replicas)
         if lighthouse == "torchft":
-            own["lighthouse"] = "torchft"
-        added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
+            added += ["--fault_tolerance.lighthouse", "torchft"]
         return [*arguments, *added]
 
     check(ranks, of_replica(0))

@@ -219,7 +219,7 @@ def test_an_agent_accepts_a_request_if_its_run_can_continue(
 def test_resized_arguments_need_spares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, why in (
         (["--resized=--parallelism.tensor_parallel_degree=2"], "only for runs with --spares"),
-        (["--spares=1", "--resized='"], "no list of arguments"),
+        (["--spares=1", "--resized='"], "cannot be split into arguments"),
     ):
         assert main(["train", *options, *SMALL]) == 1
         assert why in capsys.readouterr().err
