@@ -249,7 +249,8 @@ def test_the_update_is_by_scaled_gradients(
         for _ in range(2):
             model.weight.grad = gradient.clone()
             optimizer.step(0.5, **factor)
-        return {"weight": model.weight.detach(), **optimizer.slots(model.weight)}
+        (weight,) = model.parameters()
+        return {"weight": weight.detach(), **optimizer.slots(weight)}
 
     gradient = torch.tensor([[1.0, -2.0, 300.0]], dtype=dtype)
     # An exact quotient, and one that float32 rounds.

@@ -248,11 +248,10 @@ class MachineAgent(ProcessAgent):
         self._link.beat()
         self._kill_writers_without_lease()
         answer = self._link.answer
-        if answer is not None:
-            report = self._link.report
-            seen = max(answer.attempt, report.seen_attempt)
-            if (seen, answer.replica) != (report.seen_attempt, report.seen_replica):
-                self._link.update(seen_attempt=seen, seen_replica=answer.replica)
+        before, replica = self._link.report.seen_attempt, self._link.report.seen_replica
+        if answer is not None and (answer.attempt > before or answer.replica != replica):
+            seen = max(answer.attempt, before)
+            self._link.update(seen_attempt=seen, seen_replica=answer.replica)
         if self._link.lease_until_s != self._leased_s:
             self._renew_leases()
         if time.monotonic() - self._reaped_s > _REAP_S:
@@ -424,9 +423,8 @@ class MachineAgent(ProcessAgent):
     def _prepare_for(self, answer: Answer) -> None:
         """Report whether this machine can follow the present resize, once the processes that it
         needs are warm."""
-        # Replicas on several machines cannot be resized yet.
-        is_alone = self._link.report.num_replicas == 1
-        self._inbox.is_open = is_alone and self._link.report.has_progress and not self._requests
+        may_resize = self._link.report.has_progress and not self._requests
+        self._inbox.is_open = may_resize and self._link.report.num_replicas == 1
         if answer.state is not RunState.RUNNING:
             return
         if not answer.resize:
