@@ -63,10 +63,11 @@ _EDITS = {
         ("torchtitan_lite/config/tables/optimizer.py", '"Muon")', '"Muon", "RMSprop")'),
         (
             "torchtitan_lite/optim/optimizer.py",
-            '    if config.name == "Adagrad":\n',
-            '    if config.name == "RMSprop":\n'
-            "        return torch.optim.RMSprop(groups, lr=config.lr, eps=config.eps)\n"
-            '    if config.name == "Adagrad":\n',
+            '    "Adagrad": _adagrad,\n',
+            '    "Adagrad": _adagrad,\n'
+            '    "RMSprop": lambda groups, config, how: torch.optim.RMSprop(\n'
+            "        groups, lr=config.lr, eps=config.eps\n"
+            "    ),\n",
         ),
     ],
     "A technique of parallelism": [

@@ -64,7 +64,7 @@ def test_the_first_version_is_published_at_the_start(
         monkeypatch.setattr(module, name, lambda *given: None)
     config: Any = SimpleNamespace(
         job=SimpleNamespace(dump_folder=str(tmp_path)),
-        fault_tolerance=SimpleNamespace(enable=False),
+        fault_tolerance=SimpleNamespace(enable=False, replica=None),
         publish=SimpleNamespace(at_start=at_start),
         model=None,
     )
