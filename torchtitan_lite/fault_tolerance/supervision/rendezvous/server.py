@@ -29,14 +29,13 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.run_coordinator import RunCoordinator
 
 
-def rendezvous_server(bind: str, secret: str, quorums: QuorumSettings | None = None) -> RpcServer:
+def rendezvous_server(bind: str, secret: str) -> RpcServer:
     """Return the rendezvous at `bind`, "HOST:PORT"; port 0 selects a free one. `start` listens."""
     lighthouse: list[LighthouseServicer] = []
 
     def handlers(trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
         loop = asyncio.get_running_loop()
-        settings = quorums or QuorumSettings()
-        lighthouse.append(LighthouseServicer(loop, settings, secret, first_quorum_id()))
+        lighthouse.append(LighthouseServicer(loop, QuorumSettings(), secret, first_quorum_id()))
         calls = _Calls(lighthouse[0].mark_left)
         sessions = ServerSessions(secret, PURPOSE)
         own = {"Report": calls.report, "Leave": calls.leave}

@@ -65,6 +65,9 @@ def test_replicas_become_complete_one_after_the_other_and_the_rest_are_spares() 
     rig.run(3)
     assert _members(rig) == [["a", "b"], ["c", "d"]]
     assert rig.answers["e"].state is RunState.RUNNING and rig.answers["e"].node_rank < 0
+    rig.add("f", num_machines=4, num_replicas=2)
+    rig.run(1)
+    assert {rig.answers["e"].replica, rig.answers["f"].replica} == {0, 1}
 
 
 @pytest.mark.parametrize(("lost", "left"), [("b", ["a"]), ("d", ["c"])])
