@@ -4,10 +4,10 @@ The names below and those of the subpackages are for the rest of the product; th
 internal. Names are imported when first used: the writer process imports this package and no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan_lite.core._links import refuse_other_name
+from torchtitan_lite.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.adapters import (
@@ -16,21 +16,16 @@ if TYPE_CHECKING:
         adapted_layers,
         recorded_base,
     )
-    from torchtitan_lite.checkpoint.collective import (
-        first_message,
-        run_long_on_all_ranks,
-        run_on_all_ranks,
-    )
     from torchtitan_lite.checkpoint.copier import Copier
     from torchtitan_lite.checkpoint.frozen_weights import load_base, open_merged
     from torchtitan_lite.checkpoint.history.fencing_tokens import (
         HistoryClaim,
         RunHistory,
         SupersededError,
-        history_name,
         replica_name,
         superseded_message,
     )
+    from torchtitan_lite.checkpoint.history.identity import run_id_in, shared_run_id
     from torchtitan_lite.checkpoint.loading import (
         load,
         load_some,
@@ -50,8 +45,6 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.save_context import (
         NUM_SAVE_SIGNALS,
         Checkpointable,
-        replica_run_id,
-        shared_run_id,
     )
     from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json, plan_save
     from torchtitan_lite.checkpoint.snapshots import (
@@ -93,8 +86,6 @@ __all__ = [
     "checkpoint_root",
     "copy_back",
     "find_steps",
-    "first_message",
-    "history_name",
     "is_step",
     "layouts_json",
     "layouts_of",
@@ -113,9 +104,7 @@ __all__ = [
     "recorded_config",
     "reject_external",
     "replica_name",
-    "replica_run_id",
-    "run_long_on_all_ranks",
-    "run_on_all_ranks",
+    "run_id_in",
     "shared_run_id",
     "superseded_message",
     "tensor_bytes",
@@ -126,7 +115,6 @@ __all__ = [
 
 _MODULES = {
     "adapters": ("FrozenBase", "MergedSnapshot", "adapted_layers", "recorded_base"),
-    "collective": ("first_message", "run_long_on_all_ranks", "run_on_all_ranks"),
     "copier": ("Copier",),
     "save_plan": ("SavePlan", "layouts_json", "plan_save"),
     "frozen_weights": ("load_base", "open_merged"),
@@ -135,19 +123,14 @@ _MODULES = {
         "HistoryClaim",
         "RunHistory",
         "SupersededError",
-        "history_name",
         "replica_name",
         "superseded_message",
     ),
+    "history.identity": ("run_id_in", "shared_run_id"),
     "location": ("WAYS", "checkpoint_root", "find_steps", "is_step", "newest_step"),
     "manager": ("CheckpointManager",),
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),
-    "save_context": (
-        "NUM_SAVE_SIGNALS",
-        "Checkpointable",
-        "replica_run_id",
-        "shared_run_id",
-    ),
+    "save_context": ("NUM_SAVE_SIGNALS", "Checkpointable"),
     "recorded": ("recorded_config", "to_record"),
     "snapshots": ("SavedValues", "Snapshot", "StoredSnapshot", "read_tensor"),
     "tensors": (
@@ -161,13 +144,6 @@ _MODULES = {
     ),
     "verification": ("verify",),
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__getattr__ = lazy_names(__name__, _MODULES)
 
 refuse_other_name(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module (PEP 562)."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -18,7 +18,6 @@ from torchtitan_lite.checkpoint.buddies import (
     open_buddies,
     pair_buddies,
 )
-from torchtitan_lite.checkpoint.collective import first_message
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.save_context import SaveContext
@@ -36,6 +35,7 @@ from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import first_message
 
 _VALUES_HEADROOM = 4
 _SHORT_WAIT_S = 1.0

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.background.buddy import BuddySettings, CopyOrder
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess
-from torchtitan_lite.checkpoint.collective import first_message
 from torchtitan_lite.checkpoint.history.snapshot_index import Position
 from torchtitan_lite.checkpoint.save_context import SaveContext
 from torchtitan_lite.checkpoint.shared_memory.folder import (
@@ -38,6 +37,7 @@ from torchtitan_lite.distributed.host_collectives import (
     broadcast_bytes,
 )
 from torchtitan_lite.distributed.network import address_for_others
+from torchtitan_lite.distributed.on_all_ranks import first_message
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
 
 NUM_EXTRA_SLOTS = 2

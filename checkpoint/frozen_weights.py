@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.adapters import FrozenBase, MergedSnapshot, recorded_base
-from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.loading import load, open_snapshot
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
@@ -15,6 +14,7 @@ from torchtitan_lite.core.log import logger, warn_once
 from torchtitan_lite.core.urls import local_path
 from torchtitan_lite.distributed.host_collectives import broadcast_bytes
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.nn.spec import ModelSpec, differing_dims
 
 

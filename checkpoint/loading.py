@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.collective import raise_on_all_ranks
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import is_hugging_face
 from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.format import MANIFEST
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot, WeightsSnapshot
-from torchtitan_lite.checkpoint.storage.base import Storage, exists, is_permanent
+from torchtitan_lite.checkpoint.storage.base import Storage, exists
 from torchtitan_lite.checkpoint.tensors import copy_back, local_tensors
-from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError, is_permanent
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import raise_on_all_ranks
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec, gather_specs
 from torchtitan_lite.distributed.redistribute.execution.read_plan import (
     ReadPlan,

@@ -14,13 +14,13 @@ import torch
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_earlier_writers
 from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
-from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.format import step_name
 from torchtitan_lite.checkpoint.history.fencing_tokens import (
     HistoryClaim,
     RunHistory,
     superseded_message,
 )
+from torchtitan_lite.checkpoint.history.identity import agree_on_identity
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage, lineage_name
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.location import checkpoint_root
@@ -29,7 +29,6 @@ from torchtitan_lite.checkpoint.save_context import (
     Checkpointable,
     SaveContext,
     SaveSignals,
-    agree_on_identity,
 )
 from torchtitan_lite.checkpoint.shared_memory.folder import remove_regions
 from torchtitan_lite.checkpoint.snapshots import SavedValues
@@ -40,6 +39,7 @@ from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.events import StepEvent
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.nn.spec import ModelSpec
 
 _POLL_S = 0.1
@@ -74,7 +74,7 @@ class CheckpointManager:
             state=state,
             mesh=mesh,
             storage=open_storage(self.root),
-            identity=agree_on_identity(dump_folder, mesh, replica or 0),
+            identity=agree_on_identity(dump_folder, mesh, replica),
             lineage=SnapshotLineage(dump_folder / lineage_name(replica or 0), mesh),
             run_config=run_config,
             spec=spec,

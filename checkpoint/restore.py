@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.format import parse_step_name, step_name
 from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.leftover_snapshots import (
@@ -24,6 +23,7 @@ from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint, User
 from torchtitan_lite.core.log import warn_once
 from torchtitan_lite.core.urls import split
 from torchtitan_lite.distributed.host_collectives import all_gather_bytes, broadcast_bytes
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.nn.spec import differing_dims
 
 _Candidate = LeftoverSnapshot | tuple[Storage, str]

@@ -1,14 +1,7 @@
 """What both savers share: the run, its state, attempts, retries, and the signals between ranks."""
 
-import hashlib
-import json
-import re
-import secrets
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,22 +9,18 @@ import torch
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.background.save import WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
+from torchtitan_lite.checkpoint.history.identity import RunIdentity
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
 from torchtitan_lite.core import rng
-from torchtitan_lite.core.errors import CheckpointError
-from torchtitan_lite.distributed.host_collectives import broadcast_bytes
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.spec import ModelSpec
 
 PARTS: tuple[str, ...] = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
 """Parts of a training state, by the names used in `exclude_from_loading`."""
-_FILE = "run_id"
-_TRIES, _POLL_S = 50, 0.1
-_RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _MOST_DOUBLINGS = 6
 
 
@@ -59,17 +48,6 @@ class Checkpointable(Protocol):
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Restore what `values` returned, or the given parts of it."""
         ...
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """Identity of a run and of one session of it."""
-
-    run_id: str
-    """32 hexadecimal digits, stored in the run's folder; deleting that file begins a new run. Each
-    replica derives its own."""
-    session: str
-    """Unique to every start of the run, and common to all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,42 +180,3 @@ def capture_error(action: Callable[[], Any]) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def agree_on_identity(dump_folder: Path, mesh: Mesh, replica: int = 0) -> RunIdentity:
-    """Return the run's identity, which the leader reads or creates and broadcasts. Every rank must
-    call it."""
-    payload = b""
-    if mesh.is_leader:
-        run_id = replica_run_id(shared_run_id(dump_folder), replica)
-        payload = json.dumps([run_id, secrets.token_hex(6)]).encode()
-    run_id, session = json.loads(broadcast_bytes(payload))
-    return RunIdentity(run_id, session)
-
-
-def replica_run_id(run_id: str, replica: int) -> str:
-    """Return the run id under which a replica keeps its snapshots."""
-    if replica == 0:
-        return run_id
-    return hashlib.blake2b(f"{run_id} {replica}".encode(), digest_size=16).hexdigest()
-
-
-def shared_run_id(dump_folder: Path) -> str:
-    """Return the id of the run in `dump_folder`, which all its replicas share; create it if there
-    is none. Raises CheckpointError."""
-    path = dump_folder / _FILE
-    known = path.read_text().strip() if path.is_file() else ""
-    if _RUN_ID.fullmatch(known):
-        return known
-    dump_folder.mkdir(parents=True, exist_ok=True)
-    if known:
-        path.unlink(missing_ok=True)
-    # Replicas start concurrently: one of them creates the name, in a single write.
-    with suppress(FileExistsError), path.open("x") as file:
-        file.write(secrets.token_hex(16) + "\n")
-    for _ in range(_TRIES):
-        known = path.read_text().strip()
-        if _RUN_ID.fullmatch(known):
-            return known
-        time.sleep(_POLL_S)
-    raise CheckpointError(f"{path} is not a run id: delete it to begin a new run.")

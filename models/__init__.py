@@ -25,8 +25,7 @@ refuse_other_name(__name__)
 from torchtitan_lite.config.tables.model import ModelConfig  # noqa: E402
 from torchtitan_lite.core.errors import ConfigError  # noqa: E402
 from torchtitan_lite.core.registry import REGISTRY, import_module, unknown_name  # noqa: E402
-from torchtitan_lite.nn.hugging_face_config import find_architecture  # noqa: E402
-from torchtitan_lite.nn.missing_parts import missing_part  # noqa: E402
+from torchtitan_lite.nn.hugging_face.config import find_architecture  # noqa: E402
 from torchtitan_lite.nn.spec import ModelSpec  # noqa: E402
 
 
@@ -103,6 +102,9 @@ def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if architecture is not None and _is_text_model(given, known):
         name = next(name for name, of_family in of_families.items() if architecture in of_family)
         return name, plain_dims(family(name).dims_of_hugging_face(values))
+    # Families import this module.
+    from torchtitan_lite.models.auto.missing_parts import missing_part
+
     if part := missing_part(model_type):
         raise ConfigError(
             f"config.json is of architecture {given!r:.200} (model_type {model_type!r:.60}), which "

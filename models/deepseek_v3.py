@@ -9,24 +9,24 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
-from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
-from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
-from torchtitan_lite.nn.decoder_hugging_face import (
-    FEED_FORWARD,
-    decoder_hugging_face_keys,
-    expert_keys,
-    ignored_keys,
-)
+from torchtitan_lite.nn.decoder import DecoderLayer
+from torchtitan_lite.nn.decoder_family import decoder_model_spec
 from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
 from torchtitan_lite.nn.feed_forward import Dense
-from torchtitan_lite.nn.hugging_face_config import (
+from torchtitan_lite.nn.hugging_face.config import (
     HuggingFaceConfig,
     differences,
     is_model_of,
     named_architecture,
 )
-from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
-from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values
+from torchtitan_lite.nn.hugging_face.facts import decoder_facts, read_facts, write_facts
+from torchtitan_lite.nn.hugging_face.names import (
+    FEED_FORWARD,
+    decoder_hugging_face_keys,
+    expert_keys,
+    ignored_keys,
+)
+from torchtitan_lite.nn.hugging_face.rope import read_rope, rope_values
 from torchtitan_lite.nn.latent import Latent
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import Rope, YarnScaling
@@ -278,15 +278,6 @@ def spec_of(dims: DeepseekV3Dims, flavor: str) -> ModelSpec:
         prediction_loss_weight=dims.mtp_loss_weight,
         torchtitan_keys=decoder_torchtitan_keys(dims.layers, dims.attention.torchtitan_keys()),
         hugging_face=_hugging_face(dims),
-    )
-
-
-def build(dims: DeepseekV3Dims) -> Decoder:
-    """Build the module, with parameters as the current default device creates them."""
-    return build_decoder(
-        dims,
-        prediction_layers=dims.prediction_layers,
-        prediction_loss_weight=dims.mtp_loss_weight,
     )
 
 

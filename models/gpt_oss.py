@@ -6,8 +6,8 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
 from torchtitan_lite.nn.grouped_query import GroupedQuery
-from torchtitan_lite.nn.hugging_face_facts import Architecture, Fixed, Ignored, Value, decoder_facts
-from torchtitan_lite.nn.hugging_face_position_facts import LayerTypes, Rotation
+from torchtitan_lite.nn.hugging_face.facts import Architecture, Fixed, Ignored, Value, decoder_facts
+from torchtitan_lite.nn.hugging_face.position_facts import LayerTypes, Rotation
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import YarnScaling
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, ModelSpec

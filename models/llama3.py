@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
-from torchtitan_lite.nn.hugging_face_facts import (
+from torchtitan_lite.nn.hugging_face.facts import (
     Architecture,
     Biases,
     Fixed,
@@ -13,7 +13,7 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Value,
     decoder_facts,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import Rotation
+from torchtitan_lite.nn.hugging_face.position_facts import Rotation
 from torchtitan_lite.nn.rope import RopeScaling
 from torchtitan_lite.nn.spec import ModelSpec
 

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
-from torchtitan_lite.nn.decoder_hugging_face import expert_keys
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
-from torchtitan_lite.nn.hugging_face_facts import (
+from torchtitan_lite.nn.hugging_face.facts import (
     Architecture,
     Value,
     decoder_facts,
     width_per_head,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import Rotation, Window
+from torchtitan_lite.nn.hugging_face.names import expert_keys
+from torchtitan_lite.nn.hugging_face.position_facts import Rotation, Window
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.spec import ModelSpec
 

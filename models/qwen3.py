@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
-from torchtitan_lite.nn.decoder_hugging_face import FEED_FORWARD, expert_keys
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderDims, GroupedDecoderFamily
 from torchtitan_lite.nn.grouped_query import GroupedQuery
-from torchtitan_lite.nn.hugging_face_facts import (
+from torchtitan_lite.nn.hugging_face.facts import (
     Architecture,
     Biases,
     Fixed,
@@ -17,7 +16,8 @@ from torchtitan_lite.nn.hugging_face_facts import (
     decoder_facts,
     width_per_head,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import LayerWindows, Rotation, from_layer
+from torchtitan_lite.nn.hugging_face.names import FEED_FORWARD, expert_keys
+from torchtitan_lite.nn.hugging_face.position_facts import LayerWindows, Rotation, from_layer
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.spec import ModelSpec
 

@@ -9,24 +9,24 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import AttentionDims, Backend
-from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
-from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
-from torchtitan_lite.nn.decoder_hugging_face import (
-    FEED_FORWARD,
-    decoder_hugging_face_keys,
-    expert_keys,
-    ignored_keys,
-)
+from torchtitan_lite.nn.decoder import DecoderLayer
+from torchtitan_lite.nn.decoder_family import decoder_model_spec
 from torchtitan_lite.nn.gated_delta import GatedDelta
 from torchtitan_lite.nn.grouped_query import GroupedQuery
-from torchtitan_lite.nn.hugging_face_config import (
+from torchtitan_lite.nn.hugging_face.config import (
     HuggingFaceConfig,
     differences,
     is_model_of,
     named_architecture,
 )
-from torchtitan_lite.nn.hugging_face_facts import decoder_facts, read_facts, write_facts
-from torchtitan_lite.nn.hugging_face_rope import read_rope, rope_values, rotated_share
+from torchtitan_lite.nn.hugging_face.facts import decoder_facts, read_facts, write_facts
+from torchtitan_lite.nn.hugging_face.names import (
+    FEED_FORWARD,
+    decoder_hugging_face_keys,
+    expert_keys,
+    ignored_keys,
+)
+from torchtitan_lite.nn.hugging_face.rope import read_rope, rope_values, rotated_share
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.norm import NormKind
 from torchtitan_lite.nn.rope import Rope
@@ -189,11 +189,6 @@ def spec_of(dims: Qwen3NextDims, flavor: str) -> ModelSpec:
     )
     # Weights of zero-centered norms are decayed, as in the release, so that they do not grow.
     return replace(spec, no_decay=("*embeddings*", "*A_log*", "*dt_bias*", "*head_norm*"))
-
-
-def build(dims: Qwen3NextDims) -> Decoder:
-    """Build the module, with parameters as the current default device creates them."""
-    return build_decoder(dims, norm=_NORM)
 
 
 def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:

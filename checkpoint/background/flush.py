@@ -48,8 +48,7 @@ from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token, 
 from torchtitan_lite.checkpoint.history.fencing_tokens import SupersededError
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, region_files
 from torchtitan_lite.checkpoint.shared_memory.region import Region
-from torchtitan_lite.checkpoint.storage.safetensors_file import WriteAbandoned
-from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError, WriteAbandoned
 
 _SLACK_S = 1.0
 """Time for a process to exit."""

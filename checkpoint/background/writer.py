@@ -32,8 +32,8 @@ from torchtitan_lite.checkpoint.background.save import (
 from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
 from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import Storage
-from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket, WriteAbandoned
-from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
+from torchtitan_lite.core.errors import CheckpointError, WriteAbandoned
 
 _WAITING_S = 0.05
 _IDLE_S = 0.2

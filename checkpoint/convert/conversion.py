@@ -17,10 +17,9 @@ from torchtitan_lite.checkpoint.storage.attempts import box_entry
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     BoxLocation,
     PartBox,
-    WriteAbandoned,
     no_tick,
 )
-from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError, WriteAbandoned
 from torchtitan_lite.distributed.redistribute import Layout, layout_to_json
 from torchtitan_lite.nn.spec import ModelSpec
 

@@ -1,7 +1,7 @@
 """What belongs to a run, after restarts, rollbacks and takeovers: its identities, and the choice of
 the snapshot that it resumes from.
 
-- The *run id* names a run for good. It lies in the folder of the run, and each
+- The *run id* (`identity`) names a run for good. It lies in the folder of the run, and each
   replica derives its own from it.
 - A *session* is one start of all ranks of a replica. Regions of shared memory carry it, so that a
   snapshot is never put together from the parts of two starts.

@@ -20,6 +20,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.lease_file import NoHardLinks, create_whole
+from torchtitan_lite.core.outputs import quorum_name
 
 _FOLDER = "history"
 _CLAIM = re.compile(r"([0-9]{8})\.json", re.ASCII)
@@ -87,7 +88,7 @@ class RunHistory:
 
     def __init__(self, run_folder: Path, replica: int) -> None:
         self.run_folder, self.replica = run_folder, replica
-        self.name = history_name(replica)
+        self.name = quorum_name(replica)
         """The replica's name in the claims."""
         self.folder = run_folder / _FOLDER
 
@@ -198,11 +199,6 @@ class RunHistory:
 
     def _path(self, token: int) -> Path:
         return self.folder / f"{token:08d}.json"
-
-
-def history_name(replica: int) -> str:
-    """Return the name of a replica by its number."""
-    return f"replica_{replica:05d}"
 
 
 def superseded_message(newest: HistoryClaim, token: int) -> str:

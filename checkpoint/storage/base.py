@@ -1,10 +1,9 @@
-"""The storage protocol, opening of storages, and permanent and transient storage errors.
+"""The storage protocol, opening of storages, and the errors of reading from them.
 
 A step is saved by many writers: each writes its part, then one commits. A token identifies an
 attempt, so parts of an earlier attempt at the same step never enter a later one.
 """
 
-import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,16 +18,10 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
 from torchtitan_lite.core.errors import (
     CheckpointError,
     DamagedCheckpoint,
-    DamagedSnapshot,
     StorageUnavailable,
+    is_permanent,
 )
 from torchtitan_lite.core.urls import local_path, split
-
-_KINDS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_NUMBERS = (errno.ELOOP, errno.EIO, errno.ENODATA)
-"""Errors of a file that is missing, is of another type, was truncated, or is on a failing disk. All
-others (network, open files) may be transient, and do not justify resuming from an older
-checkpoint."""
 
 
 class Storage(Protocol):
@@ -153,14 +146,6 @@ def open_parent_storage(path: str) -> tuple[Storage, str]:
     Raises CheckpointError as `open_storage` does."""
     root, name = split(path)
     return open_storage(root), name
-
-
-def is_permanent(error: BaseException) -> bool:
-    """Return whether `error` means that saved data is lost."""
-    if isinstance(error, OSError):
-        # Object store clients set no errno.
-        return isinstance(error, _KINDS) or error.errno in _NUMBERS
-    return isinstance(error, (DamagedCheckpoint, DamagedSnapshot))
 
 
 def read_error(message: str, error: OSError) -> CheckpointError:

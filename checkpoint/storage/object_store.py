@@ -24,7 +24,6 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     PartBox,
     Source,
     TokenBucket,
-    WriteAbandoned,
     box_chunks,
     box_locations,
     checksummed,
@@ -32,7 +31,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import (
     safetensors_header,
     tensor_names,
 )
-from torchtitan_lite.core.errors import CheckpointError, UserError
+from torchtitan_lite.core.errors import CheckpointError, UserError, WriteAbandoned
 
 _DATA = ".safetensors"
 _TRIES = 8

@@ -60,10 +60,6 @@ class BoxLocation:
     xxh3: str
 
 
-class WriteAbandoned(Exception):
-    """Raised by a tick to stop a write that is no longer wanted."""
-
-
 def no_tick() -> None:
     """Do nothing between chunks."""
 

@@ -12,22 +12,15 @@ from torchtitan_lite.models.auto.rows import (
     base_facts,
     row,
 )
-from torchtitan_lite.nn.decoder_hugging_face import (
-    FEED_FORWARD,
-    QK_LAYERNORM,
-    HuggingFaceNames,
-    expert_keys,
-    stacked_expert_keys,
-)
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
-from torchtitan_lite.nn.hugging_face_expert_facts import (
+from torchtitan_lite.nn.hugging_face.config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face.expert_facts import (
     LayerBlocks,
     NumDenseLayers,
     SharedExperts,
     SparseLayers,
     SparseRange,
 )
-from torchtitan_lite.nn.hugging_face_facts import (
+from torchtitan_lite.nn.hugging_face.facts import (
     Fixed,
     Given,
     HeadWidth,
@@ -36,7 +29,14 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Value,
     decoder_facts,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import (
+from torchtitan_lite.nn.hugging_face.names import (
+    FEED_FORWARD,
+    QK_LAYERNORM,
+    HuggingFaceNames,
+    expert_keys,
+    stacked_expert_keys,
+)
+from torchtitan_lite.nn.hugging_face.position_facts import (
     LayerWindows,
     RopeInWindows,
     RotatedShare,

@@ -15,13 +15,7 @@ from torchtitan_lite.models.auto.rows import (
     base_facts,
     row,
 )
-from torchtitan_lite.nn.decoder_hugging_face import (
-    GATE_UP,
-    QK_LAYERNORM,
-    QKV,
-    HuggingFaceNames,
-)
-from torchtitan_lite.nn.hugging_face_facts import (
+from torchtitan_lite.nn.hugging_face.facts import (
     ActivationOf,
     AttentionMultiplier,
     Biases,
@@ -34,7 +28,13 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Switch,
     Value,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import (
+from torchtitan_lite.nn.hugging_face.names import (
+    GATE_UP,
+    QK_LAYERNORM,
+    QKV,
+    HuggingFaceNames,
+)
+from torchtitan_lite.nn.hugging_face.position_facts import (
     LayerRotations,
     LayersWithoutRope,
     LayerThetas,

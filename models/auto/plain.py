@@ -11,8 +11,7 @@ from torchtitan_lite.models.auto.rows import (
     base_facts,
     row,
 )
-from torchtitan_lite.nn.decoder_hugging_face import HuggingFaceNames
-from torchtitan_lite.nn.hugging_face_facts import (
+from torchtitan_lite.nn.hugging_face.facts import (
     ActivationOf,
     Biases,
     Fixed,
@@ -21,7 +20,8 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Ignored,
     Switch,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import (
+from torchtitan_lite.nn.hugging_face.names import HuggingFaceNames
+from torchtitan_lite.nn.hugging_face.position_facts import (
     RotatedShare,
     Rotation,
     Window,

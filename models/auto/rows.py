@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan_lite.nn.decoder_hugging_face import USUAL_NAMES, HuggingFaceNames
-from torchtitan_lite.nn.hugging_face_facts import (
+from torchtitan_lite.nn.hugging_face.facts import (
     ActivationOf,
     Architecture,
     Biases,
@@ -14,7 +13,8 @@ from torchtitan_lite.nn.hugging_face_facts import (
     Value,
     decoder_facts,
 )
-from torchtitan_lite.nn.hugging_face_position_facts import Rotation
+from torchtitan_lite.nn.hugging_face.names import USUAL_NAMES, HuggingFaceNames
+from torchtitan_lite.nn.hugging_face.position_facts import Rotation
 from torchtitan_lite.nn.norm import NormKind
 from torchtitan_lite.nn.spec import HuggingFaceKey
 

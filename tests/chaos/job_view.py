@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from torchtitan_lite.checkpoint import replica_run_id
+from torchtitan_lite.checkpoint.history.identity import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, region_files
 from torchtitan_lite.checkpoint.storage import parse_step_name
 from torchtitan_lite.core.outputs import METRICS, replica_folder

@@ -12,7 +12,8 @@ from tests.parity.meshes import EXPERT_MESHES, MESHES, in_short_suite
 
 TOTALS = "torchtitan_lite/training/step/totals.py read"
 COUNTS = "torchtitan_lite/parallel/expert.py run"
-CAPACITY = "torchtitan_lite/nn/moe.py dispatch"
+CAPACITY = "torchtitan_lite/nn/dispatch.py dispatch"
+_PIPELINE, _OFFLOAD = "parallelism.pipeline_parallel_degree", "training.enable_cpu_offload"
 
 STEP_BUDGET = {TOTALS: 1}
 """Host waits per step: the totals are read once."""
@@ -58,9 +59,9 @@ def _rows(meshes: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:
             id=f"{name}-rank-{rank}-{'compiled' if compiled else 'eager'}",
             marks=[] if in_short_suite(name) and not compiled else [pytest.mark.matrix],
         )
-        for name, (size, _) in meshes.items()
+        for name, (size, overrides) in meshes.items()
         # Only the stages of a pipeline run different code.
-        for rank in ([0, size - 1] if "pp-" in name else [0])
+        for rank in ([0, size - 1] if overrides.get(_PIPELINE, 1) > 1 else [0])
         for compiled in (False, True)
     ]
 
@@ -73,10 +74,11 @@ def test_the_host_waits_once_per_step(mesh: str, rank: int, compiled: bool, tmp_
     assert observed.waits[-1] == STEP_BUDGET
     # The device has work while the host waits; offloaded weights are on the host.
     # One update per parameter group.
-    updates = [] if "offload" in mesh else ["update", "update"]
+    is_offloaded = bool(overrides.get(_OFFLOAD))
+    updates = [] if is_offloaded else ["update", "update"]
     assert observed.order == [*updates, TOTALS]
     assert (observed.num_graphs > 0) == compiled
-    _check_devices(observed.devices, is_offloaded="offload" in mesh)
+    _check_devices(observed.devices, is_offloaded=bool(overrides.get(_OFFLOAD)))
 
 
 @pytest.mark.parametrize(("mesh", "rank", "compiled"), _rows(EXPERT_MESHES))
@@ -88,7 +90,7 @@ def test_the_host_waits_once_more_per_moe_layer(
     observed = observe_in_child(tmp_path, size, rank, overrides)
     assert observed.waits[-1] == {**STEP_BUDGET, **EXPERT_BUDGET[mesh][rank]}
     assert (observed.num_graphs > 0) == compiled
-    _check_devices(observed.devices, is_offloaded="offload" in mesh)
+    _check_devices(observed.devices, is_offloaded=bool(overrides.get(_OFFLOAD)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import launch
 from tests.harness.tolerances import FAULTS_FLOAT64
-from torchtitan_lite.checkpoint.save_context import replica_run_id
+from torchtitan_lite.checkpoint.history.identity import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
 from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
 from torchtitan_lite.fault_tolerance.lighthouse.server import LighthouseService

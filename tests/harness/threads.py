@@ -4,6 +4,7 @@ hundredths of a second."""
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -95,3 +96,25 @@ def _new_local_group(ranks: Sequence[int], timeout: timedelta, name: str) -> dis
 def _group_name(ranks: Sequence[int]) -> str:
     name = getattr(_group, "name", "")
     return hashlib.sha1(f"{name}:{list(ranks)}".encode(), usedforsecurity=False).hexdigest()
+
+
+class AwaitedWork:
+    """Work that goes on until a rank waits for it."""
+
+    def __init__(self) -> None:
+        self.num_exchanges = 0
+        self._go_on = threading.Event()
+
+    def run(self) -> int:
+        assert self._go_on.wait(30)
+        return 7
+
+    def wait(self, futures: list["Future[Any]"], timeout: float) -> None:
+        assert timeout > 0
+        self._go_on.set()
+        futures[0].exception()
+
+    def exchange(self) -> None:
+        self.num_exchanges += 1
+        if self.num_exchanges == 10:
+            self._go_on.set()

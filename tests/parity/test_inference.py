@@ -14,7 +14,6 @@ from tests.harness.jobs import FIXTURE, mesh_for, odd_config, run_job
 from tests.harness.ranks import WorkerPool
 from tests.harness.tolerances import PARITY_FLOAT32_LOSS, PARITY_FLOAT64
 from tests.parity.meshes import CP, TP
-from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.cli import evaluate, generate
 from torchtitan_lite.cli.parsers import parser
 from torchtitan_lite.core.errors import (
@@ -24,6 +23,7 @@ from torchtitan_lite.core.errors import (
     MeshError,
     UserError,
 )
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.serving.inference import open_weights
 
 Pools = Callable[[int], WorkerPool]

@@ -61,6 +61,11 @@ def test_a_machine_of_another_run_names_the_difference(endpoint: str, fails: Fai
     assert re.search(error, line), line
 
 
+def test_fault_tolerance_without_replicas_is_rejected(fails: Fails) -> None:
+    line = fails("127.0.0.1:1", "--nnodes=2", "--fault_tolerance.enable=true")
+    assert "fault_tolerance.enable is true: give --replicas R" in line
+
+
 @pytest.mark.matrix
 def test_another_token_is_rejected(endpoint: str, fails: Fails) -> None:
     # Anybody on the way could have answered: it is reported, and asks until its time limit.

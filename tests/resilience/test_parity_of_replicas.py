@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness import launch
 from tests.harness.replicas import Replicas, replicas
-from torchtitan_lite.checkpoint.save_context import replica_run_id
+from torchtitan_lite.checkpoint.history.identity import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.folder import region_files, run_folder
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.core.errors import DamagedSnapshot

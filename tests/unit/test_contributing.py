@@ -22,6 +22,7 @@ def test_functions_exist() -> None:
         for folder in ("torchtitan_lite", "checkpoint", "models", "tests/parity")
         for path in (_ROOT / folder).rglob("*.py")
     )
-    for name in ("parallelize", "element_wise_optimizer", "open_metrics", "open_storage"):
+    for name in ("parallelize", "open_metrics", "open_storage"):
         assert f"`{name}`" in _RECIPES and f"def {name}(" in code
+    assert "`_ELEMENT_WISE`" in _RECIPES and "\n_ELEMENT_WISE" in code
     assert "`MESHES`" in _RECIPES and "\nMESHES" in code

@@ -29,10 +29,11 @@ OF_A_USER = {
     "torchtitan_lite/cli/__init__.py",
     "torchtitan_lite/config/custom_tables.py",
     "models/__init__.py",
+    "torchtitan_lite/core/lazy_names.py",
     "torchtitan_lite/core/optional_dependencies.py",
     "torchtitan_lite/core/registry.py",
 }
-"""Files that import modules named by variables: a user's, commands of this package, and optional
+"""Files that import modules named by variables: a user's, those of this package, and optional
 packages, which `require` and `missing` name."""
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.cli import train as command
 from torchtitan_lite.cli import train_agents
+from torchtitan_lite.cli.rank_counts import main as check_ranks
 from torchtitan_lite.cli.train_options import TrainOptions
 from torchtitan_lite.cli.train_rank import _errors_outlive_sigterm
 from torchtitan_lite.config import Config
@@ -19,7 +20,6 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import 
     RunMesh,
 )
 from torchtitan_lite.training import run_folder
-from torchtitan_lite.training.checks.rank_counts import main as check_ranks
 
 
 def test_no_process_starts_in_a_folder_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

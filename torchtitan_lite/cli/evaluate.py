@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint import load, model_tensors, run_on_all_ranks
+from torchtitan_lite.checkpoint import load, model_tensors
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.data import DataConfig
 from torchtitan_lite.core.errors import ConfigError, UserError
@@ -17,6 +17,7 @@ from torchtitan_lite.data import open_validation
 from torchtitan_lite.data.tokenizer import TokenizerFiles
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, resolve_degrees, start_mesh
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.precision import precision_policy

@@ -3,6 +3,7 @@ run."""
 
 import argparse
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             grace_s=options.grace_s,
             host=options.bind,
             log_dir=options.log_dir,
+            check=check_ranks,
         )
         plan = replace(plan, environment={**plan.environment, **supervisor_environment()})
         for replica in range(plan.num_replicas):
@@ -92,6 +94,17 @@ def _print_end(
         f"Report       {shlex.join([*torchtitan_lite(), 'report', str(folder)])}",
     ]
     print("\n".join(lines), flush=True)
+
+
+def check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
+    """Validate the configuration in a process that imports torch. Raises ConfigError."""
+    module = "torchtitan_lite.cli.rank_counts"
+    numbers = ",".join(map(str, ranks))
+    answer = subprocess.run(
+        [sys.executable, "-m", module, numbers, "--", *arguments], capture_output=True, text=True
+    )
+    if answer.returncode:
+        raise ConfigError(answer.stderr.strip() or f"{module} ended with {answer.returncode}.")
 
 
 def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:

@@ -122,7 +122,8 @@ def _train(commands) -> Parser:
         commands,
         "train",
         "Train a model from one TOML file.",
-        "torchtitan-lite train [--nproc N] [--spares K] --config FILE [--section.key value ...]\n"
+        "torchtitan-lite train [--nproc N] [--replicas R] [--spares K] --config FILE "
+        "[--section.key value ...]\n"
         "torchtitan-lite train --nproc N --nnodes M --rdzv-endpoint HOST:PORT --config FILE ...\n"
         "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]\n"
         "torchtitan-lite train --help [SECTION ...]",
@@ -132,6 +133,12 @@ def _train(commands) -> Parser:
     # Read by cli.train_options, because every other argument belongs to the configuration.
     train.add_argument(
         "--nproc", metavar="N", help='processes to start on this machine; "auto": one per GPU'
+    )
+    train.add_argument(
+        "--replicas",
+        metavar="R",
+        help="copies of the training that share the batch, of N processes each (with --nnodes: of "
+        "M/R machines); one that fails rejoins while the others train on (default 1)",
     )
     train.add_argument(
         "--spares",

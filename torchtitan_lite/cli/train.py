@@ -21,33 +21,31 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after
 from torchtitan_lite.core.log import configure_logging, log_once, logger
-from torchtitan_lite.core.rank.supervised import LAUNCHER_PID
+from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
     from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import RecoveryHooks
-
-_CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
-"""Environment variable that `rank_recovery` sets for its processes; its modules import torch."""
 
 
 def train(argv: Sequence[str]) -> int:
     """Train according to `argv`, in this process or in --nproc processes. Returns the exit
     status."""
     configure_logging(beside_steps=True)
-    if _CHANNEL in os.environ:
+    if RANK_CHANNEL in os.environ:
         return _serve(argv)
     try:
         options, arguments = split_options(argv)
-        is_plain = not options.num_spares and not options.endpoint
+        is_plain = not options.num_spares and not options.endpoint and options.num_replicas == 1
         if LAUNCHER_PID in os.environ and is_plain and "RANK" not in os.environ:
             # The launcher has checked the configuration, and reads the status of each rank.
             return run_local_ranks(arguments, options.num_ranks)
         if "RANK" in os.environ or (is_plain and options.num_ranks == 1):
             return train_rank(arguments)
-        config, _ = checked_config(
-            [*arguments, *options.resized], options.num_ranks * options.num_machines
-        )
+        if options.num_replicas > 1 and not options.endpoint:
+            return _launch_replicas(arguments, options)
+        words = [*arguments, *options.of_replica(0), *options.resized]
+        config, _ = checked_config(words, options.world_size)
         return _train_in_processes(arguments, options, config)
     except UserError as error:
         log_once(error)
@@ -57,9 +55,10 @@ def train(argv: Sequence[str]) -> int:
 def _train_in_processes(arguments: Sequence[str], options: TrainOptions, config: Config) -> int:
     """Train in processes that this one starts. Returns the exit status. Raises UserError."""
     if options.endpoint:
-        if config.fault_tolerance.enable:
+        if config.fault_tolerance.enable and options.num_replicas == 1:
             raise ConfigError(
-                "--rdzv-endpoint is not supported together with fault_tolerance.enable: omit one."
+                "--rdzv-endpoint is given, and fault_tolerance.enable is true: give --replicas R, "
+                "which enables it, or omit one."
             )
         secret = rendezvous_secret()
         from torchtitan_lite.cli.train_machines import train_on_machines
@@ -73,6 +72,21 @@ def _train_in_processes(arguments: Sequence[str], options: TrainOptions, config:
 
         return train_with_spares(arguments, options, config)
     return run_local_ranks(arguments, options.num_ranks)
+
+
+def _launch_replicas(arguments: Sequence[str], options: TrainOptions) -> int:
+    """Train several replicas on this machine: `torchtitan-lite launch`. Returns the exit status."""
+    from torchtitan_lite.cli import launch
+    from torchtitan_lite.cli.parsers import parser
+
+    words = [
+        f"--replicas={options.num_replicas}",
+        f"--nproc-per-replica={options.num_ranks}",
+        f"--spares={options.num_spares}",
+    ]
+    launched = parser().parse_args(["launch", *words])
+    launched.argv = words
+    return launch.run(launched, arguments)
 
 
 def train_rank(argv: Sequence[str], recovery: "RecoveryHooks | None" = None) -> int:

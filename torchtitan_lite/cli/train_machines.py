@@ -9,6 +9,7 @@ from torchtitan_lite.cli.train_options import TrainOptions
 from torchtitan_lite.cli.train_processes import agent_environment, received_signals
 from torchtitan_lite.config import Config, check_resize_arguments, config_fingerprint
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.rank.supervised import LIGHTHOUSE
 from torchtitan_lite.distributed.network import address_for_others, names_loopback
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
@@ -29,13 +30,18 @@ def train_on_machines(
         name=f"{address} (process {os.getpid()})",
         run_id=options.run_id,
         num_machines=options.num_machines,
+        num_replicas=options.num_replicas,
         num_ranks=options.num_ranks,
-        fingerprint=config_fingerprint(config, options.num_ranks * options.num_machines),
+        fingerprint=config_fingerprint(config, options.world_size),
     )
     inbox = ResizeInbox(
         *resizing(arguments, options, config), check_arguments=check_resize_arguments
     )
-    environment = agent_environment(options)
+    environment = {
+        **agent_environment(options),
+        # The rendezvous is the lighthouse, too.
+        LIGHTHOUSE: f"http://{options.endpoint}",
+    }
     with received_signals() as received:
         agent = MachineAgent(
             lambda: RankProcess(arguments, environment),
@@ -45,6 +51,7 @@ def train_on_machines(
             join_timeout_s=options.join_timeout_s,
             requests=received,
             inbox=inbox,
+            replica_arguments=options.of_replica,
         )
         inbox.start()
         link.start()

@@ -10,6 +10,7 @@ from torchtitan_lite.cli.parsers import similar_option, train_parser
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.problems import tables_with
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
 from torchtitan_lite.training.run_config import parse_command_line
 
 
@@ -24,12 +25,23 @@ class TrainOptions:
     resized: tuple[str, ...] = ()
     """Arguments that a resize has changed, of an agent that the launcher starts again."""
     num_machines: int = 1
+    """Machines that train, of all replicas."""
+    num_replicas: int = 1
     endpoint: str = ""
     """HOST:PORT of the rendezvous; empty for a run on this machine alone."""
     run_id: str = "default"
     join_timeout_s: int = 600
     kept: tuple[str, ...] = ()
     """The words of the options with which the run is resumed, whatever its number of ranks."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of each replica."""
+        return self.num_ranks * self.num_machines // self.num_replicas
+
+    def of_replica(self, replica: int) -> list[str]:
+        """Return the arguments of a replica of this number; none if there are no others."""
+        return replica_arguments(replica, self.num_replicas) if self.num_replicas > 1 else []
 
 
 _OPTIONS = {
@@ -39,6 +51,7 @@ _OPTIONS = {
     "--spares": "--spares",
     "--resized": "--resized",
     "--nnodes": "--nnodes",
+    "--replicas": "--replicas",
     "--rdzv-endpoint": "--rdzv-endpoint",
     "--rdzv_endpoint": "--rdzv-endpoint",
     "--rdzv-id": "--rdzv-id",
@@ -70,6 +83,7 @@ def split_options(argv: Sequence[str]) -> tuple[TrainOptions, list[str]]:
         num_spares=_whole(values, "--spares", 0, least=0),
         resized=_resized(values),
         num_machines=_whole(values, "--nnodes", 1, least=1),
+        num_replicas=_whole(values, "--replicas", 1, least=1),
         endpoint=values.get("--rdzv-endpoint", ""),
         run_id=values.get("--rdzv-id", TrainOptions.run_id),
         join_timeout_s=_whole(values, "--rdzv-timeout-s", TrainOptions.join_timeout_s, least=1),
@@ -136,6 +150,11 @@ def _check_endpoint(options: TrainOptions, values: Mapping[str, str]) -> None:
             "--nnodes above 1, --rdzv-id and --rdzv-timeout-s need --rdzv-endpoint: start "
             "`torchtitan-lite rendezvous --bind HOST:PORT` on one machine, and name its address on "
             "all."
+        )
+    if options.endpoint and options.num_machines % options.num_replicas:
+        raise ConfigError(
+            f"--nnodes {options.num_machines} is not a multiple of --replicas "
+            f"{options.num_replicas}: each replica needs as many machines as the others."
         )
 
 

@@ -6,18 +6,13 @@ from collections.abc import Iterator
 
 from torchtitan_lite.config.schema import Config
 
-_COMPARED_SECTIONS = (
-    "model",
-    "training",
-    "optimizer",
-    "lr_scheduler",
-    "parallelism",
-    "checkpoint",
-    "fault_tolerance",
-    "anomalies",
-    "debug",
-    "quantize",
-)
+_SECTIONS_THAT_MAY_DIFFER = {
+    *("job", "validation", "activation_checkpoint", "compile", "publish", "comm", "metrics"),
+    *("profiling", "memory_estimation", "experimental"),
+    # Compared if the model uses it.
+    "lora",
+}
+"""All others are compared, those of a new table too, and those that a user's module adds."""
 _MAY_DIFFER_OF_CORPUS = ("dataset_path", "max_unusable_fraction")
 _MAY_DIFFER = {
     "model": ("hf_assets_path", "print_after_conversion"),
@@ -76,10 +71,9 @@ def _compared(config: Config) -> Iterator[tuple[str, object]]:
     values = config.model_dump()
     # Unset means 0.
     values["debug"]["seed"] = values["debug"]["seed"] or 0
-    # Sections added by a user's module may change anything.
-    added = sorted(type(config).model_fields.keys() - Config.model_fields.keys())
-    converters = ("lora",) if config.model.uses_lora else ()
-    for section in (*_COMPARED_SECTIONS, *converters, *added):
+    converters = {"lora"} if config.model.uses_lora else set[str]()
+    sections = values.keys() - _SECTIONS_THAT_MAY_DIFFER | converters
+    for section in sorted(sections):
         for key, value in values[section].items():
             if key in _MAY_DIFFER.get(section, ()):
                 continue

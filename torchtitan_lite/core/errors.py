@@ -50,6 +50,10 @@ class DamagedSnapshot(CheckpointError):
     """A snapshot in shared memory that is incomplete or whose bytes have changed."""
 
 
+class WriteAbandoned(Exception):
+    """Raised by a tick to stop a write that is no longer wanted."""
+
+
 class MeshError(UserError):
     """Degrees of parallelism that do not fit the processes or the model."""
 
@@ -99,6 +103,21 @@ class RpcError(UserError):
         proved itself, would reject the call again."""
         super().__init__(message)
         self.code, self.is_final = code, is_final
+
+
+_LOST_KINDS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_LOST_ERRNOS = (errno.ELOOP, errno.EIO, errno.ENODATA)
+"""Errors of a file that is missing, is of another type, was truncated, or is on a failing disk. All
+others (network, open files) may be transient, and do not justify resuming from an older
+checkpoint."""
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Return whether `error` means that saved data is lost."""
+    if isinstance(error, OSError):
+        # Object store clients set no errno.
+        return isinstance(error, _LOST_KINDS) or error.errno in _LOST_ERRNOS
+    return isinstance(error, (DamagedCheckpoint, DamagedSnapshot))
 
 
 _TRANSIENT_ERRNOS = {

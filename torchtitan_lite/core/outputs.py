@@ -37,6 +37,11 @@ def replica_folder(dump_folder: Path, replica: int) -> Path:
     return dump_folder / f"replica_{replica:03d}"
 
 
+def quorum_name(replica: int) -> str:
+    """Return the name of a replica in quorums and in the history of its run."""
+    return f"replica_{replica:05d}"
+
+
 def output_folder(dump_folder: str, replica: int | None) -> Path:
     """Return the folder of a run's outputs; those of a replica are its own, except for checkpoints.
     `replica` is None without fault tolerance."""

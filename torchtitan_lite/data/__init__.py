@@ -5,8 +5,9 @@ cursor, independent of the ranks. Names are imported when first used: processes 
 this package and no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchtitan_lite.core.lazy_names import lazy_names
 
 # The function has the name of its module: imported later, it would be hidden by the module.
 from torchtitan_lite.data.batch_sizes import BatchSizes, batch_sizes
@@ -42,11 +43,4 @@ _MODULES = {
     "order": ("SampleOrder", "microbatch_indices"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module (PEP 562)."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__getattr__ = lazy_names(__name__, _MODULES)

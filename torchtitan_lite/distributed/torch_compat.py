@@ -84,6 +84,34 @@ def new_local_group(ranks: Sequence[int], timeout: timedelta, name: str) -> dist
 _naming = Lock()
 
 
+def gloo_group(
+    store: Any,
+    rank: int,
+    world_size: int,
+    *,
+    address: str,
+    connect_timeout: timedelta,
+    timeout: timedelta,
+) -> dist.ProcessGroup:
+    """Create a gloo group beside the default one that listens at `address`, for tensors of any
+    device. `connect_timeout` is for the connections to the others, `timeout` for a collective.
+
+    `new_group` takes no address, and has one timeout for both (2.13). Needed until a group can be
+    given both.
+    """
+    options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = connect_timeout
+    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    backend._set_default_timeout(timeout)
+    backend._set_sequence_number_for_group()
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
 def abort_groups() -> None:
     """Abort all process groups of this process from any thread, and forget them.
 
@@ -789,6 +817,30 @@ def foreach_copy_(
     """Copy many tensors in one call that releases the GIL. Private in torch 2.13, without a
     public equivalent."""
     torch._foreach_copy_(outs, sources, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def raise_recompile_limit(num_graphs: int) -> None:
+    """Let the compiler keep `num_graphs` graphs of one code object, if its limit is lower.
+
+    `torch._dynamo.config` is documented, but underscored. Needed until it has a public name.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, num_graphs)
+
+
+def private_dcp_classes() -> dict[str, type]:
+    """Return, by name, the private classes that DCP pickles into the metadata of a checkpoint.
+
+    Needed until DCP has a file format without pickle.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    classes = (
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        filesystem._StoragePrefix,
+    )
+    return {kind.__name__: kind for kind in classes}
 
 
 def compile_time_ns() -> int:

@@ -9,12 +9,12 @@ from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder import DecoderLayer
 from torchtitan_lite.nn.decoder_family import decoder_model_spec, output_of
-from torchtitan_lite.nn.decoder_hugging_face import decoder_hugging_face_keys, ignored_keys
 from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
 from torchtitan_lite.nn.feed_forward import Dense
 from torchtitan_lite.nn.grouped_query import GroupedQuery
-from torchtitan_lite.nn.hugging_face_config import differences, is_model_of, named_architecture
-from torchtitan_lite.nn.hugging_face_facts import Architecture
+from torchtitan_lite.nn.hugging_face.config import differences, is_model_of, named_architecture
+from torchtitan_lite.nn.hugging_face.facts import Architecture
+from torchtitan_lite.nn.hugging_face.names import decoder_hugging_face_keys, ignored_keys
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.norm import RMS_NORM, NormKind
 from torchtitan_lite.nn.rope import Rope, Scaling

@@ -271,7 +271,7 @@ class ModelCost:
     """FLOPs of forward and backward per token at the given sequence length, attention included."""
 
 
-Rotation = Literal["allgather", "alltoall", "ulysses"]
+RotateMethod = Literal["allgather", "alltoall", "ulysses"]
 """How context parallelism exchanges what attention needs of other ranks' positions."""
 
 
@@ -285,11 +285,11 @@ class AttentionSharding:
     """Query heads, which Ulysses shards."""
     state_width: int = 0
     """Numbers per position that context parallelism gathers, for estimates."""
-    rotations: tuple[Rotation, ...] = ("allgather", "alltoall", "ulysses")
+    rotations: tuple[RotateMethod, ...] = ("allgather", "alltoall", "ulysses")
     """Exchanges of context parallelism that it supports."""
     carried_inputs: int = 0
     """Set for a recurrence: the inputs of a convolution that a rank hands on beside the state,
-    whatever the rotation."""
+    whatever the method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +360,7 @@ class ModelSpec:
         return (*self.no_muon, *(rule.pattern for rule in rules))
 
 
-_RUN_SETTINGS = {
+RUN_SETTINGS = {
     *("attention_backend", "document_mask", "dropout", "max_seq_len"),
     *("balance_loss_weight", "z_loss_weight", "bias_update_rate", "mtp_loss_weight"),
     *("chunk_size", "pad_token_id"),
@@ -372,7 +372,7 @@ def differing_dims(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     """List the dimensions in which two recorded models differ, with both values. One that is
     absent from a record, written before the dimension existed, is not compared."""
     found = []
-    for name in sorted((there.keys() & here.keys()) - _RUN_SETTINGS):
+    for name in sorted((there.keys() & here.keys()) - RUN_SETTINGS):
         theirs, ours = there[name], here[name]
         if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
             found += [f"{name}.{text}" for text in differing_dims(theirs, ours)]

@@ -6,7 +6,7 @@ than the update of a small model and, for parameters on a mesh of four axes, min
 step (torch 2.13). It also allows parameters of several meshes in one call.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -120,23 +120,53 @@ def element_wise_optimizer(
     groups: list[dict[str, Any]],
     parameters: list[nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """Build an optimizer whose updates are element-wise, from groups with this rank's shards. Muon
-    leaves what is no matrix to AdamW."""
+    """Build an optimizer whose updates are element-wise, from groups with this rank's shards."""
     del parameters
     how = {
         "for-loop": {"foreach": False, "fused": False},
         "foreach": {"foreach": True, "fused": False},
         "fused": {"foreach": False, "fused": device.fused_optimizer},
     }[config.implementation]
-    if config.name == "SGD":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, **how)
-    if config.name == "Adagrad":
-        return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps, **how)
+    if config.name in _ELEMENT_WISE:
+        return _ELEMENT_WISE[config.name](groups, config, how)
     if config.name in REGISTRY.optimizers:
         return registered_optimizer(groups, config)
-    kind = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
+    raise AssertionError(f"optimizer.name = {config.name!r} has no entry in _ELEMENT_WISE")
+
+
+def _adam(
+    kind: type[torch.optim.Adam],
+    groups: list[dict[str, Any]],
+    config: OptimizerConfig,
+    how: dict[str, bool],
+) -> torch.optim.Optimizer:
     betas = (config.beta1, config.beta2)
     return kind(groups, lr=config.lr, betas=betas, eps=config.eps, **how)
+
+
+def _sgd(
+    groups: list[dict[str, Any]], config: OptimizerConfig, how: dict[str, bool]
+) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, **how)
+
+
+def _adagrad(
+    groups: list[dict[str, Any]], config: OptimizerConfig, how: dict[str, bool]
+) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps, **how)
+
+
+_ELEMENT_WISE: Mapping[
+    str,
+    Callable[[list[dict[str, Any]], OptimizerConfig, dict[str, bool]], torch.optim.Optimizer],
+] = {
+    "AdamW": partial(_adam, torch.optim.AdamW),
+    "Adam": partial(_adam, torch.optim.Adam),
+    "SGD": _sgd,
+    "Adagrad": _adagrad,
+    "Muon": partial(_adam, torch.optim.AdamW),
+}
+"""The optimizer of each name in OPTIMIZERS, of Muon that of the parameters it leaves to AdamW."""
 
 
 def _muon(

@@ -6,6 +6,7 @@ from torch import nn
 
 from torchtitan_lite.config.tables.compile import CompileConfig
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.torch_compat import raise_recompile_limit
 from torchtitan_lite.nn.moe import Experts
 from torchtitan_lite.nn.spec import ModelSpec, blocks_of
 from torchtitan_lite.parallel.expert import has_own_mesh
@@ -24,9 +25,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) 
     if not config.covers("model"):
         return
     # Blocks of several kinds share one code object, for which the compiler keeps 8 graphs.
-    torch._dynamo.config.recompile_limit = max(
-        torch._dynamo.config.recompile_limit, _GRAPHS_PER_BLOCK * spec.num_layers
-    )
+    raise_recompile_limit(_GRAPHS_PER_BLOCK * spec.num_layers)
     experts_apart = has_own_mesh(spec, mesh)
     drops_tokens = spec.expert_capacity_factor is not None
     if experts_apart:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.checkpoint import StoredSnapshot, run_on_all_ranks
+from torchtitan_lite.checkpoint import StoredSnapshot
 from torchtitan_lite.checkpoint.convert.hugging_face import (
     AdapterExport,
     FolderExport,
@@ -19,6 +19,7 @@ from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.data.tokenizer import special_ids
 from torchtitan_lite.distributed.host_collectives import all_gather_ints
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.models import model_spec
 
 

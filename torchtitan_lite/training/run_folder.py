@@ -5,14 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.checkpoint import (
-    checkpoint_root,
-    first_message,
-    replica_run_id,
-    run_long_on_all_ranks,
-    run_on_all_ranks,
-    shared_run_id,
-)
+from torchtitan_lite.checkpoint import checkpoint_root, run_id_in
 from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, user_folder
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import FAILED, CheckpointError, UserError
@@ -32,6 +25,11 @@ from torchtitan_lite.core.run_lease import (
     wait_until_free,
 )
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import (
+    first_message,
+    run_long_on_all_ranks,
+    run_on_all_ranks,
+)
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import kill_writers
 
 
@@ -94,7 +92,7 @@ def _hold_snapshots(config: Config, instance: str) -> list[RunLease]:
     if os.environ.get("LOCAL_RANK", "0") != "0" or not SHARED_MEMORY.is_dir():
         return []
     folder = Path(config.job.dump_folder)
-    run_id = replica_run_id(shared_run_id(folder), config.fault_tolerance.replica or 0)
+    run_id = run_id_in(folder, config.fault_tolerance.replica)
     file = open_lease_file(str(user_folder()), f"{run_id}.lease")
     places = LeasePlaces(folder=folder, held=(file,), other=lambda: ())
     lease = RunLease(places, instance, on_loss=_stop_writing)

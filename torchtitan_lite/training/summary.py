@@ -13,7 +13,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.core.commands import program, torchtitan_lite, with_steps
 from torchtitan_lite.core.errors import ConfigError, UserError
 from torchtitan_lite.core.log import logger, warn_once, wrapped
-from torchtitan_lite.core.outputs import SAMPLE
+from torchtitan_lite.core.outputs import SAMPLE, output_folder
 from torchtitan_lite.core.rank.supervised import LAUNCHER_PID
 from torchtitan_lite.data.chat_prompt import ChatPrompt
 from torchtitan_lite.distributed.mesh import AXES
@@ -121,7 +121,8 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
     else:
         lines += [f"Stopped at step {job.state.step} of {job.steps} on request.", ""]
     folder = Path(config.job.dump_folder)
-    lines.append(f"Outputs      {folder}/ (config.toml, metrics.jsonl)")
+    own = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
+    lines.append(f"Outputs      {own}/ (config.toml, metrics.jsonl)")
     if config.checkpoint.enable:
         lines.append(f"Checkpoints  {job.checkpoints.root}/")
     if config.checkpoint.enable and LAUNCHER_PID not in os.environ:

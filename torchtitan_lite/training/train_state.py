@@ -10,7 +10,7 @@ from torch import nn
 from torchtitan_lite.checkpoint import FrozenBase, model_tensors
 from torchtitan_lite.data import DataLoader
 from torchtitan_lite.optim import ShardedOptimizer, WarmupStableDecay
-from torchtitan_lite.training.anomalies import History
+from torchtitan_lite.training.anomalies import StepStatistics
 
 
 class OuterState(Protocol):
@@ -45,7 +45,7 @@ class TrainState:
     cursor: int = 0
     """Position in the global order of samples at which the next step begins; a skipped step
     advances it, too."""
-    history: History = field(default_factory=History)
+    statistics: StepStatistics = field(default_factory=StepStatistics)
     """Statistics on which the decision about the next step depends."""
     outer: OuterState | None = None
     """State of the outer optimizer; None unless replicas are semi-synchronous."""
@@ -84,7 +84,7 @@ class TrainState:
             "train_state": {
                 "step": self.step,
                 "tokens": self.tokens,
-                "history": self.history.values(),
+                "history": self.statistics.values(),
                 **outer,
                 **base,
             },
@@ -112,7 +112,7 @@ class TrainState:
                 self.base.check(values["train_state"].get("base"))
             self.step = values["train_state"]["step"]
             self.tokens = values["train_state"]["tokens"]
-            self.history = History.of(values["train_state"].get("history", {}))
+            self.statistics = StepStatistics.of(values["train_state"].get("history", {}))
             if self.outer is not None and "outer" in values["train_state"]:
                 self.outer.load_values(values["train_state"]["outer"])
         if "dataloader" in values:

@@ -168,7 +168,7 @@ def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> 
     if isinstance(why, DamagedState) or (isinstance(why, MachineFault) and report.num_replicas > 1):
         # The other replicas have the state, computed by machines that are not faulty.
         raise why
-    job.state.history.reset_counts()
+    job.state.statistics.reset_counts()
     folder = job.checkpoints.final_save(finished=False)
     saved = f", saved in {folder}." if folder else ", and checkpoint.enable is false."
     raise type(why)(f"{why} The weights are those of step {job.state.step}{saved}")
@@ -211,7 +211,7 @@ def train_step(job: Job) -> StepReport:
             totals,
             loss,
             microbatches,
-            state.history,
+            state.statistics,
             share,
             job.replicas,
             number=number,
@@ -335,7 +335,9 @@ def _apply(
         state.step += 1
         state.tokens += step_size * job.seq_len
         window = job.monitor.detector.window
-        state.history.record_commit(state.step, totals.mean_loss, totals.grad_norm, window=window)
+        state.statistics.record_commit(
+            state.step, totals.mean_loss, totals.grad_norm, window=window
+        )
     router_loads = job.router_balance.apply(totals.router_counts, committed=committed)
     state.optimizer.zero_grad()
     if decision.faulty_ranks:
@@ -361,7 +363,7 @@ def _update_on_device(job: Job, pending: PendingTotals) -> bool:
     the step is anomalous. Returns false if this run must wait for them.
 
     The device then has work while the host waits. Replicas vote about a step, and spikes depend on
-    the history, so those decisions are the host's.
+    the statistics, so those decisions are the host's.
     """
     state = job.state
     if not (

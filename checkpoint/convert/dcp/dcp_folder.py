@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.distributed.redistribute.planning.layout import Box, covers_exactly
+from torchtitan_lite.distributed.torch_compat import private_dcp_classes
 
 MODEL = "torchtitan_lite_model.json"
 """File beside the metadata with the exported model. torch ignores it."""
@@ -120,6 +121,7 @@ def _path(*parts: str) -> str:
     return "/".join(parts)
 
 
+_PRIVATE = private_dcp_classes()
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,
@@ -137,9 +139,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
             metadata.ChunkStorageMetadata,
             metadata.TensorProperties,
             metadata.StorageMeta,
-            metadata._MEM_FORMAT_ENCODING,
-            filesystem._StorageInfo,
-            filesystem._StoragePrefix,
+            *_PRIVATE.values(),
         )
     },
     **{("torch", name): getattr(torch, name) for name in _DTYPES},
@@ -218,7 +218,7 @@ def _tensor(
 
 
 def _place(info: Any, folder: Path, sizes: dict[str, int]) -> DcpLocation:
-    if not isinstance(info, filesystem._StorageInfo):
+    if not isinstance(info, _PRIVATE["_StorageInfo"]):
         raise ValueError(f"a location is a {type(info).__name__}")
     file, (first, length) = info.relative_path, _lengths((info.offset, info.length))
     # Such a name cannot lead to another folder.

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_lite.checkpoint.collective import first_message, run_long_on_all_ranks
 from torchtitan_lite.checkpoint.convert.conversion import TargetExists, Tick, check_disk_space
 from torchtitan_lite.checkpoint.convert.hugging_face.export import ExportFile, FolderExport
 from torchtitan_lite.core.errors import CheckpointError, UserError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.host_collectives import all_gather_bytes, broadcast_bytes
+from torchtitan_lite.distributed.on_all_ranks import first_message, run_long_on_all_ranks
 
 
 def export_on_all_ranks(prepare: Callable[[], FolderExport]) -> None:

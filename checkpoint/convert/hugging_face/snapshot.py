@@ -17,7 +17,6 @@ import torch
 
 from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import HuggingFaceFolder
-from torchtitan_lite.checkpoint.convert.hugging_face.mxfp4 import BLOCK, dequantize
 from torchtitan_lite.checkpoint.snapshots import SavedValues
 from torchtitan_lite.checkpoint.storage.base import Storage, read_error
 from torchtitan_lite.checkpoint.tensors import tensor_bytes, tensor_from_bytes
@@ -33,6 +32,11 @@ _ZEROS: Holder = "nowhere"
 _SHOWN = 40
 _SAMPLE_BYTES = 4096
 """Bytes at each end of a tensor that count for the fingerprint."""
+_MXFP4_BLOCK = 32
+"""Numbers with one scale in MXFP4 (OCP Microscaling Formats 1.0): 4 bits each (1 of sign, 2 of
+exponent, 1 of mantissa), with a power of two as their scale."""
+_MXFP4_BIAS = 127
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -187,9 +191,9 @@ class HuggingFaceSnapshot:
         first = box.offset[0] * prod(placed.shape[1:])
         end = first + prod(shape)
         numbers = self._read(blocks.file, blocks.first + first // 2, blocks.first + end // 2)
-        at = (scales.first + first // BLOCK, scales.first + end // BLOCK)
+        at = (scales.first + first // _MXFP4_BLOCK, scales.first + end // _MXFP4_BLOCK)
         exponents = self._read(scales.file, *at)
-        return dequantize(
+        return dequantize_mxfp4(
             torch.frombuffer(bytearray(numbers), dtype=torch.uint8),
             torch.frombuffer(bytearray(exponents), dtype=torch.uint8),
         ).view(*shape)
@@ -371,10 +375,13 @@ def _mxfp4_problems(
     folder: HuggingFaceFolder, blocks: str, scales: str, shape: Sequence[int]
 ) -> Iterator[str]:
     *rows, width = shape
-    if width % BLOCK:
-        yield f"{blocks} holds blocks of {BLOCK} numbers, which do not divide {width}"
+    if width % _MXFP4_BLOCK:
+        yield f"{blocks} holds blocks of {_MXFP4_BLOCK} numbers, which do not divide {width}"
         return
-    wanted = {blocks: (*rows, width // BLOCK, BLOCK // 2), scales: (*rows, width // BLOCK)}
+    wanted = {
+        blocks: (*rows, width // _MXFP4_BLOCK, _MXFP4_BLOCK // 2),
+        scales: (*rows, width // _MXFP4_BLOCK),
+    }
     for key, there in wanted.items():
         found = folder.tensors.get(key)
         if found is None:
@@ -393,3 +400,14 @@ def _mxfp4_source(
         return RowSlice(key, found.file, found.tensor.first, found.tensor.end)
 
     return ParameterSource(torch.bfloat16, tuple(shape), (whole(blocks),), scales=whole(scales))
+
+
+def dequantize_mxfp4(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the numbers in bfloat16, which represents them exactly, in one dim. `numbers` (uint8)
+    has two of them per byte, the first in the low bits; `scales` (uint8) has biased exponents."""
+    values = torch.tensor(
+        [*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)], dtype=torch.bfloat16
+    )
+    codes = torch.stack([numbers & 0xF, numbers >> 4], dim=-1).flatten()
+    found = values[codes.int()].view(len(scales), _MXFP4_BLOCK)
+    return torch.ldexp(found, scales.int()[:, None] - _MXFP4_BIAS).flatten()

@@ -6,8 +6,8 @@ from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.models.auto.dims import AutoDims
 from torchtitan_lite.models.auto.rows import ACTIVATION, MLP_BIAS, WIDTH, base_facts, row
 from torchtitan_lite.nn.grouped_decoder import GroupedDecoderFamily
-from torchtitan_lite.nn.hugging_face_facts import HeadWidth
-from torchtitan_lite.nn.hugging_face_position_facts import (
+from torchtitan_lite.nn.hugging_face.facts import HeadWidth
+from torchtitan_lite.nn.hugging_face.position_facts import (
     LayerWindows,
     Rotation,
     all_but_first_of_each,

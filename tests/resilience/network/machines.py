@@ -42,15 +42,17 @@ _OWN_SHARED_MEMORY = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
 
 
 @contextmanager
-def machines(folder: Path, *names: str, steps: int) -> Iterator["Machines"]:
-    """Start a rendezvous for machines `names`, of which two train. On exit, all processes and
-    namespaces are removed."""
+def machines(
+    folder: Path, *names: str, steps: int, num_training: int = 2, num_replicas: int = 1
+) -> Iterator["Machines"]:
+    """Start a rendezvous for machines `names`, of which the first ones train. On exit, all
+    processes and namespaces are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     with Network([_RENDEZVOUS, *names]) as network:
         for name in names:
             # Debian's default, which no address may follow.
             network.set_hosts(name, f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-        run = Machines(folder, network, steps)
+        run = Machines(folder, network, steps, num_training, num_replicas)
         try:
             run.start_rendezvous()
             yield run
@@ -61,9 +63,19 @@ def machines(folder: Path, *names: str, steps: int) -> Iterator["Machines"]:
 class Machines:
     """A run, as a user starts it."""
 
-    def __init__(self, folder: Path, network: Network, steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        network: Network,
+        steps: int,
+        num_training: int = 2,
+        num_replicas: int = 1,
+    ) -> None:
         self.folder, self.network, self.steps = folder, network, steps
-        self.output = folder / "run"
+        self._num_training, self._num_replicas = num_training, num_replicas
+        self.dump_folder = folder / "run"
+        # That of the first replica.
+        self.output = self.dump_folder / "replica_000" if num_replicas > 1 else self.dump_folder
         self.token = secrets.token_hex(16)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.rendezvous: subprocess.Popen[bytes] | None = None
@@ -80,20 +92,26 @@ class Machines:
     def start(self, name: str, *more: str, **variables: str) -> subprocess.Popen[bytes]:
         """Start the agent of a machine, with more arguments and variables."""
         command = [
-            *("train", "--nproc=1", "--nnodes=2", f"--rdzv-endpoint={self.endpoint}"),
-            *(*ARGUMENTS, f"--job.dump_folder={self.output}", f"--training.steps={self.steps}"),
+            *("train", "--nproc=1", f"--nnodes={self._num_training}"),
+            *(f"--rdzv-endpoint={self.endpoint}", f"--replicas={self._num_replicas}"),
+            *(*ARGUMENTS, f"--job.dump_folder={self.dump_folder}"),
+            f"--training.steps={self.steps}",
             *more,
         ]
         self.agents[name] = self._start(name, command, **variables)
         return self.agents[name]
 
     def train(self, *names: str, more: tuple[str, ...] = (), **variables: str) -> None:
-        """Start machines, wait until the first two have taken some steps, and the others are
+        """Start machines, wait until those that train have taken some steps, and the others are
         warm."""
-        for name in names[:2]:
+        for name in names[: self._num_training]:
             self.start(name, *more, **variables)
+            if self._num_replicas > 1:
+                # So that it has the place of its turn.
+                address = f"{self.network.address(name)} ("
+                self.wait(lambda address=address: address in self.text(_RENDEZVOUS))
         self.wait_for_attempt(1)
-        for name in names[2:]:
+        for name in names[self._num_training :]:
             self.start(name, *more, **variables)
         self.wait(lambda: all(self.rank(name) for name in names))
         self.wait_for_step(3)

@@ -11,13 +11,13 @@ from tests.harness.snapshots import description, slot_bytes_of, snapshot
 from torchtitan_lite.checkpoint import leftover_snapshots
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, _Save
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import saved_assets
+from torchtitan_lite.checkpoint.history.identity import replica_run_id
 from torchtitan_lite.checkpoint.history.snapshot_index import HeldPart, HeldRegion, Position
 from torchtitan_lite.checkpoint.leftover_snapshots import (
     LeftoverSnapshot,
     SnapshotOrigin,
     newest_leftover,
 )
-from torchtitan_lite.checkpoint.save_context import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.core.errors import DamagedCheckpoint
 

@@ -13,40 +13,21 @@ from tests.harness.threads import run_on_threads
 from torchtitan_lite.checkpoint import buddies, leftover_snapshots, manager
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, SnapshotInterval
 from torchtitan_lite.checkpoint.buddies import open_buddies, pair_buddies
-from torchtitan_lite.checkpoint.collective import first_message, raise_on_all_ranks
 from torchtitan_lite.checkpoint.history import lineage
+from torchtitan_lite.checkpoint.history.identity import agree_on_identity
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.leftover_snapshots import newest_leftover
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.restore import Restorer
-from torchtitan_lite.checkpoint.save_context import SaveSignals, agree_on_identity
+from torchtitan_lite.checkpoint.save_context import SaveSignals
 from torchtitan_lite.checkpoint.sync_saver import SynchronousSaver
-from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.core.errors import DamagedCheckpoint
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 
 
 def two_ranks() -> Mesh:
     return Mesh(detect_device("cpu"), ParallelDims(dp_shard=2))
-
-
-def test_the_error_of_a_rank_is_raised_on_all() -> None:
-    def act() -> str:
-        try:
-            raise_on_all_ranks(CheckpointError("no space") if dist.get_rank() == 1 else None)
-        except CheckpointError as error:
-            return str(error)
-        return ""
-
-    assert run_on_threads(3, act) == ["no space"] * 3
-
-
-def test_the_first_message_is_that_of_the_first_rank_with_one() -> None:
-    def first(*texts: str) -> str:
-        return first_message(texts[dist.get_rank()])
-
-    assert run_on_threads(3, first, "", "b", "c") == ["b"] * 3
-    assert run_on_threads(2, first, "", "") == [""] * 2
 
 
 def test_ranks_of_two_machines_are_buddies(monkeypatch: pytest.MonkeyPatch) -> None:

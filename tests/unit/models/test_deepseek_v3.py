@@ -361,8 +361,10 @@ def test_invalid_groups_are_rejected(changes: dict[str, Any], message: str) -> N
 
 def _drawn(dims: DeepseekV3Dims, dtype: torch.dtype = torch.float64) -> Decoder:
     """Return a model with initialized weights, in training mode."""
-    model = deepseek_v3.build(dims)
-    initialize(model, deepseek_v3.spec_of(dims, "tiny").init, seed=11)
+    spec = deepseek_v3.spec_of(dims, "tiny")
+    model = spec.build()
+    assert isinstance(model, Decoder)
+    initialize(model, spec.init, seed=11)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype)
         if "norm" in name:
@@ -439,7 +441,8 @@ def _summed(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("q_lora_rank", [None, 14])
 def test_each_rule_of_the_shard_plan_has_a_weight(q_lora_rank: int | None) -> None:
     dims = replace(DEEPSEEK, q_lora_rank=q_lora_rank)
+    spec = deepseek_v3.spec_of(dims, "tiny")
     with torch.device("meta"):
-        names = [name for name, _ in deepseek_v3.build(dims).named_parameters()]
-    for rule in deepseek_v3.spec_of(dims, "tiny").shard_plan:
+        names = [name for name, _ in spec.build().named_parameters()]
+    for rule in spec.shard_plan:
         assert any(fnmatchcase(name, rule.pattern) for name in names), rule.pattern

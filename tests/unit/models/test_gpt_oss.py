@@ -14,7 +14,7 @@ from tests.harness import hugging_face
 from tests.harness.hugging_face import make_folder, our_model, tensors_of
 from tests.unit.models.tiny import GPT_OSS, tiny_samples
 from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
-from torchtitan_lite.checkpoint.convert.hugging_face.mxfp4 import dequantize
+from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import dequantize_mxfp4
 from torchtitan_lite.cli import main
 from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import CheckpointError, ConfigError
@@ -142,7 +142,7 @@ def test_blocks_that_do_not_divide_a_row_are_rejected(tmp_path: Path) -> None:
 
 def test_every_code_of_mxfp4() -> None:
     numbers = torch.tensor([high << 4 | low for low in range(16) for high in range(16)])
-    found = dequantize(numbers.to(torch.uint8), torch.full((16,), 128, dtype=torch.uint8))
+    found = dequantize_mxfp4(numbers.to(torch.uint8), torch.full((16,), 128, dtype=torch.uint8))
     values = [0.0, 0.5, 1, 1.5, 2, 3, 4, 6]
     values += [-value for value in values]
     wanted = [2 * values[code] for low in range(16) for high in range(16) for code in (low, high)]

@@ -46,7 +46,8 @@ def test_the_cost_counts_every_parameter(flavor: str) -> None:
 
 def _drawn(dims: qwen3_next.Qwen3NextDims = QWEN3_NEXT) -> Decoder:
     spec = qwen3_next.spec_of(dims, "tiny")
-    model = qwen3_next.build(dims)
+    model = spec.build()
+    assert isinstance(model, Decoder)
     initialize(model, spec.init, seed=3)
     return model.double()
 

@@ -17,7 +17,7 @@ from tests.harness.threads import run_on_threads
 from tests.harness.tolerances import NORM_FLOAT32, OPTIMIZER_FLOAT32, SCHEDULE
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.config.tables.lr_scheduler import LRSchedulerConfig
-from torchtitan_lite.config.tables.optimizer import OptimizerConfig
+from torchtitan_lite.config.tables.optimizer import OPTIMIZERS, OptimizerConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.registry import REGISTRY, register_optimizer
@@ -29,6 +29,8 @@ from torchtitan_lite.optim import (
     local_gradients,
     square_norm,
 )
+from torchtitan_lite.optim import optimizer as optimizer_module
+from torchtitan_lite.optim.muon import Muon
 
 _SHAPES = {
     "linear": lambda p: 1 - p,
@@ -247,7 +249,8 @@ def test_the_update_is_by_scaled_gradients(
         for _ in range(2):
             model.weight.grad = gradient.clone()
             optimizer.step(0.5, **factor)
-        return {"weight": model.weight.detach(), **optimizer.slots(model.weight)}
+        (weight,) = model.parameters()
+        return {"weight": weight.detach(), **optimizer.slots(weight)}
 
     gradient = torch.tensor([[1.0, -2.0, 300.0]], dtype=dtype)
     # An exact quotient, and one that float32 rounds.
@@ -453,6 +456,24 @@ def _one_step(name: str, factor: float = 1.0) -> tuple[nn.Linear, Any]:
     linear.weight.grad = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]])
     optimizer.step(0.25, factor)
     return linear, optimizer
+
+
+def test_each_built_in_name_has_its_own_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kinds(name: str) -> list[type]:
+        config = OptimizerConfig(name=name, lr=0.5)
+        model = nn.Linear(3, 2)
+        return [type(o) for o in build_optimizer(config, model, (), detect_device("cpu")).inner]
+
+    assert {name: kinds(name) for name in OPTIMIZERS} == {
+        "AdamW": [torch.optim.AdamW],
+        "Adam": [torch.optim.Adam],
+        "SGD": [torch.optim.SGD],
+        "Adagrad": [torch.optim.Adagrad],
+        "Muon": [Muon, torch.optim.AdamW],
+    }
+    monkeypatch.setattr(optimizer_module, "OPTIMIZERS", (*OPTIMIZERS, "Lion"))
+    with pytest.raises(AssertionError, match="'Lion' has no entry in _ELEMENT_WISE"):
+        kinds("Lion")
 
 
 def test_a_registered_optimizer_updates_shards_and_its_state_is_saved(registered) -> None:

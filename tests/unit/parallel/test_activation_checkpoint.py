@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +32,7 @@ from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel import activation_checkpoint
 
+_M = TypeVar("_M", bound=nn.Module)
 _MODES = {
     "none": {"mode": "none"},
     "full": {"mode": "full"},
@@ -100,7 +102,8 @@ def test_op_recomputes_every_other_product_and_never_attention() -> None:
 
 def test_op_solves_the_chunks_of_a_recurrence_once() -> None:
     def run(mode: str) -> int:
-        spec, model = qwen3_next.spec_of(QWEN3_NEXT, "tiny"), qwen3_next.build(QWEN3_NEXT)
+        spec = qwen3_next.spec_of(QWEN3_NEXT, "tiny")
+        model = spec.build()
         initialize(model, spec.init, seed=3)
         with _CountOps() as ops:
             _loss(_with_checkpointing(model, spec, _MODES[mode]))
@@ -142,14 +145,14 @@ def _checkpointed(
     return _with_checkpointing(model, tiny_spec(), settings)
 
 
-def _with_checkpointing(model: Decoder, spec: ModelSpec, settings: Mapping[str, Any]) -> Decoder:
+def _with_checkpointing(model: _M, spec: ModelSpec, settings: Mapping[str, Any]) -> _M:
     config = ActivationCheckpointConfig.model_validate(settings)
     activation_checkpoint.apply_to_operations(model, spec, config, repeatable=False)
     activation_checkpoint.apply_to_blocks(model, spec, config)
     return model
 
 
-def _loss(model: Decoder) -> torch.Tensor:
+def _loss(model: nn.Module) -> torch.Tensor:
     loss = model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy())
     loss.backward()
     return loss.detach()

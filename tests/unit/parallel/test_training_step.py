@@ -25,7 +25,7 @@ from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.expert import RouterBalance, routers_of
 from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.training.builders.model import build_model
-from torchtitan_lite.training.checks.trained_model import trained_spec
+from torchtitan_lite.training.trained_model import trained_spec
 
 # torch warns of its own code.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

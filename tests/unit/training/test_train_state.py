@@ -27,7 +27,7 @@ from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import start_mesh
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.optim import build_lr_scheduler, build_optimizer
-from torchtitan_lite.training.anomalies import History
+from torchtitan_lite.training.anomalies import StepStatistics
 from torchtitan_lite.training.train_state import TrainState
 
 _FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
@@ -98,8 +98,8 @@ def test_tied_weights_are_saved_once_and_derived_buffers_never(make_state: MakeS
 def test_values_are_plain_json_and_survive_a_round_trip(make_state: MakeState) -> None:
     state = make_state()
     state.step, state.tokens, state.cursor = 7, 1234, 56
-    state.history.record_commit(7, 0.1, 1 / 3, window=4)
-    state.history.record_skip()
+    state.statistics.record_commit(7, 0.1, 1 / 3, window=4)
+    state.statistics.record_skip()
     values = json.loads(json.dumps(state.values()))
     assert set(values) == {"train_state", "lr_scheduler", "dataloader"}
     other = make_state()
@@ -109,7 +109,7 @@ def test_values_are_plain_json_and_survive_a_round_trip(make_state: MakeState) -
     # As saved by an earlier release.
     del values["train_state"]["history"]
     other.load_values(values)
-    assert other.step == 7 and other.history == History()
+    assert other.step == 7 and other.statistics == StepStatistics()
 
 
 def test_parts_that_are_omitted_keep_their_values(make_state: MakeState) -> None:
@@ -132,10 +132,10 @@ def test_histories_of_earlier_releases_are_restored() -> None:
         "furthest": 9,
         "returns": [[7, 80]],
     }
-    history = History.of(saved)
-    assert (history.consecutive_skips, history.consecutive_rollbacks) == (3, 1)
-    assert (history.rolled_back_from, history.rollbacks) == (9, [[7, 80]])
-    assert history.values() == saved
+    statistics = StepStatistics.of(saved)
+    assert (statistics.consecutive_skips, statistics.consecutive_rollbacks) == (3, 1)
+    assert (statistics.rolled_back_from, statistics.rollbacks) == (9, [[7, 80]])
+    assert statistics.values() == saved
 
 
 def test_the_lr_scheduler_is_that_of_the_config_and_not_the_saved_one(

@@ -105,7 +105,7 @@ def test_a_run_that_ends_saves_its_state_unless_it_is_damaged_or_others_have_it(
     job: Any = SimpleNamespace(
         replicas=SimpleNamespace(close=lambda: None),
         phases=SimpleNamespace(enter=lambda phase: None),
-        state=SimpleNamespace(step=4, history=SimpleNamespace(reset_counts=lambda: None)),
+        state=SimpleNamespace(step=4, statistics=SimpleNamespace(reset_counts=lambda: None)),
         checkpoints=checkpoints,
     )
     report: Any = SimpleNamespace(num_replicas=num_replicas)

@@ -30,6 +30,11 @@ ATTEMPT_STARTED = "TORCHTITAN_LITE_ATTEMPT_STARTED"
 """Environment variable: when an attempt in a process of an earlier one started, by
 time.monotonic(), which has one origin for all processes of a machine."""
 
+RANK_CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
+"""Environment variable: the descriptor of a process's channel to the agent that gives it a rank."""
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+"""Environment variable: the URL of the lighthouse of the replicas."""
+
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank print the Python stacks of all its threads (faulthandler)."""
 FLIGHT_SIGNAL = signal.SIGUSR2

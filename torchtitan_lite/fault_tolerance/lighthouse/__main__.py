@@ -9,7 +9,6 @@ import argparse
 import os
 import signal
 import sys
-import time
 
 from torchtitan_lite.core.errors import LighthouseError
 from torchtitan_lite.core.log import configure_logging, logger
@@ -28,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Set before the import of gRPC, which would otherwise write its own log lines.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from torchtitan_lite.fault_tolerance.lighthouse.server import LighthouseService
+    from torchtitan_lite.fault_tolerance.lighthouse.servicer import first_quorum_id
 
     try:
         settings = QuorumSettings(
@@ -42,9 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         elif problem := secret_problem(token):
             raise LighthouseError(problem)
-        # Replicas outlive a lighthouse, and so do the process groups named after its quorum ids: a
-        # repeated id would be taken for the same group. Quorums are rarer than one per microsecond.
-        first_id = time.time_ns() // 1000
+        first_id = first_quorum_id()
         with LighthouseService(options.bind, settings, token, first_id=first_id) as service:
             print(f"listening on {service.address}", flush=True)
             signal.sigwait(_ENDING)

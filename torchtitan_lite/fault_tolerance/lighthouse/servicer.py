@@ -227,6 +227,13 @@ class LighthouseServicer:
             self._timer = self._loop.call_at(until_s, self._answer_waiting)
 
 
+def first_quorum_id() -> int:
+    """Return a number above the quorum ids of all earlier lighthouses. Replicas outlive a
+    lighthouse, and so do the process groups named after its quorum ids: a repeated id would be
+    taken for the same group. Quorums are rarer than one per microsecond."""
+    return time.time_ns() // 1000
+
+
 def _ids(ids: Any) -> list[str]:
     return [id_ for id_ in ids if isinstance(id_, str)] if isinstance(ids, list) else []
 

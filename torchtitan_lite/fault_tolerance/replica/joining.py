@@ -13,6 +13,7 @@ from torchtitan_lite.core.errors import LighthouseError, ReplicaError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.phases import Phases
 from torchtitan_lite.core.preemption import TrainingLeft
+from torchtitan_lite.core.rank.supervised import LIGHTHOUSE
 from torchtitan_lite.distributed.host_collectives import broadcast_bytes
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.network import address_for_others, address_of_interface
@@ -33,7 +34,6 @@ from torchtitan_lite.fault_tolerance.replica.semi_synchronous import (
 )
 from torchtitan_lite.fault_tolerance.replica.torchft_manager import QuorumManager
 
-LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 _LEAVE_TIMEOUT_S = 1.0
 
 

@@ -21,9 +21,10 @@ from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode, extract_trai
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.work import _DummyWork
 
-from torchtitan_lite.checkpoint import history_name
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
+from torchtitan_lite.core.outputs import quorum_name
 from torchtitan_lite.distributed.network import connections, cut_connections, seconds_since_data
+from torchtitan_lite.distributed.torch_compat import gloo_group
 from torchtitan_lite.fault_tolerance.replica.lighthouse_link import (
     AuthenticatedLighthouse,
     TorchftLighthouse,
@@ -130,7 +131,7 @@ class QuorumManager(Manager):
                 store_port=store[1],
                 lighthouse_addr=lighthouse,
                 # torchft orders the participants by these ids.
-                replica_id=replica_id_for(history_name(config.replica_id), config_fingerprint),
+                replica_id=replica_id_for(quorum_name(config.replica_id), config_fingerprint),
                 hostname=address,
                 checkpoint_transport=transport,
                 init_sync=False,
@@ -422,22 +423,18 @@ class _GlooAtAddress(ProcessGroupGloo):
         return seconds_since_data(self._connections)
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
-        options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
-        # Members that are gone must not block the others for the time limit of a collective.
-        options._timeout = min(self._timeout, timedelta(seconds=_CONNECT_S))
         before = connections()
-        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        group = gloo_group(
+            store,
+            rank,
+            world_size,
+            address=self._address,
+            # Members that are gone must not block the others for the time limit of a collective.
+            connect_timeout=min(self._timeout, timedelta(seconds=_CONNECT_S)),
+            timeout=self._timeout,
+        )
         # Another thread may have opened one meanwhile, for a call that it repeats if it is cut.
         self._connections = connections() - before
-        backend._set_default_timeout(self._timeout)
-        backend._set_sequence_number_for_group()
-        group = dist.ProcessGroup(store, rank, world_size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            group._register_backend(
-                torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend
-            )
         return group
 
 

@@ -18,7 +18,6 @@ from torchtitan_lite.checkpoint import (
     open_merged,
     recorded_config,
     reject_external,
-    run_on_all_ranks,
 )
 from torchtitan_lite.checkpoint.convert.hugging_face import (
     GENERATION,
@@ -44,6 +43,7 @@ from torchtitan_lite.data.tokenizer import (
 )
 from torchtitan_lite.distributed.host_collectives import broadcast_bytes
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.models import hugging_face_model, model_spec
 from torchtitan_lite.nn.initialize import allocate_memory, on_meta
 from torchtitan_lite.nn.spec import ModelSpec

@@ -23,12 +23,10 @@ from torch import nn
 from torchtitan_lite.checkpoint import (
     Copier,
     SavePlan,
-    first_message,
     layouts_json,
     local_tensors,
     model_tensors,
     plan_save,
-    run_on_all_ranks,
 )
 from torchtitan_lite.checkpoint.shared_memory import (
     PUBLISHED,
@@ -51,6 +49,7 @@ from torchtitan_lite.distributed.host_collectives import (
 )
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.network import address_of_interface
+from torchtitan_lite.distributed.on_all_ranks import first_message, run_on_all_ranks
 from torchtitan_lite.distributed.rpc.state_server import FramedState, StateServer
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.serving.publish.deltas import DeltaHistory

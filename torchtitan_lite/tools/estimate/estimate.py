@@ -29,7 +29,7 @@ from torchtitan_lite.tools.estimate.work import (
 )
 from torchtitan_lite.training.builders.model import model_on_meta, spec_on_device
 from torchtitan_lite.training.checks.constraints import check_mesh
-from torchtitan_lite.training.checks.trained_model import trained_spec
+from torchtitan_lite.training.trained_model import trained_spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,8 +70,9 @@ def trace_mesh(
     *,
     extrapolate: bool = True,
 ) -> MeshStep:
-    """Trace a step of `config`, whose degrees are `degrees`. Without an accelerator it is one of the
-    CPU, whose times are those of an H200. With `extrapolate`, only some of a stage's blocks are traced if they are alike."""
+    """Trace a step of `config`, whose degrees are `degrees`. Without an accelerator it is one of
+    the CPU, whose times are those of an H200. With `extrapolate`, only some of a stage's blocks are
+    traced if they are alike."""
     num_microbatches = _microbatches(config, degrees)
     # Time is not predicted for a CPU, but the trace needs some figures.
     figures = accelerator or ACCELERATORS["h200"]

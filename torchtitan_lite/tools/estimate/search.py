@@ -71,9 +71,10 @@ def _following(
     world_size: int,
     memory_bytes: float,
 ) -> ParallelDims | None:
-    """Return the mesh to trace next, or None if no mesh is left. It is the fastest one that is predicted
-    to fit and, once `_MIN_ROWS` are traced that fit, to be faster than they. If none fits, and none
-    is predicted to fit: the one that is predicted to be smallest, and smaller than all traced."""
+    """Return the mesh to trace next, or None if no mesh is left. It is the fastest one that is
+    predicted to fit and, once `_MIN_ROWS` are traced that fit, to be faster than they. If none
+    fits, and none is predicted to fit: the one that is predicted to be smallest, and smaller than
+    all traced."""
     fitting = [step for step in traced.values() if step.fits(memory_bytes)]
     predictions = model.predictions(world_size, traced)
     limit = MEMORY_LIMIT * memory_bytes

@@ -7,8 +7,8 @@ from torchtitan_lite.training.anomalies.detector import (
     ABORT,
     AnomalyDetector,
     Decision,
-    History,
     StepAction,
+    StepStatistics,
 )
 
-__all__ = ["ABORT", "AnomalyDetector", "Decision", "History", "StepAction"]
+__all__ = ["ABORT", "AnomalyDetector", "Decision", "StepAction", "StepStatistics"]

@@ -58,7 +58,7 @@ ABORT = Decision(StepAction.ABORT)
 
 
 @dataclass
-class History:
+class StepStatistics:
     """Recent losses, gradient norms and rollbacks: what the decision about a step depends on.
 
     Part of the training state, because a healing replica and a resumed run must decide as the
@@ -88,8 +88,8 @@ class History:
         """Record a skipped step."""
         self.consecutive_skips += 1
 
-    def record_rollback(self, restored: "History", *, at: int, to: int, cursor: int) -> None:
-        """Record a rollback from step `at` to step `to`, whose history was `restored`; the next
+    def record_rollback(self, restored: "StepStatistics", *, at: int, to: int, cursor: int) -> None:
+        """Record a rollback from step `at` to step `to`, whose statistics were `restored`; the next
         sample is `cursor`."""
         self.losses, self.grad_norms = restored.losses, restored.grad_norms
         self.consecutive_rollbacks += 1
@@ -109,10 +109,12 @@ class History:
         return {_SAVED_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
     @staticmethod
-    def of(values: Mapping[str, Any]) -> "History":
+    def of(values: Mapping[str, Any]) -> "StepStatistics":
         """Restore from `values`; an earlier release may have written fewer."""
-        saved = {field.name: _SAVED_NAMES.get(field.name, field.name) for field in fields(History)}
-        return History(**{name: values[key] for name, key in saved.items() if key in values})
+        saved = {
+            field.name: _SAVED_NAMES.get(field.name, field.name) for field in fields(StepStatistics)
+        }
+        return StepStatistics(**{name: values[key] for name, key in saved.items() if key in values})
 
 
 _SAVED_NAMES = {
@@ -130,40 +132,41 @@ class AnomalyDetector:
     def __init__(self, config: AnomaliesConfig, max_skipped_steps: int) -> None:
         self._config, self._max_skipped_steps = config, max_skipped_steps
         self.window = 0 if config.on_spike == "off" else config.spike_window
-        """Length of the history, in steps."""
+        """Number of steps that the statistics cover."""
         self.roll_back_steps = config.roll_back_steps
         self.ignores_history = config.on_spike == "off"
         """Whether exactly the steps whose loss or gradient norm is not finite are anomalous."""
 
-    def decide(self, loss: float, grad_norm: float, history: History) -> Decision:
+    def decide(self, loss: float, grad_norm: float, statistics: StepStatistics) -> Decision:
         """Decide about a step that all ranks completed."""
         config = self._config
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return self._limited(config.on_non_finite, "is not finite", history)
-        if config.on_spike != "off" and (reason := self._spike(loss, grad_norm, history)):
-            return self._limited(config.on_spike, reason, history)
+            return self._limited(config.on_non_finite, "is not finite", statistics)
+        if config.on_spike != "off" and (reason := self._spike(loss, grad_norm, statistics)):
+            return self._limited(config.on_spike, reason, statistics)
         return Decision(StepAction.COMMIT)
 
-    def _spike(self, loss: float, grad_norm: float, history: History) -> str:
+    def _spike(self, loss: float, grad_norm: float, statistics: StepStatistics) -> str:
         """Describe a spike; empty if there is none."""
-        if len(history.losses) < self._config.spike_min_steps:
+        if len(statistics.losses) < self._config.spike_min_steps:
             return ""
-        norms = [_log(norm) for norm in history.grad_norms]
+        norms = [_log(norm) for norm in statistics.grad_norms]
         for name, above in (
-            ("loss", deviations_above(loss, history.losses, _MIN_LOSS_DEVIATION)),
+            ("loss", deviations_above(loss, statistics.losses, _MIN_LOSS_DEVIATION)),
             ("norm", deviations_above(_log(grad_norm), norms, _MIN_LOG_NORM_DEVIATION)),
         ):
             if above > self._config.spike_factor:
                 return f"spikes ({name} {above:.1f} deviations above the last {len(norms)} steps)"
         return ""
 
-    def _limited(self, action: str, reason: str, history: History) -> Decision:
+    def _limited(self, action: str, reason: str, statistics: StepStatistics) -> Decision:
         """Return the configured action, or STOP beyond a limit of consecutive anomalies."""
-        if history.consecutive_skips + 1 >= self._max_skipped_steps and action != "stop":
-            row = f"the last of {history.consecutive_skips + 1} consecutive steps"
+        if statistics.consecutive_skips + 1 >= self._max_skipped_steps and action != "stop":
+            row = f"the last of {statistics.consecutive_skips + 1} consecutive steps"
             return Decision(StepAction.STOP, f"{reason}, {row} (debug.max_skipped_steps)")
-        if action == "roll_back" and history.consecutive_rollbacks >= self._config.max_roll_backs:
-            row = f"after {history.consecutive_rollbacks} consecutive rollbacks"
+        num_rollbacks = statistics.consecutive_rollbacks
+        if action == "roll_back" and num_rollbacks >= self._config.max_roll_backs:
+            row = f"after {num_rollbacks} consecutive rollbacks"
             return Decision(StepAction.STOP, f"{reason}, {row} (anomalies.max_roll_backs)")
         return Decision(StepAction(action), reason)
 

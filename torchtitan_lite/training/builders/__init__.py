@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.config import Config, to_toml
 from torchtitan_lite.core import rng
 from torchtitan_lite.core.diagnosis import recording_diagnoses, report_text
@@ -23,6 +22,7 @@ from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.core.rank.supervised import announce, is_restarted
 from torchtitan_lite.data import OpenedData, open_data, share_streams_on_node
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.fault_tolerance.replica import hang_listeners
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel.pipeline_stages import join_stages

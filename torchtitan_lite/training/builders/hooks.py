@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-from torchtitan_lite.checkpoint import replica_run_id, run_on_all_ranks, shared_run_id
+from torchtitan_lite.checkpoint import run_id_in
 from torchtitan_lite.data import OpenedData
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.models import recorded_dims
 from torchtitan_lite.nn.spec import PipelineSchedule
@@ -83,9 +84,8 @@ def _publish_hook(run: RunContext, state: TrainState) -> Hook:
     )
 
     config = run.config
-    run_id = run_on_all_ranks(lambda: shared_run_id(Path(config.job.dump_folder)))
-    if config.fault_tolerance.enable:
-        run_id = replica_run_id(run_id, config.fault_tolerance.replica_id)
+    folder, replica = Path(config.job.dump_folder), config.fault_tolerance.replica
+    run_id = run_on_all_ranks(lambda: run_id_in(folder, replica))
     publisher = Publisher(
         config.publish,
         published_tensors(state.model),

@@ -19,7 +19,7 @@ from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages, stage_modules
 from torchtitan_lite.parallel.precision import precision_policy
 from torchtitan_lite.parallel.tensor import check_plan
-from torchtitan_lite.training.checks.trained_model import trained_spec
+from torchtitan_lite.training.trained_model import trained_spec
 
 _MIN_FLEX_HEAD_DIM = 16
 """FlexAttention's kernel takes no narrower heads."""

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.log import warn_once
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.data.chat_prompt import ChatPrompt, chat_prompt, first_question
 from torchtitan_lite.data.chat_template import find_template
 from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.training.builders.model import model_on_meta
 from torchtitan_lite.training.text_generator import TextGenerator

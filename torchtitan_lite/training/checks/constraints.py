@@ -32,7 +32,7 @@ from torchtitan_lite.training.checks.mesh_constraints import (
     pipeline_problems,
     sequence_lengths,
 )
-from torchtitan_lite.training.checks.trained_model import trained_spec
+from torchtitan_lite.training.trained_model import trained_spec
 
 
 def check_against(config: Config, world_size: int) -> None:

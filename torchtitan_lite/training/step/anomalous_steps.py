@@ -27,7 +27,7 @@ def handle_anomaly(
     """Skip an anomalous step, and roll back or end the run if decided. `samples` are those of the
     step, before `state.cursor`; `roll_back_steps` is the least age of the state that a rollback
     restores. All ranks of all replicas must call it."""
-    state.history.record_skip()
+    state.statistics.record_skip()
     loss, grad_norm = totals.mean_loss, totals.grad_norm
     problem = (
         f"Step {state.step + 1} {decision.reason}: loss {loss:g}, gradient norm {grad_norm:g}, "
@@ -95,19 +95,19 @@ def _roll_back(
         replicas.after_rollback(is_source=False)
         warn_once("The state of an earlier step will be received from the first replica.")
         return StepEvent("rolled_back", {"received": True})
-    before, history = state.step, state.history
+    before, statistics = state.step, state.statistics
 
     def accepts(saved: SavedValues) -> bool:
         cursor = saved.values.get("dataloader", {}).get("cursor", 0)
-        return not (saved.model_only or history.was_abandoned(saved.step, cursor))
+        return not (saved.model_only or statistics.was_abandoned(saved.step, cursor))
 
     where = checkpoints.restore_earlier(before - min_steps, accepts)
     replicas.after_rollback(is_source=True)
     if where is None:
         warn_once("No rollback: no saved state is at least %d steps old.", min_steps)
         return StepEvent("rolled_back", {"to": before, "from": None})
-    state.history, restored = history, state.history
-    history.record_rollback(restored, at=before, to=state.step, cursor=state.cursor)
+    state.statistics, restored = statistics, state.statistics
+    statistics.record_rollback(restored, at=before, to=state.step, cursor=state.cursor)
     warn_once(
         "Rolled back from step %d to step %d, from %s; training continues with sample %d.",
         before,

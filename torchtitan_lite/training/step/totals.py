@@ -42,7 +42,7 @@ class StepTotals(NamedTuple):
     work_times: torch.Tensor
     """See `WorkTimes.local_values`; on the CPU."""
     rank_flags: torch.Tensor
-    """See `rank_flags.local_flags`; on the CPU."""
+    """See `monitor.local_flags`; on the CPU."""
     router_counts: torch.Tensor
     """See `RouterBalance.counts`; on the CPU."""
 

@@ -21,8 +21,8 @@ from torchtitan_lite.checkpoint.storage.attempts import (
     manifest_bytes,
 )
 from torchtitan_lite.checkpoint.storage.base import Storage, open_storage
-from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox, WriteAbandoned
-from torchtitan_lite.core.errors import CheckpointError, LayoutError
+from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
+from torchtitan_lite.core.errors import CheckpointError, LayoutError, WriteAbandoned
 
 
 @pytest.fixture(params=["folder", "object store"])

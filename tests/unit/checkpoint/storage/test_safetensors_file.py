@@ -16,11 +16,11 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     PartBox,
     TokenBucket,
-    WriteAbandoned,
     box_chunks,
     chunks,
     write_safetensors,
 )
+from torchtitan_lite.core.errors import WriteAbandoned
 
 
 def _pool(num_bytes: int) -> memoryview:

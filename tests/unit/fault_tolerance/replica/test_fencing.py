@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint import HistoryClaim, RunHistory, SupersededError, history_name
+from torchtitan_lite.checkpoint import HistoryClaim, RunHistory, SupersededError
 from torchtitan_lite.core.errors import ReplicaError
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.outputs import quorum_name
 from torchtitan_lite.fault_tolerance.replica import fencing
 from torchtitan_lite.fault_tolerance.replica.fencing import Fence
 
@@ -71,7 +72,7 @@ class Run:
 
 def _process(text: str) -> str:
     number, _, uuid = text.partition(":")
-    return f"{history_name(int(number))}:f:{uuid}"
+    return f"{quorum_name(int(number))}:f:{uuid}"
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from torchtitan_lite.core.errors import PublishError
 from torchtitan_lite.distributed.rpc import state_client, state_server
 from torchtitan_lite.distributed.rpc.state_server import FramedState, StateServer
 from torchtitan_lite.serving.publish import Subscriber, Target, sources
-from torchtitan_lite.serving.publish.publisher import Publisher
 from torchtitan_lite.serving.publish.publication import open_publication
+from torchtitan_lite.serving.publish.publisher import Publisher
 from torchtitan_lite.serving.publish.sources import INDEX_VERSION, PURPOSE, VersionGone
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from tests.harness.threads import run_on_threads
 from torchtitan_lite.distributed.rpc.state_server import MAX_RANGES, MAX_ROWS, ByteRows
 from torchtitan_lite.serving.publish import publisher
-from torchtitan_lite.serving.publish.publisher import Publisher
 from torchtitan_lite.serving.publish.publication import Publication
+from torchtitan_lite.serving.publish.publisher import Publisher
 from torchtitan_lite.serving.publish.sources import _in_requests, _requests
 
 

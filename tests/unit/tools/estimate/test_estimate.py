@@ -215,7 +215,7 @@ def test_layers_and_stages_are_those_of_the_model(schedule: str) -> None:
         "parallelism.pipeline_parallel_degree": 2,
         "parallelism.pipeline_parallel_schedule": schedule,
         "activation_checkpoint.mode": "full",
-        "training.global_batch_size": 2,
+        "training.global_batch_size": 4,
     }
     found = estimate(_config(14, **pipeline), 2, "cpu")
     first, last = found.ranks

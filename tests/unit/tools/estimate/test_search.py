@@ -25,8 +25,8 @@ from torchtitan_lite.tools.estimate.search import (
 )
 from torchtitan_lite.tools.estimate.text import overrides
 from torchtitan_lite.tools.estimate.work import Work
-from torchtitan_lite.training.checks.trained_model import trained_spec
 from torchtitan_lite.training.run_config import config_from, parse_command_line
+from torchtitan_lite.training.trained_model import trained_spec
 
 H200 = ACCELERATORS["h200"]
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""Decisions about steps, by their values and the history."""
+"""Decisions about steps, by their values and the statistics of the steps before."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import pytest
 from torchtitan_lite.config.tables.anomalies import AnomaliesConfig
 from torchtitan_lite.core.errors import TrainingDiverged
 from torchtitan_lite.fault_tolerance.replica.participation import Share
-from torchtitan_lite.training.anomalies import AnomalyDetector, History, StepAction
+from torchtitan_lite.training.anomalies import AnomalyDetector, StepAction, StepStatistics
 from torchtitan_lite.training.anomalies.detector import deviations_above
 from torchtitan_lite.training.step.anomalous_steps import _roll_back
 from torchtitan_lite.training.trainer import _end
@@ -32,28 +32,28 @@ def _training(seed: int, steps: int) -> Iterator[tuple[float, float]]:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.matrix) for n in (1, 2))])
 def test_a_normal_run_has_no_spikes(seed: int) -> None:
-    detector, history = _detector(on_spike="stop"), History()
+    detector, statistics = _detector(on_spike="stop"), StepStatistics()
     loss = norm = 1.0
     for step, (loss, norm) in enumerate(_training(seed, 3000), start=1):
-        decision = detector.decide(loss, norm, history)
+        decision = detector.decide(loss, norm, statistics)
         assert decision.action is StepAction.COMMIT, (step, decision)
-        history.record_commit(step, loss, norm, window=detector.window)
-    assert len(history.losses) == detector.window
-    assert detector.decide(loss + 2, norm, history).action is StepAction.STOP
-    assert detector.decide(loss, norm * 100, history).action is StepAction.STOP
+        statistics.record_commit(step, loss, norm, window=detector.window)
+    assert len(statistics.losses) == detector.window
+    assert detector.decide(loss + 2, norm, statistics).action is StepAction.STOP
+    assert detector.decide(loss, norm * 100, statistics).action is StepAction.STOP
     # A drop is not a spike.
-    assert detector.decide(loss - 2, norm / 100, history).action is StepAction.COMMIT
+    assert detector.decide(loss - 2, norm / 100, statistics).action is StepAction.COMMIT
 
 
 def test_spike_detection_is_optional_and_needs_a_minimum_of_steps() -> None:
-    history = History()
+    statistics = StepStatistics()
     for step in range(1, 64):
-        history.record_commit(step, 3.0, 1.0, window=128)
-    assert _detector().decide(1e6, 1e6, history).action is StepAction.COMMIT
+        statistics.record_commit(step, 3.0, 1.0, window=128)
+    assert _detector().decide(1e6, 1e6, statistics).action is StepAction.COMMIT
     detector = _detector(on_spike="skip")
-    assert detector.decide(1e6, 1e6, history).action is StepAction.COMMIT
-    history.record_commit(64, 3.0, 1.0, window=128)
-    assert detector.decide(1e6, 1.0, history).action is StepAction.SKIP
+    assert detector.decide(1e6, 1e6, statistics).action is StepAction.COMMIT
+    statistics.record_commit(64, 3.0, 1.0, window=128)
+    assert detector.decide(1e6, 1.0, statistics).action is StepAction.SKIP
 
 
 def test_noise_around_a_constant_is_not_a_spike() -> None:
@@ -66,61 +66,61 @@ def test_noise_around_a_constant_is_not_a_spike() -> None:
 @pytest.mark.parametrize("action", ["skip", "stop", "roll_back"])
 def test_non_finite_values_are_handled_as_configured(number: float, action: str) -> None:
     detector = _detector(on_non_finite=action)
-    assert detector.decide(number, 1.0, History()).action.value == action
-    assert detector.decide(1.0, number, History()).action.value == action
+    assert detector.decide(number, 1.0, StepStatistics()).action.value == action
+    assert detector.decide(1.0, number, StepStatistics()).action.value == action
 
 
 def test_consecutive_skips_are_limited_and_a_commit_resets_the_count() -> None:
-    detector, history = _detector(max_skipped_steps=3), History()
+    detector, statistics = _detector(max_skipped_steps=3), StepStatistics()
     for _ in range(2):
-        history.record_skip()
-    assert detector.decide(math.nan, 1.0, history).action is StepAction.STOP
-    history.record_commit(1, 1.0, 1.0, window=0)
-    assert detector.decide(math.nan, 1.0, history).action is StepAction.SKIP
+        statistics.record_skip()
+    assert detector.decide(math.nan, 1.0, statistics).action is StepAction.STOP
+    statistics.record_commit(1, 1.0, 1.0, window=0)
+    assert detector.decide(math.nan, 1.0, statistics).action is StepAction.SKIP
 
 
 def test_consecutive_rollbacks_are_limited_until_the_run_progresses() -> None:
-    detector, history = _detector(on_non_finite="roll_back", max_roll_backs=2), History()
-    history.record_rollback(History(), at=10, to=8, cursor=110)
-    history.record_commit(9, 1.0, 1.0, window=0)
-    assert detector.decide(math.nan, 1.0, history).action is StepAction.ROLL_BACK
-    history.record_rollback(History(), at=9, to=7, cursor=130)
-    assert detector.decide(math.nan, 1.0, history).action is StepAction.STOP
+    detector, statistics = _detector(on_non_finite="roll_back", max_roll_backs=2), StepStatistics()
+    statistics.record_rollback(StepStatistics(), at=10, to=8, cursor=110)
+    statistics.record_commit(9, 1.0, 1.0, window=0)
+    assert detector.decide(math.nan, 1.0, statistics).action is StepAction.ROLL_BACK
+    statistics.record_rollback(StepStatistics(), at=9, to=7, cursor=130)
+    assert detector.decide(math.nan, 1.0, statistics).action is StepAction.STOP
     for step in (8, 9, 10):
-        history.record_commit(step, 1.0, 1.0, window=0)
-        assert detector.decide(math.nan, 1.0, history).action is StepAction.STOP
-    history.record_commit(11, 1.0, 1.0, window=0)
-    assert detector.decide(math.nan, 1.0, history).action is StepAction.ROLL_BACK
+        statistics.record_commit(step, 1.0, 1.0, window=0)
+        assert detector.decide(math.nan, 1.0, statistics).action is StepAction.STOP
+    statistics.record_commit(11, 1.0, 1.0, window=0)
+    assert detector.decide(math.nan, 1.0, statistics).action is StepAction.ROLL_BACK
 
 
 def test_an_abandoned_state_is_recognized_by_step_and_cursor() -> None:
-    history = History()
-    history.record_rollback(History(), at=10, to=8, cursor=110)
-    assert history.was_abandoned(9, 90) and history.was_abandoned(10, 100)
-    assert not history.was_abandoned(8, 80)
-    assert not history.was_abandoned(9, 120)
+    statistics = StepStatistics()
+    statistics.record_rollback(StepStatistics(), at=10, to=8, cursor=110)
+    assert statistics.was_abandoned(9, 90) and statistics.was_abandoned(10, 100)
+    assert not statistics.was_abandoned(8, 80)
+    assert not statistics.was_abandoned(9, 120)
 
 
 def test_a_rollback_restores_the_history_of_its_target() -> None:
-    history = History()
-    history.record_commit(1, 3.0, 1.0, window=8)
-    restored = History.of(json.loads(json.dumps(history.values())))
-    history.record_commit(2, 9.0, 9.0, window=8)
-    history.record_rollback(restored, at=2, to=1, cursor=30)
-    assert history.losses == [3.0] and history.grad_norms == [1.0]
+    statistics = StepStatistics()
+    statistics.record_commit(1, 3.0, 1.0, window=8)
+    restored = StepStatistics.of(json.loads(json.dumps(statistics.values())))
+    statistics.record_commit(2, 9.0, 9.0, window=8)
+    statistics.record_rollback(restored, at=2, to=1, cursor=30)
+    assert statistics.losses == [3.0] and statistics.grad_norms == [1.0]
 
 
 def test_each_rollback_abandons_its_own_steps() -> None:
-    history = History(rollbacks=[[2, 10], [5, 40]])
-    assert history.was_abandoned(6, 30) and history.was_abandoned(3, 10)
-    assert not history.was_abandoned(5, 30) and not history.was_abandoned(6, 41)
+    statistics = StepStatistics(rollbacks=[[2, 10], [5, 40]])
+    assert statistics.was_abandoned(6, 30) and statistics.was_abandoned(3, 10)
+    assert not statistics.was_abandoned(5, 30) and not statistics.was_abandoned(6, 41)
 
 
 def test_a_run_that_ends_leaves_no_counts_to_the_next() -> None:
-    history = History()
-    history.consecutive_skips, history.consecutive_rollbacks = 3, 2
-    history.reset_counts()
-    assert (history.consecutive_skips, history.consecutive_rollbacks) == (0, 0)
+    statistics = StepStatistics()
+    statistics.consecutive_skips, statistics.consecutive_rollbacks = 3, 2
+    statistics.reset_counts()
+    assert (statistics.consecutive_skips, statistics.consecutive_rollbacks) == (0, 0)
 
 
 def test_the_state_of_a_replica_that_rolls_back_is_replaced_by_healing() -> None:
@@ -136,17 +136,17 @@ def test_the_state_of_a_replica_that_rolls_back_is_replaced_by_healing() -> None
 
 
 def test_the_last_good_state_is_saved_without_counts_of_anomalies() -> None:
-    history = History()
-    history.consecutive_skips = 3
+    statistics = StepStatistics()
+    statistics.consecutive_skips = 3
 
     def save(*, finished: bool) -> str:
-        assert history.consecutive_skips == 0
+        assert statistics.consecutive_skips == 0
         return "a folder"
 
     job: Any = SimpleNamespace(
         replicas=SimpleNamespace(close=lambda: None),
         phases=SimpleNamespace(enter=lambda phase: None),
-        state=SimpleNamespace(history=history, step=4),
+        state=SimpleNamespace(statistics=statistics, step=4),
         checkpoints=SimpleNamespace(final_save=save),
     )
     report: Any = SimpleNamespace(num_replicas=1)

@@ -12,7 +12,7 @@ from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, start_mesh
 from torchtitan_lite.fault_tolerance.replica import Share
 from torchtitan_lite.optim import build_optimizer
-from torchtitan_lite.training.step.rank_flags import damaged_ranks, local_flags, non_finite_ranks
+from torchtitan_lite.training.step.monitor import damaged_ranks, local_flags, non_finite_ranks
 from torchtitan_lite.training.step.state_check import StateCheck
 from torchtitan_lite.training.train_state import TrainState
 

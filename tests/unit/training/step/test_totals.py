@@ -15,7 +15,7 @@ from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.fault_tolerance.replica import SingleReplica
-from torchtitan_lite.training.anomalies import AnomalyDetector, History, StepAction
+from torchtitan_lite.training.anomalies import AnomalyDetector, StepAction, StepStatistics
 from torchtitan_lite.training.step.totals import (
     NORM_EPS,
     PendingTotals,
@@ -47,7 +47,7 @@ def test_device_and_host_agree(
     assert totals.num_targets == num_targets
     detector = AnomalyDetector(AnomaliesConfig(), max_skipped_steps=100)
     assert detector.ignores_history
-    decision = detector.decide(totals.mean_loss, totals.grad_norm, History())
+    decision = detector.decide(totals.mean_loss, totals.grad_norm, StepStatistics())
     assert skip.item() == (decision.action is not StepAction.COMMIT)
     if not skip.item():
         factor = min(1.0, _MAX_NORM / (totals.grad_norm + NORM_EPS)) / num_targets

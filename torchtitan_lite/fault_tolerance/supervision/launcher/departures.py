@@ -111,9 +111,10 @@ class DepartureNotifier:
 def main(address: str) -> int:
     """Send a departure for each line of standard input, and return the exit status."""
     # Imported here because the launcher imports this module and must not load gRPC.
+    from torchtitan_lite.distributed.rpc.authentication import TOKEN
     from torchtitan_lite.fault_tolerance.lighthouse.client import notify_left
 
-    token = os.environ.get("TORCHTITAN_LITE_TOKEN", "")
+    token = os.environ.get(TOKEN, "")
     for line in sys.stdin:
         name, sent_s = line.split()
         # Later, a new process of the replica may have joined, and must not be removed.

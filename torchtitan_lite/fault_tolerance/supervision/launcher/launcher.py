@@ -15,7 +15,7 @@ from types import FrameType
 from torchtitan_lite.core.diagnosis import NOTIFIER, Cause, Diagnosis
 from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.core.rank.processes import Subreaper, become_subreaper, wait_readable
-from torchtitan_lite.core.rank.supervised import ATTEMPT
+from torchtitan_lite.core.rank.supervised import ATTEMPT, LIGHTHOUSE
 from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
     LighthouseProcess,
@@ -136,7 +136,7 @@ class Launcher:
 
         def start(folder: Path) -> WorkerGroup:
             own = {
-                "TORCHFT_LIGHTHOUSE": f"http://{self._lighthouse.address}",
+                LIGHTHOUSE: f"http://{self._lighthouse.address}",
                 ATTEMPT: str(next(attempts)),
                 **plan.devices_of(number),
             }

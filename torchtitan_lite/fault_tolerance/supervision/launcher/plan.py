@@ -3,7 +3,6 @@
 import os
 import secrets
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,9 @@ from torchtitan_lite.core.outputs import (
     METRICS,
     replica_folder,
 )
+from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
+from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -128,7 +129,7 @@ class LaunchPlan:
             # The processes share the cores.
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            "TORCHTITAN_LITE_TOKEN": secrets.token_hex(16),
+            TOKEN: secrets.token_hex(16),
         }
         return {**defaults, **kept}
 
@@ -148,20 +149,21 @@ def training_plan(
     grace_s: float,
     host: str,
     log_dir: Path | None,
+    check: Callable[[Sequence[int], Sequence[str]], None],
 ) -> LaunchPlan:
-    """Plan the launch of replicas that train with `arguments`. Raises ConfigError, also if the
-    configuration is invalid for one of the numbers of `ranks`."""
+    """Plan the launch of replicas that train with `arguments`. `check` gets `ranks` and the
+    arguments of a replica, and raises ConfigError if the configuration is invalid for one of the
+    numbers. Raises ConfigError."""
     folder = dump_folder(arguments)
     device = _setting(arguments, "job", "device")
 
     def of_replica(replica: int) -> list[str]:
-        own = {"enable": "true", "replica_id": str(replica), "group_size": str(num_replicas)}
+        added = replica_arguments(replica, num_replicas)
         if lighthouse == "torchft":
-            own["lighthouse"] = "torchft"
-        added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
+            added += ["--fault_tolerance.lighthouse", "torchft"]
         return [*arguments, *added]
 
-    _check_ranks(ranks, of_replica(0))
+    check(ranks, of_replica(0))
 
     def group(replica: int, mesh: RunMesh) -> list[str]:
         options = [f"--nproc={mesh.num_ranks}", f"--spares={num_spares}"]
@@ -212,17 +214,6 @@ def training_plan(
     )
     plan.devices_of(0)
     return plan
-
-
-def _check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
-    """Validate the configuration in a process that imports torch. Raises ConfigError."""
-    module = "torchtitan_lite.training.checks.rank_counts"
-    numbers = ",".join(map(str, ranks))
-    answer = subprocess.run(
-        [sys.executable, "-m", module, numbers, "--", *arguments], capture_output=True, text=True
-    )
-    if answer.returncode:
-        raise ConfigError(answer.stderr.strip() or f"{module} ended with {answer.returncode}.")
 
 
 def dump_folder(arguments: Sequence[str]) -> Path:

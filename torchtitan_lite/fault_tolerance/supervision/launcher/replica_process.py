@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchtitan_lite.core.diagnosis import Diagnosis
 from torchtitan_lite.core.errors import TRANSIENT
+from torchtitan_lite.core.outputs import quorum_name
 from torchtitan_lite.core.rank.processes import state_of
 from torchtitan_lite.fault_tolerance.supervision.launcher.failure_cause import (
     LOG_LINES,
@@ -122,7 +123,7 @@ class ReplicaProcess:
     @property
     def name(self) -> str:
         """Name at the lighthouse."""
-        return f"replica_{self.number:05d}"
+        return quorum_name(self.number)
 
     @property
     def is_over(self) -> bool:

@@ -1,4 +1,5 @@
-"""The command that starts a run again as its user has started it."""
+"""The arguments of a replica, and the command that starts a run again as its user has started
+it."""
 
 import os
 import shlex
@@ -12,6 +13,15 @@ from torchtitan_lite.core.rank.supervised import names_torchrun
 
 TRAIN_OPTIONS = "TORCHTITAN_LITE_TRAIN_OPTIONS"
 """Environment variable of ranks: the options of `train`, without --nproc, that started them."""
+_REPLICA_OPTIONS = tuple(
+    f"--fault_tolerance.{key}" for key in ("enable", "replica_id", "group_size")
+)
+
+
+def replica_arguments(replica: int, num_replicas: int) -> list[str]:
+    """Return the arguments that make a run the replica of this number."""
+    values = ("true", str(replica), str(num_replicas))
+    return [word for pair in zip(_REPLICA_OPTIONS, values, strict=True) for word in pair]
 
 
 def start_command(arguments: Sequence[str], world_size: int) -> list[str]:
@@ -28,7 +38,15 @@ def start_command(arguments: Sequence[str], world_size: int) -> list[str]:
         return [*(launcher if world_size > 1 else [program("python")]), "train.py", *arguments]
     count = ["--nproc", num_local] if world_size > 1 else []
     options = shlex.split(os.environ.get(TRAIN_OPTIONS, ""))
+    if "--replicas" in options:
+        arguments = _without(arguments, _REPLICA_OPTIONS)
     return [*torchtitan_lite(), "train", *count, *options, *arguments]
+
+
+def _without(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the arguments without some options and their values, as words of their own."""
+    words = iter(arguments)
+    return [word for word in words if word not in names or next(words, None) is None]
 
 
 def _torchrun(num_arguments: int) -> list[str]:

@@ -136,6 +136,10 @@ class ProcessAgent(SimpleElasticAgent):
     def _attempt(self) -> int:
         """Return the number of attempts before the present one."""
 
+    def _arguments(self) -> Sequence[str]:
+        """Return the arguments that the ranks of the attempt get beside their own."""
+        return self._mesh.arguments
+
     def _standby_deadline_s(self, began_s: float) -> float:
         """Return the time by which ranks that were ordered to stop at `began_s` must be on
         standby."""
@@ -169,7 +173,7 @@ class ProcessAgent(SimpleElasticAgent):
                 process.poll()
                 if process.state in (RankState.STANDBY, RankState.ENDED):
                     environment = self._environment(ranks[number], worker_group)
-                    process.start_training(environment, self._mesh.arguments)
+                    process.start_training(environment, self._arguments())
                 elif process.state is RankState.STARTING and time.monotonic() >= deadline_s:
                     logger.error("Rank %d did not start in %.0f s: it is killed.", number, _START_S)
                     self._kill([process])

@@ -66,8 +66,10 @@ class MachineAgent(ProcessAgent):
         join_timeout_s: float,
         requests: Sequence[int],
         inbox: ResizeInbox,
+        replica_arguments: Callable[[int], Sequence[str]] = lambda replica: (),
     ) -> None:
-        """See `ProcessAgent`. `join_timeout_s` limits how long to wait for enough machines."""
+        """See `ProcessAgent`. `join_timeout_s` limits how long to wait for enough machines;
+        `replica_arguments` are those of the ranks of a replica, given its number."""
         rendezvous = AgentRendezvous(self.join)
 
         def start() -> RankProcess:
@@ -86,6 +88,7 @@ class MachineAgent(ProcessAgent):
         self._subreaper, self._reaped_s = Subreaper(), 0.0
         self._started: set[int] = set()
         self._link, self._join_timeout_s = link, join_timeout_s
+        self._replica_arguments = replica_arguments
         self._store: Store | None = None
         self._attempt_number = 0
         """Number of the present or last attempt of this machine."""
@@ -178,11 +181,13 @@ class MachineAgent(ProcessAgent):
             self._link.update(
                 phase=NodeState.JOINED,
                 attempt=answer.attempt,
+                replica=answer.replica,
                 mesh=answer.mesh,
                 leaving_for="",
                 has_left=False,
                 ready_for="",
                 seen_attempt=answer.attempt,
+                seen_replica=answer.replica,
                 node_rank=answer.node_rank,
                 store_port=port,
                 has_progress=False,
@@ -197,12 +202,12 @@ class MachineAgent(ProcessAgent):
         return RendezvousInfo(
             self._store,
             answer.node_rank,
-            self._link.report.num_machines,
+            self._link.report.machines_per_replica,
             RendezvousStoreInfo(answer.store_address, answer.store_port),
         )
 
     def _too_few(self, answer: Answer | None) -> str:
-        needed = self._link.report.num_machines
+        needed = self._link.report.machines_per_replica
         if answer is None or self._link.problem:
             return f"the rendezvous cannot be reached: {self._link.problem}"
         return (
@@ -243,8 +248,10 @@ class MachineAgent(ProcessAgent):
         self._link.beat()
         self._kill_writers_without_lease()
         answer = self._link.answer
-        if answer is not None and answer.attempt > self._link.report.seen_attempt:
-            self._link.update(seen_attempt=answer.attempt)
+        before, replica = self._link.report.seen_attempt, self._link.report.seen_replica
+        if answer is not None and (answer.attempt > before or answer.replica != replica):
+            seen = max(answer.attempt, before)
+            self._link.update(seen_attempt=seen, seen_replica=answer.replica)
         if self._link.lease_until_s != self._leased_s:
             self._renew_leases()
         if time.monotonic() - self._reaped_s > _REAP_S:
@@ -416,7 +423,8 @@ class MachineAgent(ProcessAgent):
     def _prepare_for(self, answer: Answer) -> None:
         """Report whether this machine can follow the present resize, once the processes that it
         needs are warm."""
-        self._inbox.is_open = self._link.report.has_progress and not self._requests
+        may_resize = self._link.report.has_progress and not self._requests
+        self._inbox.is_open = may_resize and self._link.report.num_replicas == 1
         if answer.state is not RunState.RUNNING:
             return
         if not answer.resize:
@@ -477,6 +485,9 @@ class MachineAgent(ProcessAgent):
             kill_writers(os.getpid())
         self._inbox.close("the run has ended")
         self._link.leave("it was asked to stop" if self._requests and self.exit_status else "")
+
+    def _arguments(self) -> Sequence[str]:
+        return [*self._replica_arguments(self._link.report.replica), *super()._arguments()]
 
     def _attempt_started(self) -> None:
         """Nothing to record: the rendezvous counts the attempts."""

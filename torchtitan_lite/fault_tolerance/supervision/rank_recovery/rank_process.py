@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from torchtitan_lite.core.rank.processes import ExitStatus, signal_process
+from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import CHANNEL
 
 
 class RankState(Enum):
@@ -36,7 +36,7 @@ class RankProcess:
         with there:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "torchtitan_lite", "train", *arguments],
-                env={**os.environ, **environment, CHANNEL: str(there.fileno())},
+                env={**os.environ, **environment, RANK_CHANNEL: str(there.fileno())},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(there.fileno(),),
                 # Ctrl-C is forwarded by the agent, once.

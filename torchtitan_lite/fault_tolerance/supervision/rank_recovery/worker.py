@@ -22,13 +22,11 @@ from typing import Any
 
 from torchtitan_lite.core.errors import is_transient
 from torchtitan_lite.core.preemption import TrainingAborted
-from torchtitan_lite.core.rank.supervised import print_into_rank_log
+from torchtitan_lite.core.rank.supervised import RANK_CHANNEL, print_into_rank_log
 from torchtitan_lite.distributed.axis_groups import abort_all_groups, forget_groups
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import Lease
 
-CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
-"""Environment variable: the descriptor of this process' channel to the agent."""
 _INTERRUPT = signal.SIGRTMIN + 2
 _INTERRUPT_EVERY_S = 0.2
 _RAISE_AGAIN_S = 1.0
@@ -115,7 +113,7 @@ class RecoveryHooks:
 def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[], None]) -> int:
     """Train whenever the agent gives this process a rank, until it orders to exit. `train` receives
     the arguments that the agent adds. Returns the exit status."""
-    end = socket.socket(fileno=int(os.environ.pop(CHANNEL)))
+    end = socket.socket(fileno=int(os.environ.pop(RANK_CHANNEL)))
     end.set_inheritable(False)
     channel = AgentChannel(end)
     recovery = RecoveryHooks(channel)

@@ -1,4 +1,4 @@
-"""Decisions of the rendezvous: a state machine that reports drive.
+"""Decisions of the rendezvous about one replica: a state machine that reports drive.
 
 Each attempt has a number, and a node rank for each of its members. An attempt ends for all members
 when a machine is lost or a rank fails. The next one is decided when every machine that still
@@ -14,7 +14,7 @@ survive a restart is in the reports, so that none of it is stored.
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     ALL_LOST_S,
     HOLD_S,
-    LEASE_S,
     LOST_S,
     OUTAGE_S,
 )
@@ -89,18 +88,26 @@ class _MachinesResize:
 
 
 class Coordinator:
-    """Decisions for one run, and for the next one when its machines have left."""
+    """Decisions for one replica, which is the run if there are no others."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(
+        self,
+        now_s: float,
+        replica: int = 0,
+        *,
+        borrow: Callable[["Coordinator"], list[str]] = lambda borrower: [],
+    ) -> None:
+        """`borrow` lets a spare machine of another replica, if there is one, become this one's."""
+        self._replica, self._borrow = replica, borrow
         self._machines: dict[str, _Machine] = {}
         self._dismissed: set[str] = set()
         """Machines at fault, which must not train again."""
         self._left_s: dict[str, float] = {}
         """Machines that have left, until no earlier report of them can arrive any more."""
         # Machines may train that were members before a restart of this process.
-        self._start(now_s, learn_s=LOST_S)
+        self.start(now_s, learn_s=LOST_S)
 
-    def _start(self, now_s: float, learn_s: float) -> None:
+    def start(self, now_s: float, learn_s: float) -> None:
         """Start with nothing known of a run, and learn what the machines know for `learn_s` after
         the first report."""
         self._contact_s = self._outage_ended_s = now_s
@@ -132,14 +139,11 @@ class Coordinator:
         """Outcomes of ended requests and their reasons, as long as a member reports them."""
 
     def report(self, report: Report, now_s: float) -> Answer:
-        """Record a report and return the answer. Raises Rejected or Busy."""
-        self._expire(now_s, except_for=report.machine)
-        if not self._machines and self._state is not RunState.REBUILDING:
-            # The machines of the last run have left or lost their leases. Some may return.
-            self._start(now_s, learn_s=LEASE_S)
-        self._check(report, now_s)
+        """Record a report and return the answer. Raises Rejected or Busy. The machines that are
+        lost have expired before."""
+        self._check(report)
         self._record(report, now_s)
-        self._advance(now_s)
+        self.advance(now_s)
         return self._answer(report.machine)
 
     def leave(self, report: Report, reason: str, now_s: float) -> None:
@@ -159,14 +163,14 @@ class Coordinator:
             return
         if not has_finished:
             self._lost.append(report.name)
-        if self._machines:
-            self._advance(now_s)
+        self.advance(now_s)
 
     def _has_finished(self, node_rank: int) -> bool:
         """Return whether a machine has left whose ranks have finished in the present attempt."""
         return self._finished.get(node_rank) == self._attempt
 
-    def _check(self, report: Report, now_s: float) -> None:
+    def check_welcome(self, report: Report, now_s: float) -> None:
+        """Raise Rejected for a machine that may not take part any more."""
         if report.machine in self._dismissed:
             raise Rejected(
                 f"{report.name} is at fault, and another machine has taken its place: see "
@@ -174,6 +178,8 @@ class Coordinator:
             )
         if now_s - self._left_s.get(report.machine, -math.inf) <= LOST_S:
             raise Rejected(f"{report.name} has left: this report was late.")
+
+    def _check(self, report: Report) -> None:
         if report.machine in self._machines:
             return
         if self._state is RunState.ENDED:
@@ -185,17 +191,8 @@ class Coordinator:
             for machine, entry in list(self._machines.items()):
                 if not entry.report.attempt and _difference(entry.report, report):
                     del self._machines[machine]
-        joined = [entry.report for entry in self._machines.values()]
-        if not joined:
-            return
-        newest = max(joined, key=lambda peer: peer.attempt)
-        if difference := _difference(newest, report):
-            label, theirs, own = difference
-            raise Rejected(
-                f"{label} is {own} here, but {theirs} on {newest.name}, which has joined: "
-                "start all machines with the same options and configuration, or start another "
-                "rendezvous for this run."
-            )
+        if self._machines:
+            check_equal(max(self.reports, key=lambda peer: peer.attempt), report)
 
     def _record(self, report: Report, now_s: float) -> None:
         known = self._machines.get(report.machine)
@@ -207,18 +204,55 @@ class Coordinator:
         known.report, known.heard_s = report, now_s
         if report.failure and (before.failure, before.attempt) != (report.failure, report.attempt):
             known.failed_at_s = now_s - report.failure_age_s
-        if self._counts(report.machine):
-            if now_s - self._contact_s > OUTAGE_S:
-                self._outage_ended_s = now_s
-            self._contact_s = now_s
 
-    def _counts(self, machine: str) -> bool:
-        """Return whether a report shows that the members can reach the rendezvous: a spare, which
-        may be the only machine that does, must not take their places."""
-        return machine in self._members or len(self._members) < 2
+    def contact(self, now_s: float) -> None:
+        """Record that the machines of the run can reach the rendezvous."""
+        if now_s - self._contact_s > OUTAGE_S:
+            self._outage_ended_s = now_s
+        self._contact_s = now_s
 
-    def _expire(self, now_s: float, except_for: str) -> None:
-        """Forget the machines that are lost."""
+    @property
+    def state(self) -> RunState:
+        return self._state
+
+    @property
+    def reports(self) -> list[Report]:
+        """The last reports of its machines."""
+        return [entry.report for entry in self._machines.values()]
+
+    def has(self, machine: str) -> bool:
+        """Return whether a machine is one of its own, as a member or as a spare one."""
+        return machine in self._machines
+
+    def is_member(self, machine: str) -> bool:
+        """Return whether a machine has a place in the present or last attempt."""
+        return machine in self._members
+
+    def num_missing(self, size: int) -> int:
+        """Return the number of machines without which there is no next attempt of `size` machines;
+        negative if there are more. An attempt that runs, or a replica that has ended, needs
+        none."""
+        is_forming = self._state in (RunState.REBUILDING, RunState.FORMING)
+        return (size if is_forming else 0) - len(self._machines)
+
+    @property
+    def num_members(self) -> int:
+        """Number of machines that have a place, as long as the replica has not ended."""
+        return 0 if self._state is RunState.ENDED else len(self._members)
+
+    def free_spare(self, size: int) -> str | None:
+        """Return a spare machine that it does not need, the one that has failed least; None if it
+        needs all."""
+        if self.num_missing(size) >= 0:
+            return None
+        return next((m for m in self._ranked() if m not in self._members), None)
+
+    def pass_on(self, machine: str, receiver: "Coordinator") -> None:
+        """Let a spare machine be for another replica."""
+        receiver._machines[machine] = self._machines.pop(machine)
+
+    def expire(self, now_s: float, except_for: str) -> None:
+        """Forget the machines that are lost, `except_for` the one that reports now."""
         is_outage = now_s - self._contact_s > OUTAGE_S or (
             # It ends with this report, and the other machines get the same time as ever.
             now_s - self._outage_ended_s <= LOST_S
@@ -230,12 +264,13 @@ class Coordinator:
                 if machine in self._members:
                     self._lost.append(entry.report.name)
 
-    def _advance(self, now_s: float) -> None:
-        if self._state is RunState.REBUILDING:
+    def advance(self, now_s: float) -> None:
+        """Decide what follows from the reports and from the time."""
+        if self._state is RunState.REBUILDING and self._machines:
             self._rebuild(now_s)
         if self._state is RunState.RUNNING:
             self._watch(now_s)
-        if self._state is RunState.FORMING:
+        if self._state is RunState.FORMING and self._machines:
             self._form(now_s)
 
     def _rebuild(self, now_s: float) -> None:
@@ -243,11 +278,14 @@ class Coordinator:
         if self._first_report_s is None:
             # The start of this process does not count: all machines may reach it late.
             self._first_report_s = now_s
-        reports = [machine.report for machine in self._machines.values()]
-        self._attempt = max(report.seen_attempt for report in reports)
-        self._mesh = max(reports, key=lambda report: report.attempt).mesh
-        size = reports[0].num_machines
-        seats = {r.node_rank: r for r in reports if r.attempt == self._attempt and r.attempt}
+        reports = self.reports
+        own = [report for report in reports if report.replica == self._replica]
+        self._attempt = max(
+            (r.seen_attempt for r in reports if r.seen_replica == self._replica), default=0
+        )
+        self._mesh = max(own or reports, key=lambda report: report.attempt).mesh
+        size = reports[0].machines_per_replica
+        seats = {r.node_rank: r for r in own if r.attempt == self._attempt and r.attempt}
         self._members = [seats[n].machine if n in seats else "" for n in range(size)]
         if not self._attempt:
             self._members = []
@@ -386,7 +424,7 @@ class Coordinator:
             self._judge(former, now_s)
         if self._state is not RunState.FORMING or now_s < self._not_before_s:
             return
-        size = next(iter(self._machines.values())).report.num_machines
+        size = self.reports[0].machines_per_replica
         seats: dict[int, str] = {
             node_rank: machine
             for node_rank, machine in enumerate(self._members)
@@ -398,7 +436,7 @@ class Coordinator:
         for node_rank in range(size):
             if node_rank not in seats:
                 seats[node_rank] = spares.pop(0)
-        seen = max(member.report.seen_attempt for member in self._machines.values())
+        seen = max(report.seen_attempt for report in self.reports)
         self._attempt = max(self._attempt, seen) + 1
         self._members = [seats[node_rank] for node_rank in range(size)]
         self._state, self._lost = RunState.RUNNING, []
@@ -530,6 +568,7 @@ class Coordinator:
             num_failures = self._suspects[machine]
             if not is_at_fault and num_failures < _FAILURES_OF_A_MACHINE:
                 continue
+            spares = spares or self._borrow(self)
             if not spares or self._suspects.get(spares[0], 0) >= num_failures:
                 continue
             del spares[0]
@@ -558,6 +597,7 @@ class Coordinator:
             state = resize.state
         return Answer(
             state=self._state,
+            replica=self._replica,
             attempt=self._attempt,
             node_rank=members.index(machine) if machine in members else -1,
             store_address=store_address,
@@ -577,12 +617,24 @@ class Coordinator:
         )
 
 
+def check_equal(joined: Report, report: Report) -> None:
+    """Raise Rejected if a machine cannot take part in the run of one that has joined."""
+    if difference := _difference(joined, report):
+        label, theirs, own = difference
+        raise Rejected(
+            f"{label} is {own} here, but {theirs} on {joined.name}, which has joined: start all "
+            "machines with the same options and configuration, or start another rendezvous for "
+            "this run."
+        )
+
+
 def _difference(expected: Report, report: Report) -> tuple[str, object, object] | None:
     """Return the first setting in which two machines differ, and its values: they cannot take part
     in the same run."""
     for label, theirs, own in (
         ("--rdzv-id", expected.run_id, report.run_id),
         ("--nnodes", expected.num_machines, report.num_machines),
+        ("--replicas", expected.num_replicas, report.num_replicas),
         ("--nproc", expected.num_ranks, report.num_ranks),
         ("the configuration's fingerprint", expected.fingerprint, report.fingerprint),
     ):

@@ -46,6 +46,7 @@ class RendezvousLink:
         name: str,
         run_id: str,
         num_machines: int,
+        num_replicas: int = 1,
         num_ranks: int,
         fingerprint: str,
     ) -> None:
@@ -58,6 +59,7 @@ class RendezvousLink:
             address=address,
             run_id=run_id,
             num_machines=num_machines,
+            num_replicas=num_replicas,
             num_ranks=num_ranks,
             mesh=RunMesh(num_ranks).to_text(),
             fingerprint=fingerprint,

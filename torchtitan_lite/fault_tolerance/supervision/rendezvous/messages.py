@@ -88,6 +88,8 @@ class Report(_Message):
     """Its address on the route to the rendezvous."""
     run_id: str
     num_machines: int
+    """Machines that train, of all replicas."""
+    num_replicas: int = 1
     num_ranks: int
     """Ranks per machine with which it was started."""
     fingerprint: str
@@ -95,6 +97,8 @@ class Report(_Message):
     phase: NodeState = NodeState.STANDBY
     attempt: int = 0
     """The last attempt of which it was a member; 0 if there is none."""
+    replica: int = -1
+    """The replica of that attempt."""
     node_rank: int = -1
     """Its node rank in that attempt."""
     mesh: str
@@ -104,6 +108,8 @@ class Report(_Message):
     """Mesh of the last attempt in which its ranks have committed a step; empty if there is none."""
     seen_attempt: int = 0
     """Highest attempt that any answer named."""
+    seen_replica: int = -1
+    """The replica of the last answer."""
     store_port: int = 0
     """Port of the store of `attempt`, if it has node rank 0."""
     has_progress: bool = False
@@ -134,9 +140,13 @@ class Report(_Message):
     has_left: bool = False
     """Whether they have."""
 
+    @property
+    def machines_per_replica(self) -> int:
+        return self.num_machines // self.num_replicas
+
 
 class RunState(StrEnum):
-    """State of the run."""
+    """State of a replica, which is the run if it has no others."""
 
     REBUILDING = "rebuilding"
     """The rendezvous was restarted and learns from reports what runs. Nothing changes meanwhile."""
@@ -151,8 +161,11 @@ class Answer(_Message):
     """Answer to a report."""
 
     state: RunState
+    """State of the replica."""
+    replica: int = 0
+    """Replica of which this machine is a member, or for which it is a spare one."""
     attempt: int
-    """Number of the present or last attempt."""
+    """Number of its present or last attempt."""
     node_rank: int = -1
     """Node rank of this machine in it; -1: a spare."""
     store_address: str = ""
@@ -166,7 +179,7 @@ class Answer(_Message):
     """Exit status of the ended run."""
     num_joined: int = 0
     joined: str = ""
-    """Names of the machines that have joined."""
+    """Names of the machines that have joined the replica."""
     mesh: str = ""
     """Mesh of the attempt."""
     resize: str = ""

@@ -17,7 +17,7 @@ from tests.harness.ranks import REPOSITORY
 from tests.unit.fault_tolerance.supervision.launcher.fakes import fake
 from torchtitan_lite.core.errors import DIVERGED, MACHINE_FAULT
 
-TIMEOUT_S = 40
+TIMEOUT_S = 120
 AT_ONCE_S = 5
 """Limit for actions that take a tenth of a second on an idle machine."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")

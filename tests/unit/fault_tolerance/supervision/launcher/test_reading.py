@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.cli import main
+from torchtitan_lite.cli import launch, main
+from torchtitan_lite.cli.rank_counts import main as check_config
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.outputs import PARTICIPATES, RECEIVES_STATE, STARTING
 from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
-from torchtitan_lite.fault_tolerance.supervision.launcher import plan as plan_module
 from torchtitan_lite.fault_tolerance.supervision.launcher.logs import (
     ReplicaProgress,
     TorchftLogFilter,
@@ -26,7 +26,6 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.plan import (
     training_plan,
 )
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
-from torchtitan_lite.training.checks.rank_counts import main as check_config
 
 CHATTER = b"2026-01-01T00:00:00.000 [INFO] [torchft::manager] - [Replica 0] start quorum"
 
@@ -92,8 +91,6 @@ def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.Mon
         assert check_config([",".join(map(str, ranks)), "--", *arguments]) == 0
         checked.append(arguments)
 
-    monkeypatch.setattr(plan_module, "_check_ranks", check)
-
     def planned(*more: str, log_dir: Path | None = None) -> LaunchPlan:
         return training_plan(
             ["--config", config, "--training.steps=3", *more],
@@ -109,6 +106,7 @@ def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.Mon
             grace_s=7.5,
             host="127.0.0.1",
             log_dir=log_dir,
+            check=check,
         )
 
     plan = planned("--job.device=cpu")
@@ -153,7 +151,7 @@ def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.Mon
     [
         (0, "a warning", None),
         (2, "too few layers\n", "too few layers"),
-        (2, "", "torchtitan_lite.training.checks.rank_counts ended with 2."),
+        (2, "", "torchtitan_lite.cli.rank_counts ended with 2."),
     ],
 )
 def test_a_process_checks_the_configuration_for_all_numbers_of_ranks(
@@ -164,9 +162,9 @@ def test_a_process_checks_the_configuration_for_all_numbers_of_ranks(
         assert capture_output and text
         return subprocess.CompletedProcess(command, status, "", output)
 
-    monkeypatch.setattr(plan_module.subprocess, "run", run)
+    monkeypatch.setattr(launch.subprocess, "run", run)
     with nullcontext() if error is None else pytest.raises(ConfigError, match=f"^{error}$"):
-        plan_module._check_ranks([1, 2], ["--config", "x", "--steps=3"])
+        launch.check_ranks([1, 2], ["--config", "x", "--steps=3"])
 
 
 def plan_with(environment: dict[str, str]) -> LaunchPlan:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness.launch import SMALL
 from torchtitan_lite.cli import main
+from torchtitan_lite.cli.rank_counts import check_rank_counts
 from torchtitan_lite.cli.train_agents import resizing
 from torchtitan_lite.cli.train_options import checked_config, split_options
 from torchtitan_lite.config import check_resize_arguments
@@ -22,7 +23,6 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import 
     ResizeRequest,
     RunMesh,
 )
-from torchtitan_lite.training.checks.rank_counts import check_rank_counts
 from torchtitan_lite.training.run_config import load_config
 
 
@@ -219,7 +219,7 @@ def test_an_agent_accepts_a_request_if_its_run_can_continue(
 def test_resized_arguments_need_spares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, why in (
         (["--resized=--parallelism.tensor_parallel_degree=2"], "only for runs with --spares"),
-        (["--spares=1", "--resized='"], "no list of arguments"),
+        (["--spares=1", "--resized='"], "cannot be split into arguments"),
     ):
         assert main(["train", *options, *SMALL]) == 1
         assert why in capsys.readouterr().err

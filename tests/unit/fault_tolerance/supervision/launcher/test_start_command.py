@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.cli.train_options import split_options
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.fault_tolerance.supervision.launcher import start_command as module
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import (
     TRAIN_OPTIONS,
@@ -58,6 +59,18 @@ def test_options_of_torchrun(options: str, program: str, tmp_path: Path) -> None
     assert resumed == f"{options} {program} --config c.toml --training.steps 8"
 
 
+def test_replicas_share_the_machines() -> None:
+    words = "--nproc=8 --nnodes=6 --replicas=3 --rdzv-endpoint=node0:29520"
+    options, _ = split_options(words.split())
+    assert options.world_size == 16
+    assert " ".join(options.of_replica(2)) == (
+        "--fault_tolerance.enable true --fault_tolerance.replica_id 2 "
+        "--fault_tolerance.group_size 3"
+    )
+    with pytest.raises(ConfigError, match="--nnodes 6 is not a multiple of --replicas 4"):
+        split_options(words.replace("=3", "=4").split())
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
@@ -69,13 +82,17 @@ def test_options_of_torchrun(options: str, program: str, tmp_path: Path) -> None
             "--nproc 4 --nnodes 2 --rdzv-endpoint node0:29520 --rdzv-id a --rdzv-timeout-s 60 "
             "--spares 2 --config c.toml --training.steps 3",
         ),
+        (
+            "--nproc 4 --nnodes 4 --replicas 2 --rdzv-endpoint node0:29520 --config c.toml",
+            "--nproc 4 --nnodes 4 --replicas 2 --rdzv-endpoint node0:29520 --config c.toml",
+        ),
     ],
 )
 def test_options_of_train(given: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options, arguments = split_options(given.split())
     monkeypatch.setenv(TRAIN_OPTIONS, shlex.join(options.kept))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    words = start_command(arguments, 4)
+    words = start_command([*arguments, *options.of_replica(1)], 4)
     assert " ".join(words[words.index("train") + 1 :]) == kept
 
 

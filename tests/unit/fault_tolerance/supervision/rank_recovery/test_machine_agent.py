@@ -150,6 +150,10 @@ class _Agent(MachineAgent):
         """Return whether it waits while no rank trains."""
         return self._stop_waits(answer)
 
+    def arguments(self) -> list[str]:
+        """Return what the ranks of the attempt get beside their own arguments."""
+        return list(self._arguments())
+
     def end(self) -> None:
         """End the processes, and leave."""
         self._shutdown()
@@ -235,6 +239,19 @@ def test_writers_end_first_when_the_lease_ends(
     assert agent.standby_deadline_s() < time.monotonic() + STANDBY_S
     agent.pause()
     assert writer.wait(5) == -signal.SIGKILL
+
+
+def test_the_ranks_are_of_the_replica_that_the_rendezvous_names(
+    agent: _Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert agent.arguments() == []
+    monkeypatch.setattr(agent, "_replica_arguments", lambda replica: [f"--replica={replica}"])
+    mesh = RunMesh(1, ("--training.local_batch_size=2",))
+    seat = replace(_QUIET, replica=3, store_address="10.0.0.2", store_port=29001)
+    answer = replace(seat, mesh=mesh.to_text())
+    assert agent.joined((answer, True)) == 0
+    assert agent.current_report.replica == 3
+    assert agent.arguments() == ["--replica=3", *mesh.arguments]
 
 
 @pytest.mark.parametrize("phase", [NodeState.STANDBY, NodeState.ENDED])

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery import worker
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import (
-    CHANNEL,
     RecoveryHooks,
     TrainingAborted,
     serve,
@@ -101,7 +101,7 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(worker, "forget_groups", lambda: log.append("forgotten"))
     monkeypatch.setattr(worker, "print_into_rank_log", lambda: None)
     monkeypatch.setattr(gc, "freeze", lambda: None)
-    monkeypatch.setenv(CHANNEL, str(os.dup(there.fileno())))
+    monkeypatch.setenv(RANK_CHANNEL, str(os.dup(there.fileno())))
 
     def agent() -> None:
         channel = AgentChannel(here)
@@ -129,4 +129,4 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
         "forgotten",
         "[{'ended': 0, 'reason': ''}] training: False",
     ]
-    assert CHANNEL not in os.environ
+    assert RANK_CHANNEL not in os.environ

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.ranks import FORK_SERVER
+from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import (
-    CHANNEL,
     RecoveryHooks,
     serve,
 )
@@ -47,7 +47,7 @@ def _serve(there: socket.socket, train_s: float, module: str) -> None:
     def warm_up() -> None:
         import_module(module)
 
-    os.environ[CHANNEL] = str(there.detach())
+    os.environ[RANK_CHANNEL] = str(there.detach())
     sys.exit(serve(train, warm_up))
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import ResizeState
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import Coordinator
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Answer,
     FailureKind,
@@ -13,6 +12,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Report,
     RunState,
 )
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.run_coordinator import RunCoordinator
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import LOST_S, REPORT_S
 
 
@@ -21,7 +21,7 @@ class Rig:
 
     def __init__(self, *names: str, num_machines: int = 2) -> None:
         self.now_s = 100.0
-        self.coordinator = Coordinator(self.now_s)
+        self.coordinator = RunCoordinator(self.now_s)
         self.machines: dict[str, Report] = {}
         self.answers: dict[str, Answer] = {}
         self.silent: set[str] = set()
@@ -62,6 +62,7 @@ class Rig:
                 report,
                 phase=NodeState.JOINED,
                 attempt=answer.attempt,
+                replica=answer.replica,
                 node_rank=answer.node_rank,
                 store_port=29000 + answer.attempt if answer.node_rank == 0 else 0,
                 mesh=answer.mesh,
@@ -83,7 +84,7 @@ class Rig:
         if answer.request == report.request and answer.request_state.is_final:
             self.ended[report.request] = answer.request_state, answer.request_reason
             report = replace(report, request="", request_mesh="")
-        self.machines[name] = replace(report, seen_attempt=seen)
+        self.machines[name] = replace(report, seen_attempt=seen, seen_replica=answer.replica)
         return answer
 
     def _resized(self, report: Report, answer: Answer) -> Report:
@@ -123,7 +124,7 @@ class Rig:
     def restart_server(self, *, outage_s: float = 0.0) -> None:
         """Replace the server by a new one."""
         self.now_s += outage_s
-        self.coordinator = Coordinator(self.now_s)
+        self.coordinator = RunCoordinator(self.now_s)
 
     def state(self) -> RunState:
         """Return the state that the last answer names."""

@@ -1,4 +1,4 @@
-"""`python -m torchtitan_lite.training.checks.rank_counts 1,2 -- ARGUMENTS`: check a config for
+"""`python -m torchtitan_lite.cli.rank_counts 1,2 -- ARGUMENTS`: check a config for
 replicas of each of these numbers of ranks.
 
 The launcher runs it before it starts anything, because the launcher does not import torch.

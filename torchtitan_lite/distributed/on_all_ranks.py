@@ -6,9 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar, cast
 
-from torchtitan_lite.checkpoint.storage.base import is_permanent
-from torchtitan_lite.checkpoint.storage.safetensors_file import WriteAbandoned
-from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint, UserError
+from torchtitan_lite.core.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    UserError,
+    WriteAbandoned,
+    is_permanent,
+)
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.host_collectives import all_gather_bytes, all_gather_ints
 

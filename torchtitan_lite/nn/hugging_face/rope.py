@@ -7,7 +7,7 @@ the scaling under `rope_scaling`, which wins if both are there.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face.config import HuggingFaceConfig
 from torchtitan_lite.nn.rope import (
     AlphaScaling,
     DynamicScaling,

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
-from torchtitan_lite.nn.hugging_face_facts import width_per_head
-from torchtitan_lite.nn.hugging_face_rope import (
+from torchtitan_lite.nn.hugging_face.config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face.facts import width_per_head
+from torchtitan_lite.nn.hugging_face.rope import (
     read_rope,
     read_table,
     rope_table,

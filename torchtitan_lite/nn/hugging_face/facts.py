@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
-from torchtitan_lite.nn.decoder_hugging_face import USUAL_NAMES, HuggingFaceNames
 from torchtitan_lite.nn.feed_forward import Activation
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face.config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face.names import USUAL_NAMES, HuggingFaceNames
 from torchtitan_lite.nn.spec import HuggingFaceKey
 
 

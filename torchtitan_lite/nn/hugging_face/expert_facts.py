@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face.config import HuggingFaceConfig
 
 
 @dataclass(frozen=True)

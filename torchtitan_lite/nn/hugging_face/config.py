@@ -3,20 +3,68 @@ an error."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.nn.hugging_face_keys import is_irrelevant
+from torchtitan_lite.nn.spec import RUN_SETTINGS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_RUN_TIME = {
-    *("attention_backend", "document_mask", "dropout", "max_seq_len"),
-    *("balance_loss_weight", "z_loss_weight", "bias_update_rate", "capacity_factor"),
-    *("mtp_depth", "mtp_loss_weight", "chunk_size", "pad_token_id"),
+_ANY_VALUE = (
+    # The file and the program that wrote it.
+    *("architectures", "model_type", "auto_map", "transformers_version", "transformers.js_config"),
+    *("_*", "name_or_path", "unsloth_*", "is_llama_config", "torch_dtype", "dtype", "torchscript"),
+    *("use_bfloat16", "tf_legacy_loss", "for_llm_compressor", "finetuning_task"),
+    # Special tokens. The id of padding is also a fact of an architecture.
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("eod_token_id", "im_start_id", "im_end_id", "tokenizer_class", "prefix"),
+    "model_max_length",
+    # What a forward returns, and how it is computed.
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("attn_implementation", "experts_implementation", "use_cache", "cache_implementation"),
+    *("use_flash_attn", "pretraining_tp", "ep_size", "chunk_size_feed_forward"),
+    *("gradient_checkpointing", "tie_last_hidden_states", "is_decoder"),
+    # Labels of other tasks.
+    *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+    # The beginning and the settings of a training run, of which each has its own.
+    *("initializer_*", "mup_init", "*_dropout", "*_pdrop", "dropout", "router_aux_loss_coef"),
+    *("aux_loss_alpha", "seq_aux", "router_jitter_noise", "input_jitter_noise"),
+    # Generation, which has a file of its own.
+    *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams"),
+    *("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p"),
+    *("min_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores"),
+    *("output_logits", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id"),
+    *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
+    *("begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "renormalize_logits"),
+    *("guidance_scale", "num_assistant_tokens*", "assistant_*", "prompt_lookup_*", "use_mtp"),
+    *("penalty_alpha", "low_memory", "trust_remote_code", "max_cache_len", "cache_config"),
+    *("target_lookbehind", "is_assistant", "disable_compile", "compile_config", "stop_strings"),
+    *("num_assistant_*", "sequence_bias", "constraints", "force_words_ids", "token_healing"),
+    *("watermarking_config", "dola_layers", "max_time", "min_new_tokens", "max_matching_ngram_*"),
+    *("top_h", "generation_config", "prefill_chunk_size", "continuous_batching_config"),
+)
+"""Keys that do not change the function of the weights, in any architecture, as patterns (fnmatch).
+Most are fields of transformers' base class, which every config.json may have."""
+_OFF: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "per_layer_config": ({},),
+    "use_mrope": (False,),
 }
-"""Dimensions that are not properties of the weights."""
+"""Features that no architecture here has, and their values without effect."""
+_NOT_OF_THE_FILE = {
+    # No config.json has one.
+    "capacity_factor",
+    # Whether a run has multi-token prediction is a setting of its own.
+    "mtp_depth",
+    *RUN_SETTINGS,
+}
+"""Dimensions that a config.json does not decide."""
 _EFFECTIVE = {"head_dim": "head_size"}
 """Dimensions that may be unset, and the property with the value that is used."""
 
@@ -169,7 +217,7 @@ def differences(ours: "DataclassInstance", theirs: "DataclassInstance") -> list[
         if is_dataclass(here) and is_dataclass(there):
             assert not isinstance(here, type) and not isinstance(there, type)
             found += differences(here, there)
-        elif here != there and field.name not in _RUN_TIME:
+        elif here != there and field.name not in _NOT_OF_THE_FILE:
             found.append(f"{field.name} is {there} in its config.json and {here} here")
     return found
 
@@ -185,3 +233,10 @@ def is_model_of(
         return not differences(dims, read(values))
     except ConfigError:
         return False
+
+
+def is_irrelevant(key: str, value: Any) -> bool:
+    """Whether a key with this value has no effect on the mathematics."""
+    if key in _OFF:
+        return value in _OFF[key]
+    return any(fnmatchcase(key, pattern) for pattern in _ANY_VALUE)

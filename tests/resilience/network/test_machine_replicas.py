@@ -1,0 +1,47 @@
+"""Several replicas on several machines, with spare machines (`train --nnodes --replicas`)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import launch
+from tests.harness.tolerances import FAULTS_FLOAT64
+from tests.resilience.network.machines import machines, undisturbed_losses
+from tests.resilience.network.namespaces import unavailable_reason
+
+_REASON = unavailable_reason()
+pytestmark = [
+    pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
+    pytest.mark.timeout(600),
+]
+_STEPS = 60
+_STEP_S = 1.0
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("names", "num_training"), [("abc", 2), ("abcde", 4)], ids=["one machine each", "two each"]
+)
+def test_a_spare_machine_completes_the_replica_of_a_killed_one(
+    names: str, num_training: int, tmp_path: Path
+) -> None:
+    expected = undisturbed_losses(tmp_path / "undisturbed", _STEPS)
+    killed, spare = names[num_training - 1], names[-1]
+    with machines(tmp_path, *names, steps=_STEPS, num_training=num_training, num_replicas=2) as run:
+        # The replicas start one after the other, and the others do not wait.
+        run.train(*names, RANK_FAULTS=f"slow={_STEP_S}")
+        survivor = run.rank("a")
+        run.wait_for_step(12)
+        run.kill(killed)
+        step = run.last_step()
+        # The other replica trains on, alone.
+        run.wait_for_step(step + 5)
+        assert launch.steps_of(run.output)[-1]["num_replicas"] == 1
+        assert not run.writers(spare)
+        run.wait(lambda: launch.steps_of(run.output)[-1]["num_replicas"] == 2)
+        run.wait(lambda: run.writers(spare))
+        assert run.rank("a") == survivor
+        assert "attempt 2" not in "".join(
+            line for line in run.text("rendezvous").splitlines(True) if "replica 0:" in line
+        )
+        assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)

@@ -1,0 +1,191 @@
+"""Which machine is for which replica, on a clock of the test."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, fail
+from torchtitan_lite.core.errors import MACHINE_FAULT
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import Busy, Rejected
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
+    FailureKind,
+    NodeState,
+    RunState,
+)
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
+    ALL_LOST_S,
+    LEASE_S,
+    LOST_S,
+    STOP_S,
+)
+
+
+def _rig(names: str, *, machines: int = 4, replicas: int = 2) -> Rig:
+    rig = Rig()
+    for name in names:
+        rig.add(name, num_machines=machines, num_replicas=replicas)
+    rig.run(LOST_S + 3)
+    return rig
+
+
+def _members(rig: Rig, num_replicas: int = 2) -> list[list[str]]:
+    """Return the members of each replica, by node rank."""
+    places = sorted((a.replica, a.node_rank, name) for name, a in rig.answers.items())
+    return [
+        [name for replica, rank, name in places if replica == number and rank >= 0]
+        for number in range(num_replicas)
+    ]
+
+
+def _attempts(rig: Rig, names: Sequence[str]) -> list[int]:
+    return [rig.answers[name].attempt for name in names]
+
+
+def _lose(rig: Rig, *names: str) -> float:
+    """Let machines fall silent, and return the time until another has a place."""
+    before, began_s = _members(rig), rig.now_s
+    rig.silent |= {*names}
+    for name in names:
+        del rig.answers[name]
+    rig.run(2 * ALL_LOST_S, until=lambda: _members(rig) != before and not _vacant(rig, before))
+    return rig.now_s - began_s
+
+
+def _vacant(rig: Rig, before: Sequence[Sequence[str]]) -> bool:
+    return [*map(len, _members(rig))] != [*map(len, before)]
+
+
+def test_replicas_become_complete_one_after_the_other_and_the_rest_are_spares() -> None:
+    rig = _rig("abc")
+    assert rig.answers["a"].state is RunState.RUNNING
+    assert _members(rig) == [["a", "b"], []] and rig.answers["c"].state is RunState.FORMING
+    rig.add("d", num_machines=4, num_replicas=2)
+    rig.add("e", num_machines=4, num_replicas=2)
+    rig.run(3)
+    assert _members(rig) == [["a", "b"], ["c", "d"]]
+    assert rig.answers["e"].state is RunState.RUNNING and rig.answers["e"].node_rank < 0
+
+
+@pytest.mark.parametrize(("lost", "left"), [("b", ["a"]), ("d", ["c"])])
+def test_a_spare_machine_is_for_whichever_replica_needs_it(lost: str, left: list[str]) -> None:
+    rig = _rig("abcde")
+    rig.train(*"abcd")
+    others = {"b": "cd", "d": "ab"}[lost]
+    before = _attempts(rig, others)
+    waited_s = _lose(rig, lost)
+    assert LEASE_S + STOP_S < waited_s < LOST_S + 3
+    assert sorted(map(sorted, _members(rig))) == sorted([sorted([*left, "e"]), [*others]])
+    # The other replica trains on.
+    assert _attempts(rig, others) == before
+    assert rig.answers[others[0]].reason == ""
+
+
+def test_a_replica_without_any_machine_is_formed_anew() -> None:
+    """No machine of it reports; those of the other replica show that it is no outage."""
+    rig = _rig("abc", machines=2)
+    assert _members(rig) == [["a"], ["b"]]
+    assert _lose(rig, "b") < LOST_S + 4
+    assert _members(rig) == [["a"], ["c"]]
+    assert rig.answers["c"].attempt > 1 and "lost b" in rig.answers["c"].reason
+
+
+def test_all_machines_silent_at_once_is_an_outage() -> None:
+    rig = _rig("abcd", machines=2)
+    assert _lose(rig, "a", "b") > ALL_LOST_S
+    assert sorted(map(tuple, _members(rig))) == [("c",), ("d",)]
+
+
+def test_a_machine_that_served_another_replica_has_a_later_attempt() -> None:
+    rig = _rig("abc", machines=2)
+    for _ in range(2):
+        fail(rig, "a", FailureKind.DEATH, "rank 0: killed")
+        rig.run(5)
+        rig.train("a")
+    assert rig.answers["a"].attempt >= 3 and rig.answers["b"].attempt == 1
+    # a is cut off, returns as a spare machine, and takes the place of b.
+    _lose(rig, "a")
+    rig.machines["a"] = replace(rig.machines["a"], phase=NodeState.STANDBY)
+    rig.silent.clear()
+    rig.run(2)
+    assert rig.answers["a"].node_rank < 0
+    _lose(rig, "b")
+    assert [sorted(members) for members in _members(rig)] == [["c"], ["a"]]
+    assert rig.machines["a"].attempt == rig.answers["a"].attempt >= 4
+    assert rig.machines["a"].phase is NodeState.JOINED
+
+
+def test_a_restarted_rendezvous_learns_all_replicas() -> None:
+    rig = _rig("abcde")
+    fail(rig, "c", FailureKind.DEATH, "rank 0: killed")
+    rig.run(5)
+    members, attempts = _members(rig), _attempts(rig, "abcd")
+    assert attempts[2] == attempts[0] + 1
+    rig.restart_server(outage_s=2.0)
+    # The spare machine reports first.
+    rig.machines = dict(sorted(rig.machines.items(), reverse=True))
+    rig.run(LOST_S + 4)
+    assert _members(rig) == members and _attempts(rig, "abcd") == attempts
+    assert {rig.answers[name].state for name in "abcde"} == {RunState.RUNNING}
+
+
+def test_a_replica_that_is_given_up_ends_alone() -> None:
+    rig = _rig("ab", machines=2)
+    fail(rig, "b", FailureKind.USER_ERROR, "rank 0: no such file", status=2)
+    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.STANDBY)
+    rig.run(2)
+    assert (rig.answers["b"].state, rig.answers["b"].status) == (RunState.ENDED, 2)
+    assert rig.answers["a"].state is RunState.RUNNING
+
+
+def test_spares_of_a_replica_that_has_finished_are_for_the_others() -> None:
+    rig = _rig("abc", machines=2)
+    assert rig.answers["c"].replica == 0
+    rig.machines["a"] = replace(rig.machines["a"], phase=NodeState.ENDED, has_progress=True)
+    rig.run(1)
+    assert rig.answers["a"].state is RunState.ENDED
+    assert (rig.answers["c"].replica, rig.answers["c"].state) == (1, RunState.RUNNING)
+    rig.leave("a")
+    assert _lose(rig, "b") < LOST_S + 4
+    assert rig.answers["c"].node_rank == 0
+    rig.machines["c"] = replace(rig.machines["c"], phase=NodeState.ENDED, has_progress=True)
+    rig.run(1)
+    assert rig.answers["c"].state is RunState.ENDED and rig.answers["c"].status == 0
+    rig.add("d", num_machines=2, num_replicas=2)
+    with pytest.raises(Busy):
+        rig.send("d")
+
+
+def test_a_machine_at_fault_trains_for_no_replica() -> None:
+    rig = _rig("abc", machines=2)
+    fail(rig, "b", FailureKind.USER_ERROR, "rank 0: a device is at fault", status=MACHINE_FAULT)
+    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.STANDBY)
+    with pytest.raises(Rejected, match="at fault"):
+        rig.run(2)
+    rig.silent.add("b")
+    rig.run(3)
+    assert _members(rig)[1] == ["c"]
+
+
+def test_a_machine_that_has_left_is_late() -> None:
+    rig = _rig("abc", machines=2)
+    rig.leave("c")
+    with pytest.raises(Rejected, match="late"):
+        rig.send("c")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_machines": 3}, "--nnodes must be a multiple"),
+        ({"num_machines": 4096, "num_replicas": 4096}, "at most 1024"),
+        ({"num_machines": 8}, "--nnodes is 8"),
+        ({"num_replicas": 4}, "--replicas is 4"),
+        ({"fingerprint": "other"}, "fingerprint"),
+    ],
+)
+def test_machines_of_another_run_are_rejected(changes: dict[str, object], text: str) -> None:
+    rig = _rig("ab")
+    rig.add("x", **{"num_machines": 4, "num_replicas": 2, **changes})
+    with pytest.raises(Rejected, match=text):
+        rig.send("x")

@@ -1,0 +1,123 @@
+"""Decisions of the rendezvous about all replicas of a run: which machine is for which of them.
+
+A machine stays with its replica as long as it has a place there. Spare machines are for whichever
+replica needs one: that with the fewest machines missing first, so that replicas become complete one
+after the other.
+
+Invariants: as those of `coordinator`, of which each replica has one.
+"""
+
+from collections.abc import Iterator
+
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import (
+    Coordinator,
+    Rejected,
+    check_equal,
+)
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import Answer, Report, RunState
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import LEASE_S
+
+_MAX_REPLICAS = 1024
+
+
+class RunCoordinator:
+    """Decisions for one run, and for the next one when its machines have left."""
+
+    def __init__(self, now_s: float) -> None:
+        self._replicas = [Coordinator(now_s, borrow=self._lend)]
+
+    @property
+    def states(self) -> list[RunState]:
+        """The state of each replica."""
+        return [replica.state for replica in self._replicas]
+
+    def report(self, report: Report, now_s: float) -> Answer:
+        """Record a report and return the answer. Raises Rejected or Busy."""
+        is_number = 1 <= report.num_replicas <= _MAX_REPLICAS
+        if not is_number or report.num_machines % report.num_replicas:
+            raise Rejected(
+                f"{report.num_machines} machines are not the same number for each of "
+                f"{report.num_replicas} replicas: --nnodes must be a multiple of --replicas, which "
+                f"is at most {_MAX_REPLICAS}."
+            )
+        for replica in self._replicas:
+            replica.check_welcome(report, now_s)
+            replica.expire(now_s, except_for=report.machine)
+        if not any(replica.reports for replica in self._replicas):
+            self._begin(report.num_replicas, now_s)
+        replica = self._replica_of(report)
+        # A spare, which may be the only machine that reaches the rendezvous, must not take the
+        # places of the members.
+        num_members = sum(replica.num_members for replica in self._replicas)
+        if replica.is_member(report.machine) or num_members < 2:
+            for any_replica in self._replicas:
+                any_replica.contact(now_s)
+        answer = replica.report(report, now_s)
+        for other in self._replicas:
+            if other is not replica:
+                other.advance(now_s)
+        return answer
+
+    def leave(self, report: Report, reason: str, now_s: float) -> None:
+        """Forget a machine, see `Coordinator.leave`."""
+        owner = next(self._with(report.machine), self._replicas[0])
+        owner.leave(report, reason, now_s)
+
+    def _begin(self, num_replicas: int, now_s: float) -> None:
+        """Begin a run, or go on with one whose machines have left or lost their leases: some may
+        return."""
+        while len(self._replicas) > num_replicas:
+            self._replicas.pop()
+        while len(self._replicas) < num_replicas:
+            self._replicas.append(Coordinator(now_s, len(self._replicas), borrow=self._lend))
+        for replica in self._replicas:
+            if replica.state is not RunState.REBUILDING:
+                replica.start(now_s, learn_s=LEASE_S)
+
+    def _replica_of(self, report: Report) -> Coordinator:
+        """Return the replica of a machine, which changes for a spare one that another replica
+        needs. Raises Rejected if it cannot take part in this run."""
+        for replica in self._replicas:
+            is_open = replica.state in (RunState.RUNNING, RunState.FORMING) or (
+                # While it learns from a member what runs, machines of another run give way.
+                replica.state is RunState.REBUILDING and not report.attempt
+            )
+            if is_open and replica.reports and not replica.has(report.machine):
+                check_equal(max(replica.reports, key=lambda peer: peer.attempt), report)
+        owner = next(self._with(report.machine), None)
+        if owner is None and 0 <= report.replica < len(self._replicas):
+            former = self._replicas[report.replica]
+            if former.state is not RunState.ENDED:
+                return former
+        size = report.machines_per_replica
+        if owner is not None and (owner.is_member(report.machine) or owner.num_missing(size) >= 0):
+            return owner
+        others = [replica for replica in self._replicas if replica is not owner]
+        needy = [replica for replica in others if replica.num_missing(size) > 0]
+        if needy:
+            chosen = min(needy, key=lambda replica: replica.num_missing(size))
+        elif owner is not None and owner.state is not RunState.ENDED:
+            return owner
+        else:
+            going_on = [replica for replica in others if replica.state is not RunState.ENDED]
+            chosen = min(going_on, key=lambda replica: len(replica.reports), default=owner)
+        if chosen is None:
+            # All have ended, and say so.
+            return self._replicas[0]
+        if owner is not None and chosen is not owner:
+            owner.pass_on(report.machine, chosen)
+        return chosen
+
+    def _lend(self, borrower: Coordinator) -> list[str]:
+        """Let a spare machine that another replica does not need be for `borrower`, and return
+        it."""
+        size = borrower.reports[0].machines_per_replica
+        for replica in self._replicas:
+            machine = None if replica is borrower else replica.free_spare(size)
+            if machine is not None:
+                replica.pass_on(machine, borrower)
+                return [machine]
+        return []
+
+    def _with(self, machine: str) -> Iterator[Coordinator]:
+        return (replica for replica in self._replicas if replica.has(machine))
