@@ -37,6 +37,22 @@ def call(*words: str, folder: Path, status: int = 0) -> str:
     return done.stdout
 
 
+_OTHER_RUN = """
+from pathlib import Path
+from types import SimpleNamespace
+from torchtitan_lite.api import SinkContext
+from my_package.extensions import LossFile
+
+folder = Path("outputs/fruits")
+context = SinkContext(folder=folder, resume_step=0, continues=False, total_steps=1, run_config={})
+sink = LossFile(context)
+sink.step(SimpleNamespace(step=1, loss=2.5))
+# Before it is closed.
+assert (folder / "losses.jsonl").read_text() == "[1, 2.5]\\n"
+assert len((folder / "losses.jsonl.old").read_text().splitlines()) == 5
+"""
+
+
 @pytest.mark.matrix
 def test_example_package(tmp_path: Path) -> None:
     write_files("extending.md", tmp_path)
@@ -51,9 +67,15 @@ def test_example_package(tmp_path: Path) -> None:
     assert large and {record["fruit"] for record in large} == {"pear"}
     resolved = (folder / "config.toml").read_text()
     assert 'name = "pear"' in resolved and "max_norm_after = 0.01" in resolved
+    # As a process that was killed after later steps leaves it.
+    with (folder / "losses.jsonl").open("a") as file:
+        file.write("[5, 0.0]\n[6, 0.")
     # The run resumes, and a changed override reaches the hook.
     run_command(*command, "--training.steps=5", "--fruit.name=plum", folder=tmp_path)
     assert '"plum"' in (folder / "metrics.jsonl").read_text()
+    losses = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5] and losses[-1][1] > 0
+    call("-c", _OTHER_RUN, folder=tmp_path)
     generate = ("generate", str(folder / "checkpoint"), "--prompt=3 apples")
     assert "is not one of" in run_command(*generate, folder=tmp_path, status=1)
     more = ("--custom-import=my_package.extensions", "--max-new-tokens=4")
@@ -65,6 +87,7 @@ def test_example_package(tmp_path: Path) -> None:
     run_command(*command, *stored, "--checkpoint.async_mode=async", folder=tmp_path)
     resumed = run_command(*command, *stored, "--training.steps=5", folder=tmp_path)
     assert "step 5/5" in resumed and "step 4/5" not in resumed
+    assert "imports torch" not in resumed
     inspected = ("inspect", vault, "--verify", more[0])
     text = run_command(*inspected, folder=tmp_path)
     assert "step-5" in text and "tok_embeddings.weight.average" not in text

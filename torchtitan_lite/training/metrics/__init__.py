@@ -47,11 +47,10 @@ class SinkContext:
     folder: Path
     """Output folder of this rank's replica."""
     resume_step: int
-    """The last step of the state that training starts from; 0 for a fresh run, and for a replica
-    that will heal from others."""
+    """The last step of the state that training starts from; 0 if there is no saved state."""
     continues: bool
-    """Whether the run continues the one whose files are in `folder`. If so, records after
-    `resume_step` are repeated, unless that is 0; if not, the files belong to another run."""
+    """Whether the run continues the one that wrote the files in `folder`, also if it starts again
+    with `resume_step` 0; if not, they belong to another run."""
     total_steps: int
     run_config: Mapping[str, Any]
     """The resolved configuration."""

@@ -10,7 +10,8 @@ from torchtitan_lite.training.metrics.record import Event, StepRecord
 
 
 class Sink(Protocol):
-    """A file, a screen or a service that receives records."""
+    """A file, a screen or a service that receives records. An OSError loses the record and is
+    reported; any other exception ends the run."""
 
     def step(self, record: StepRecord) -> None:
         """Record one step."""

@@ -476,7 +476,7 @@ def test_a_registered_filesystem_that_imports_torch_is_named_once(
     (tmp_path / "users_vault.py").write_text(f"{local}\n{imports}\n{vault}\n")
     (tmp_path / "torch.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with trainers(tmp_path, f"vault://{tmp_path}/checkpoint", 2) as run:
+    with trainers(tmp_path, f"vault://{tmp_path}/checkpoint", 3) as run:
         run.start(storages={"vault": "users_vault:Vault"})
         run.snapshot(0, 1)
         run.save(0, 1)
