@@ -37,6 +37,7 @@ from torchtitan_lite.nn.hugging_face.names import (
     stacked_expert_keys,
 )
 from torchtitan_lite.nn.hugging_face.position_facts import (
+    LayerRotations,
     LayerWindows,
     RopeInWindows,
     RotatedShare,
@@ -67,6 +68,10 @@ def _is_flint_window(config: HuggingFaceConfig, dims: dict[str, Any], layer: int
 
 def _is_early_and_even(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
     return layer % 2 == 0 and layer < config.integer("max_window_layers", 28, least=0)
+
+
+def _in_no_layer(config: HuggingFaceConfig, dims: dict[str, Any], layer: int) -> bool:
+    return False
 
 
 _GRANITE_EXPERTS = stacked_expert_keys(
@@ -322,6 +327,28 @@ EXPERT_ROWS = (
         Value("moe.top_k", "moe_topk", former="num_experts_per_tok"),
         names=HuggingFaceNames(renamed=QK_LAYERNORM),
         experts=expert_keys("mlp", FEED_FORWARD, shared="shared_mlp", router="gate.wg"),
+    ),
+    row(
+        "MellumForCausalLM",
+        "mellum",
+        *base_facts(num_kv_heads=4),
+        BIASES,
+        HeadWidth(128),
+        WIDTH,
+        SILU,
+        Given("qk_norm", "each_head"),
+        LayerWindows(1024, _in_no_layer, switch=None),
+        LayerRotations(500000.0, 10000.0, has_former_keys=False),
+        Value("moe.hidden_dim", "moe_intermediate_size", default=896),
+        Value("moe.num_experts", "num_experts", default=64, former="num_local_experts"),
+        Value("moe.top_k", "num_experts_per_tok", default=8),
+        Value("moe.normalize_weights", "norm_topk_prob", "flag", default=True),
+        LayerBlocks("first_k_dense_replace", 0),
+        # Its layers are not loaded, as in transformers.
+        Ignored("num_nextn_predict_layers", "num_mtp_layers"),
+        Ignored("mtp_layer_types", "mtp_mlp_layer_types"),
+        names=HuggingFaceNames(unused=("mtp.*",)),
+        experts=expert_keys("mlp", FEED_FORWARD),
     ),
     row(
         "MiniMaxM2ForCausalLM",

@@ -429,6 +429,20 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         routed_scaling_factor=1.7,
     ),
     "exaone_moe_whole": lambda: _sparse("exaone_moe", layer_types=_WHOLE, norm_topk_prob=False),
+    "mellum": lambda: _sparse(
+        "mellum",
+        num_hidden_layers=4,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        attention_bias=True,
+        norm_topk_prob=False,
+        rope_parameters={
+            "sliding_attention": _DEFAULT_ROPE,
+            "full_attention": {**_YARN_ROPE, "rope_theta": 20000.0, "attention_factor": 1.2},
+        },
+    ),
+    "mellum_whole": lambda: _sparse("mellum", tie_word_embeddings=True, rope_parameters=None),
     "aria_text": lambda: _dense(
         "aria_text", moe_num_experts=4, intermediate_size=40, attention_bias=True
     ),

@@ -330,7 +330,7 @@ PEFT_REASON = "needs peft, of requirements-dev.txt"
 
 SHARED_EXPERTS = (
     *("deepseek", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoeshared"),
-    *("hunyuan_v1_moe", "qwen2_moe", "qwen3_next", "solar_open"),
+    *("hunyuan_v1_moe", "mellum", "qwen2_moe", "qwen3_next", "solar_open"),
 )
 FUSED = ("glm", "phi3")
 

@@ -437,6 +437,7 @@ def test_a_tied_output_has_no_bias() -> None:
         ("glm4_moe", "model.layers.2.eh_proj.weight"),
         ("ernie4_5_moe", "model.mtp_linear_proj.0.weight"),
         ("exaone_moe", "mtp.fc.weight"),
+        ("mellum", "mtp.fc.weight"),
     ],
 )
 def test_multi_token_prediction_is_not_loaded(family: str, key: str, tmp_path: Path) -> None:

@@ -263,14 +263,19 @@ class LayerRotations:
     windowed_theta: float | None = None
     windowed_key: str | None = "rope_local_base_freq"
     """Former key of the base in windows. Unset: that of the others."""
+    has_former_keys: bool = True
+    """Whether earlier releases have the architecture. transformers replaces the tables of one that
+    they do not have by a `rope_scaling`, null too."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         tables = config.given("rope_parameters") or {}
-        before = config.given("rope_scaling")
-        theta = config.given("rope_theta", self.default_theta)
-        local = theta
-        if self.windowed_key is not None:
-            local = config.given(self.windowed_key, self.windowed_theta)
+        before, theta, local = None, self.default_theta, self.windowed_theta
+        if self.has_former_keys:
+            before = config.given("rope_scaling")
+            theta = config.given("rope_theta", self.default_theta)
+            local = theta
+            if self.windowed_key is not None:
+                local = config.given(self.windowed_key, self.windowed_theta)
         if not isinstance(tables, Mapping) or not isinstance(before or {}, Mapping):
             config.problems.append(f"rope_parameters is {tables!r:.100}, and a table is needed")
             return
@@ -295,6 +300,8 @@ class LayerRotations:
         for kind, base in zip(_KINDS, (dims.windowed_rope or whole, whole), strict=True):
             scaling = rope_table(base.scaling) or {"rope_type": "default"}
             tables[kind] = {"rope_theta": base.theta, **scaling}
+        if not self.has_former_keys:
+            return {"rope_parameters": tables}
         key = self.windowed_key
         return {
             "rope_parameters": tables,
