@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         HistoryClaim,
         RunHistory,
         SupersededError,
-        replica_name,
+        name_in_replica_id,
         superseded_message,
     )
     from torchtitan_lite.checkpoint.history.identity import run_id_in, shared_run_id
@@ -94,6 +94,7 @@ __all__ = [
     "load_some",
     "local_tensors",
     "model_tensors",
+    "name_in_replica_id",
     "newest_step",
     "open_merged",
     "open_snapshot",
@@ -103,7 +104,6 @@ __all__ = [
     "recorded_base",
     "recorded_config",
     "reject_external",
-    "replica_name",
     "run_id_in",
     "shared_run_id",
     "superseded_message",
@@ -123,7 +123,7 @@ _MODULES = {
         "HistoryClaim",
         "RunHistory",
         "SupersededError",
-        "replica_name",
+        "name_in_replica_id",
         "superseded_message",
     ),
     "history.identity": ("run_id_in", "shared_run_id"),

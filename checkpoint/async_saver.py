@@ -33,7 +33,7 @@ from torchtitan_lite.checkpoint.save_context import (
 from torchtitan_lite.checkpoint.shared_memory.folder import release_rank
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.tensors import local_tensors
-from torchtitan_lite.core.diagnosis import WRITER, Cause, Diagnosis, report, report_text
+from torchtitan_lite.core.diagnosis import WRITER, Cause, Diagnosis, report_diagnosis, report_text
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.log import logger
 
@@ -354,7 +354,7 @@ class AsynchronousSaver:
         text = "the checkpoint writer has died; another is started for the next save"
         rank = self._context.mesh.rank
         died = Diagnosis(cause=Cause.PROCESS_DIED, text=text, rank=rank, process=WRITER)
-        report(died, logging.ERROR)
+        report_diagnosis(died, logging.ERROR)
 
     def _handle(self, response: dict[str, Any]) -> None:
         save = self._save

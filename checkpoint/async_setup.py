@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     region_files,
     region_path,
     remove_regions,
-    run_folder,
+    shared_memory_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.core.errors import CheckpointError
@@ -66,7 +66,7 @@ def _lock_holder(run_id: str) -> str:
     """Return which process holds a lock of the run on this machine after a short wait; "" if none.
     Errors of the folder are left to its next user."""
     with suppress(OSError, CheckpointError):
-        folder = run_folder(run_id)
+        folder = shared_memory_folder(run_id)
         deadline = time.monotonic() + _SHORT_WAIT_S
         for rank in region_files(folder):
             lock = RankLock(folder, rank)
@@ -163,7 +163,7 @@ def _replaces_region(context: SaveContext, pairing: BuddyPairing | None) -> bool
     that has none, as on another machine, has resumed from copies."""
     rank = context.mesh.rank
     with suppress(OSError, RuntimeError, CheckpointError):
-        folder = run_folder(context.identity.run_id)
+        folder = shared_memory_folder(context.identity.run_id)
         if not region_path(folder, rank).exists():
             return False
         plan = plan_save(context.state.tensors(), context.mesh)
@@ -203,7 +203,7 @@ def _region(
             f"{num_held} snapshots of {slot_bytes / 2**30:.2f} GiB exceed "
             f"checkpoint.snapshot_gib = {limit} per rank."
         )
-    folder = run_folder(context.identity.run_id)
+    folder = shared_memory_folder(context.identity.run_id)
     present = len(json.dumps(context.values()))
     adopted = Region.adopt(
         folder,

@@ -10,7 +10,7 @@ from torchtitan_lite.checkpoint.loading import load, open_snapshot
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.core.errors import CheckpointError
-from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.core.log import logger, warn_on_rank_0
 from torchtitan_lite.core.urls import local_path
 from torchtitan_lite.distributed.host_collectives import broadcast_bytes
 from torchtitan_lite.distributed.mesh import Mesh
@@ -36,7 +36,7 @@ def load_base(
             lambda: open_snapshot(storage, name, spec, num_ranks=mesh.world_size)
         )
         if differing := differing_dims(snapshot.saved.dims, dims):
-            warn_once(
+            warn_on_rank_0(
                 "%s has other model dimensions than [model], which are used: %s.",
                 snapshot.where,
                 "; ".join(differing),

@@ -10,7 +10,7 @@ from torchtitan_lite.config.keys import section_in, text_at, without_constraints
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.tables.job import CONFIG_MODULE_KEYS
 from torchtitan_lite.core.errors import CheckpointError
-from torchtitan_lite.core.log import warn_once
+from torchtitan_lite.core.log import warn_on_rank_0
 from torchtitan_lite.models import is_flavor, recorded_dims
 from torchtitan_lite.nn.spec import differing_dims
 
@@ -64,7 +64,7 @@ def recorded_config(
     if not is_flavor(model.name, model.flavor):
         return config
     if not model.dims:
-        warn_once(
+        warn_on_rank_0(
             "%s does not record the dimensions of its model: using those of the current %s %s.",
             where,
             model.name,
@@ -80,6 +80,6 @@ def recorded_config(
         )
         if needs_flavor:
             raise CheckpointError(f"{changed} The flavor of that name would give other logits.")
-        warn_once("%s The recorded ones are used.", changed)
+        warn_on_rank_0("%s The recorded ones are used.", changed)
         changes = {"flavor": _RECORDED}
     return config.model_copy(update={"model": model.model_copy(update=changes)})

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.snapshots import SavedValues, Snapshot, model_di
 from torchtitan_lite.checkpoint.storage.base import Storage, open_parent_storage
 from torchtitan_lite.core import rng
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint, UserError
-from torchtitan_lite.core.log import warn_once
+from torchtitan_lite.core.log import warn_on_rank_0
 from torchtitan_lite.core.urls import split
 from torchtitan_lite.distributed.host_collectives import all_gather_bytes, broadcast_bytes
 from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
@@ -90,7 +90,7 @@ class Restorer:
                 )
             newer = [step for step in steps if step > config.load_step]
             if newer and self._repairs:
-                warn_once(
+                warn_on_rank_0(
                     "%s holds later steps than checkpoint.load_step = %d: %s. A run without "
                     "load_step resumes from the newest; delete later steps to prevent that.",
                     storage.root,
@@ -243,7 +243,7 @@ class Restorer:
                 f"{error} (`torchtitan-lite inspect --shm --free "
                 f"{self._context.identity.run_id}` removes it.)"
             )
-            warn_once("The snapshot in shared memory is not used: %s", error)
+            warn_on_rank_0("The snapshot in shared memory is not used: %s", error)
             if isinstance(error, DamagedCheckpoint):
                 self._insert_next(remaining, leftover, damaged)
             return None
@@ -266,7 +266,7 @@ class Restorer:
             self._load(found, parts)
         except DamagedCheckpoint as error:
             damage.append(str(error))
-            warn_once("Skipping a damaged checkpoint: %s", error)
+            warn_on_rank_0("Skipping a damaged checkpoint: %s", error)
             return None
         return found
 
@@ -325,7 +325,7 @@ class Restorer:
         here = model_dims(self._context.run_config)
         is_own = self._is_stored(snapshot) or isinstance(snapshot, LeftoverSnapshot)
         if is_own and here and not snapshot.saved.dims:
-            warn_once(
+            warn_on_rank_0(
                 "%s does not record the dimensions of its model: only the shapes of its weights "
                 "were compared with [model].",
                 snapshot.where,
@@ -335,7 +335,7 @@ class Restorer:
             return
         text = f"{snapshot.where} has other model dimensions than [model]: {'; '.join(differing)}."
         if not is_own:
-            warn_once("%s Training starts from its weights with those of [model].", text)
+            warn_on_rank_0("%s Training starts from its weights with those of [model].", text)
             return
         raise CheckpointError(
             f"{text} Use the [model] section that it was saved with (`config` in its "

@@ -51,7 +51,7 @@ class HistoryClaim:
     @property
     def names(self) -> set[str]:
         """Names of the replicas."""
-        return {replica_name(member) for member in self.members}
+        return {name_in_replica_id(member) for member in self.members}
 
     def next(self, lighthouse: str, quorum_id: int, members: tuple[str, ...]) -> "HistoryClaim":
         """Return the claim of a quorum that continues from this one."""
@@ -77,9 +77,9 @@ class HistoryClaim:
         return (self.lighthouse, self.quorum_id, self.members) == given
 
 
-def replica_name(process_id: str) -> str:
-    """Return the replica's name in the id of its process."""
-    return process_id.partition(":")[0]
+def name_in_replica_id(replica_id: str) -> str:
+    """Return the name of a replica, which is the first part of its id."""
+    return replica_id.partition(":")[0]
 
 
 class RunHistory:

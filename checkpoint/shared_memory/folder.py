@@ -53,7 +53,7 @@ class SharedMemoryRun:
         return bool(self.owners or self.pinned)
 
 
-def run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path:
+def shared_memory_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path:
     """Return the folder of a run, created if missing.
 
     Raises CheckpointError if `run_id` is not 32 hexadecimal digits, or if a folder on the path
@@ -66,7 +66,7 @@ def run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path:
 
 def user_folder(*, base: Path = SHARED_MEMORY) -> Path:
     """Return the folder of this user's runs, created if missing. Raises CheckpointError as
-    `run_folder` does."""
+    `shared_memory_folder` does."""
     return _private_folder(_user_folder(base))
 
 
@@ -81,10 +81,11 @@ def region_files(folder: Path, kind: str = OWN) -> dict[int, Path]:
 
 
 def existing_run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path | None:
-    """Return the folder of a run if it exists. Raises CheckpointError as `run_folder` does."""
+    """Return the folder of a run in shared memory if it exists. Raises CheckpointError as
+    `shared_memory_folder` does."""
     if not os.path.lexists(_user_folder(base) / run_id):
         return None
-    return run_folder(run_id, base=base)
+    return shared_memory_folder(run_id, base=base)
 
 
 def remove_regions(
@@ -96,7 +97,7 @@ def remove_regions(
 ) -> None:
     """Remove the unneeded snapshot files of all ranks except `keep`, the copies of those of all
     ranks except `keep_copies`, what ended publishers have left, and the folder if it is empty then.
-    Safe to call concurrently. Raises CheckpointError as `run_folder` does."""
+    Safe to call concurrently. Raises CheckpointError as `shared_memory_folder` does."""
     folder = existing_run_folder(run_id, base=base)
     if folder is None:
         return

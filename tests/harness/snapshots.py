@@ -14,7 +14,7 @@ import xxhash
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.format import MANIFEST
-from torchtitan_lite.checkpoint.shared_memory.folder import run_folder
+from torchtitan_lite.checkpoint.shared_memory.folder import shared_memory_folder
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.storage.attempts import checksum_matches
 
@@ -128,7 +128,7 @@ class Trainers:
     def __init__(self, base: Path, root: Path | str, world_size: int, **options: Any) -> None:
         self.root = root
         self.run_id = options.pop("run_id", secrets.token_hex(16))
-        self.folder = run_folder(self.run_id, base=base)
+        self.folder = shared_memory_folder(self.run_id, base=base)
         self.regions: list[Region] = []
         for rank in range(world_size):
             described = description(root, rank, world_size, run_id=self.run_id, **options)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_MESSAGES = re.compile(r"(logger|warnings)\.|warn_once|print$|log_once")
+_MESSAGES = re.compile(r"(logger|warnings)\.|warn_on_rank_0|print$|log_error_on_rank_0")
 
 
 @dataclass(frozen=True)

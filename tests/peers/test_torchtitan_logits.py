@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.cli import main
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.serving.inference.weights import run_config
+from torchtitan_lite.serving.inference.weights import config_of_snapshot
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]
 LENGTH = 96
@@ -51,7 +51,7 @@ def test_logits_equal_those_of_torchtitan(family: str, mode: str, tmp_path: Path
         step = run / "step-0"
     theirs_BSV = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
     snapshot = StoredSnapshot(*open_parent_storage(str(step)))
-    model = filled(model_spec(run_config(snapshot).model), snapshot).eval()
+    model = filled(model_spec(config_of_snapshot(snapshot).model), snapshot).eval()
     samples = {
         "tokens_BS": tokens_BS,
         "positions_BS": torch.arange(LENGTH).repeat(2, 1),

@@ -8,7 +8,7 @@ import pytest
 from tests.harness import launch
 from tests.harness.replicas import Replicas, replicas
 from torchtitan_lite.checkpoint.history.identity import replica_run_id
-from torchtitan_lite.checkpoint.shared_memory.folder import region_files, run_folder
+from torchtitan_lite.checkpoint.shared_memory.folder import region_files, shared_memory_folder
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.core.errors import DamagedSnapshot
 
@@ -27,7 +27,7 @@ _ARGUMENTS: tuple[str, ...] = (
 
 def _regions(run: Replicas, number: int) -> dict[int, Path]:
     run_id = replica_run_id((run.folder / "run_id").read_text().strip(), number)
-    return region_files(run_folder(run_id))
+    return region_files(shared_memory_folder(run_id))
 
 
 def _holds_two(run: Replicas, number: int) -> bool:

@@ -26,7 +26,7 @@ from tests.harness.ranks import FORK_SERVER
 from tests.unit.serving.publish.conftest import received
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     SHARED_MEMORY,
-    run_folder,
+    shared_memory_folder,
     slot_lock_path,
 )
 from torchtitan_lite.config.tables.comm import CommConfig
@@ -132,7 +132,7 @@ def port(request: pytest.FixtureRequest) -> int:
 def folder(tmp_path: Path) -> Iterator[Path]:
     """The output folder of a run whose shared memory is freed at the end."""
     yield tmp_path
-    shared = run_folder(RUN_ID)
+    shared = shared_memory_folder(RUN_ID)
     for path in shared.iterdir():
         path.unlink()
     shared.rmdir()
@@ -417,7 +417,7 @@ def _publish_with_faults(folder: Path, rank: int, store: str) -> None:
         publisher = Publisher(
             config, tensors, mesh, run_id=RUN_ID, folder=folder, model={}, secret=SECRET
         )
-        locks = [slot_lock_path(run_folder(RUN_ID), rank, slot) for slot in range(3)]
+        locks = [slot_lock_path(shared_memory_folder(RUN_ID), rank, slot) for slot in range(3)]
         published = []
         for version in range(1, 13):
             if rank == 1 and version in (3, 6):
@@ -439,7 +439,7 @@ def test_an_error_of_one_rank_neither_blocks_nor_ends_training(folder: Path) -> 
         FORK_SERVER.Process(target=_publish_with_faults, args=(folder, rank, str(folder / "store")))
         for rank in range(_RANKS)
     ]
-    run_folder(RUN_ID)
+    shared_memory_folder(RUN_ID)
     for process in processes:
         process.start()
     try:
@@ -450,7 +450,7 @@ def test_an_error_of_one_rank_neither_blocks_nor_ends_training(folder: Path) -> 
         for process in processes:
             process.kill()
             process.join()
-        run_folder(RUN_ID)
+        shared_memory_folder(RUN_ID)
     expected = [not 3 <= version < 6 for version in range(1, 13)]
     assert (folder / "published-0").read_text() == str(expected)
     expected[9 - 1] = False

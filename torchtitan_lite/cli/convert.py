@@ -55,7 +55,7 @@ from torchtitan_lite.data.tokenizer import special_ids
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.models import hugging_face_model, model_spec
 from torchtitan_lite.optim import WarmupStableDecay, build_lr_scheduler, build_optimizer
-from torchtitan_lite.serving.inference.weights import Weights, find_tokenizer, run_config
+from torchtitan_lite.serving.inference.weights import Weights, config_of_snapshot, find_tokenizer
 from torchtitan_lite.training.run_config import parse_command_line
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -229,13 +229,13 @@ def _open_step(
     path: str, *, needs_flavor: bool = False, ema: bool = False
 ) -> tuple[StoredSnapshot, Config]:
     """Open the newest checkpoint that `path` names, with the configuration that it records; with
-    `ema`, the moving average of its weights. Raises as `run_config`."""
+    `ema`, the moving average of its weights. Raises as `config_of_snapshot`."""
     storage, name = open_parent_storage(newest_step(path))
     reject_external(storage, name)
     if not exists(storage, f"{name}/{MANIFEST}"):
         raise CheckpointError(f"{path} contains no checkpoint. Give {WAYS}.")
     source = StoredSnapshot(storage, name, ema=ema)
-    return source, run_config(source, needs_flavor=needs_flavor)
+    return source, config_of_snapshot(source, needs_flavor=needs_flavor)
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:

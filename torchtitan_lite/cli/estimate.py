@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import UserError
-from torchtitan_lite.core.log import configure_logging, log_once
+from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0
 from torchtitan_lite.training.run_config import parse_command_line
 
 _DEFAULT_DEVICE = "h200"
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             values=options.json,
         )
     except (UserError, OSError) as error:
-        log_once(error) if isinstance(error, UserError) else print(error)
+        log_error_on_rank_0(error) if isinstance(error, UserError) else print(error)
         return 2
 
 

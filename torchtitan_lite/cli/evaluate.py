@@ -12,7 +12,7 @@ from torchtitan_lite.checkpoint import load, model_tensors
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.data import DataConfig
 from torchtitan_lite.core.errors import ConfigError, UserError
-from torchtitan_lite.core.log import configure_logging, log_once
+from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0
 from torchtitan_lite.data import open_validation
 from torchtitan_lite.data.tokenizer import TokenizerFiles
 from torchtitan_lite.distributed.device import detect_device
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             if mesh.is_leader:
                 _print(record, options.json)
     except (UserError, OSError) as error:
-        log_once(error)
+        log_error_on_rank_0(error)
         return 1
     return 0
 

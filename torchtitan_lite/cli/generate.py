@@ -12,7 +12,7 @@ import torch
 
 from torchtitan_lite.checkpoint import model_tensors
 from torchtitan_lite.core.errors import UserError
-from torchtitan_lite.core.log import configure_logging, log_once, logger
+from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0, logger
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.host_collectives import all_gather_ints
 from torchtitan_lite.distributed.mesh import Mesh, start_mesh
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
                 if mesh.is_leader:
                     _print(options, texts, seconds)
     except (UserError, OSError) as error:
-        log_once(error)
+        log_error_on_rank_0(error)
         return 1
     return 0
 

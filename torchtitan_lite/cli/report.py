@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_lite.core.errors import UserError
-from torchtitan_lite.core.outputs import run_folder
+from torchtitan_lite.core.outputs import find_output_folder
 from torchtitan_lite.tools.report import (
     Comparison,
     check_samples,
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     --fail-above or end at different steps, or if a sample was lost or used twice, 2 for errors."""
     try:
         _check(options)
-        options.runs = [run_folder(folder) for folder in options.runs]
+        options.runs = [find_output_folder(folder) for folder in options.runs]
         if options.check_samples:
             return _check_samples(options.runs)
         runs = unique_labels([read_run(folder) for folder in options.runs])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from torchtitan_lite.core.errors import PublishError, UserError
-from torchtitan_lite.core.log import configure_logging, log_once
+from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.serving.publish import Subscriber, Target, hugging_face_targets
 from torchtitan_lite.serving.publish.hugging_face import empty_state_dict, hugging_face_config
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         with Subscriber(options.source, secret=secret, timeout_s=options.timeout) as subscriber:
             _receive(options, subscriber)
     except (UserError, OSError) as error:
-        log_once(error)
+        log_error_on_rank_0(error)
         return 1
     except KeyboardInterrupt:
         pass

@@ -20,7 +20,7 @@ from torchtitan_lite.cli.train_processes import die_with_nproc, run_local_ranks
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after
-from torchtitan_lite.core.log import configure_logging, log_once, logger
+from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0, logger
 from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
 
@@ -48,7 +48,7 @@ def train(argv: Sequence[str]) -> int:
         config, _ = checked_config(words, options.world_size)
         return _train_in_processes(arguments, options, config)
     except UserError as error:
-        log_once(error)
+        log_error_on_rank_0(error)
         return exit_status_after(error)
 
 
@@ -103,7 +103,7 @@ def train_rank(argv: Sequence[str], recovery: "RecoveryHooks | None" = None) -> 
 
             return estimate_instead(config)
     except UserError as error:
-        log_once(error)
+        log_error_on_rank_0(error)
         return _end_with(error, recovery)
     from torchtitan_lite.cli.train_rank import run_rank
 

@@ -93,7 +93,7 @@ class Diagnosis:
         return json.dumps(values).encode() + b"\n"
 
 
-def report(diagnosis: Diagnosis, level: int = logging.WARNING) -> None:
+def report_diagnosis(diagnosis: Diagnosis, level: int = logging.WARNING) -> None:
     """Log a diagnosis, and record it in the file of this process, if it has one, also where the
     level of the log hides it."""
     logger.log(level, "%s", diagnosis)
@@ -114,7 +114,7 @@ def report_text(text: str, *, rank: int, process: str = RANK, level: int = loggi
     if cause is None:
         logger.log(level, "%s", text)
     else:
-        report(Diagnosis(cause=cause, text=text, rank=rank, process=process), level)
+        report_diagnosis(Diagnosis(cause=cause, text=text, rank=rank, process=process), level)
 
 
 @contextmanager

@@ -72,15 +72,15 @@ def wrapped(line: str, width: int) -> str:
     )
 
 
-def warn_once(message: str, *values: object) -> None:
+def warn_on_rank_0(message: str, *values: object) -> None:
     """Log a warning that all ranks of a run reach, on rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
         # The line of the caller.
         logger.warning(message, *values, stacklevel=2)
 
 
-def log_once(error: Exception) -> None:
-    """Log an error that occurred on every rank only once."""
+def log_error_on_rank_0(error: Exception) -> None:
+    """Log an error that occurred on every rank, on rank 0 alone. The others wait 5 s."""
     if os.environ.get("RANK", "0") == "0":
         logger.error("%s", error)
     else:

@@ -48,7 +48,7 @@ def output_folder(dump_folder: str, replica: int | None) -> Path:
     return Path(dump_folder) if replica is None else replica_folder(Path(dump_folder), replica)
 
 
-def run_folder(path: Path) -> Path:
+def find_output_folder(path: Path) -> Path:
     """Return the output folder of the run that `path` names: that folder, the folder of its
     checkpoints, or of a step. Another folder is returned as it is."""
     whole = path.absolute()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtitan_lite.config.tables.data import DEFAULT_DATASET, CorpusConfig
 from torchtitan_lite.core.errors import DataError
-from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.core.log import logger, warn_on_rank_0
 from torchtitan_lite.data.row_files import readable
 
 FORMATS = {
@@ -116,7 +116,7 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
         words = set().union(*(_split_words(str(file.relative_to(folder))) for file in files))
         if len(splits if are_documents else words) > 1:
             # Names of documents are titles, in which such words are usual.
-            warn_once(
+            warn_on_rank_0(
                 "%s: some names look like those of splits (%s), but all %d files are read: "
                 "dataset_split applies to names such as train.jsonl and train-00000-of-00003."
                 "parquet, and not to text files. Set dataset_path to a glob to read fewer.",
@@ -157,7 +157,7 @@ def _report_configurations(folder: Path) -> None:
     with readable(readme):
         card = readme.read_bytes()
     if re.match(rb"---\s(.*\s)?configs:\s", card, re.DOTALL):
-        warn_once(
+        warn_on_rank_0(
             "%s defines configurations, which are not read: all files of %s are one corpus, of one "
             "split if their names are those of several. Set dataset_path to the files to read.",
             readme,

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchtitan_lite.config.tables.data import CorpusConfig, DataConfig
 from torchtitan_lite.config.tables.validation import ValidationConfig
 from torchtitan_lite.core.errors import DataError
-from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.core.log import logger, warn_on_rank_0
 from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.held_out import DocumentWindows, ValidationData
@@ -78,7 +78,7 @@ def open_data(
         config=config, tokenizer=files, vocab_size=vocab_size, cache_folder=cache_folder
     )
     if not document_mask and any(corpus.is_chat for corpus in corpora):
-        warn_once(
+        warn_on_rank_0(
             "without document masks the model attends to preceding conversations in the same "
             'block: set model.attention_mask = "document" to separate them'
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_lite.core.errors import DataError
-from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.core.log import logger, warn_on_rank_0
 from torchtitan_lite.data.corpus import Corpus
 
 _LISTED = 20
@@ -61,7 +61,7 @@ class UnusableRows:
         call logs their number if there are more."""
         rows = "conversations" if self._corpus.is_chat else "rows"
         if self._count > self._num_reported:
-            warn_once(
+            warn_on_rank_0(
                 "corpus %s: %s of %s %s cannot be used and are left out%s",
                 self._corpus.name,
                 f"{self._count:,}",
@@ -80,7 +80,7 @@ class UnusableRows:
             )
 
         for what, remark in self._remarks.items():
-            warn_once(
+            warn_on_rank_0(
                 "corpus %s: %s of %s %s %s; the first is %s",
                 self._corpus.name,
                 f"{remark['count']:,}",

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config import Config
-from torchtitan_lite.core.diagnosis import report
+from torchtitan_lite.core.diagnosis import report_diagnosis
 from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.distributed.mesh import Mesh
@@ -132,7 +132,7 @@ def process_hook(checks: ProcessChecks) -> Hook:
 
     def hook(state: TrainState, step: StepReport) -> None:
         for diagnosis in checks.check():
-            report(diagnosis)
+            report_diagnosis(diagnosis)
 
     return hook
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.commands import program, torchtitan_lite, with_steps
 from torchtitan_lite.core.errors import ConfigError, UserError
-from torchtitan_lite.core.log import logger, warn_once, wrapped
+from torchtitan_lite.core.log import logger, warn_on_rank_0, wrapped
 from torchtitan_lite.core.outputs import SAMPLE, output_folder
 from torchtitan_lite.core.rank.supervised import LAUNCHER_PID
 from torchtitan_lite.data.chat_prompt import ChatPrompt
@@ -145,7 +145,7 @@ def _sample_lines(built: Built, config: Config) -> list[str]:
         prompt = sample_prompt(config, built.data, "")
         text = None if prompt is None else _sample(built, config, prompt)
     except Exception as error:
-        warn_once("No sample of the model: %s: %s", type(error).__name__, error)
+        warn_on_rank_0("No sample of the model: %s: %s", type(error).__name__, error)
         return []
     if prompt is None or text is None:
         return []

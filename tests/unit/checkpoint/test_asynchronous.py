@@ -34,7 +34,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     RankLock,
     list_runs,
     region_files,
-    run_folder,
+    shared_memory_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.core.errors import CheckpointError
@@ -493,7 +493,7 @@ def test_an_earlier_session_with_more_ranks_does_not_interfere(
     manager = manage(state, interval=100, **ASYNC)
     run_id = run_id_in(tmp_path)
     assert run_id is not None
-    Region.create(run_folder(run_id), 1, {"world_size": 2}, 4096).close()
+    Region.create(shared_memory_folder(run_id), 1, {"world_size": 2}, 4096).close()
     assert manager.restore() is None
     steps(manager, state, mesh, 2)
     complete(manager, mesh)

@@ -16,7 +16,7 @@ from torchtitan_lite.core.diagnosis import (
     Diagnosis,
     rank_file,
     recording_diagnoses,
-    report,
+    report_diagnosis,
     report_text,
 )
 from torchtitan_lite.core.log import logger
@@ -40,12 +40,12 @@ def test_a_diagnosis_is_logged_and_recorded(
     tmp_path: Path, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with recording_diagnoses(tmp_path, 3, 1, OutputFaults()):
-        report(Diagnosis(cause=Cause.CLOCK_JUMP, text="by +60.0 s", rank=3))
-        report(Diagnosis(cause=Cause.PROCESS_DIED, text="killed", rank=2, process=WRITER))
+        report_diagnosis(Diagnosis(cause=Cause.CLOCK_JUMP, text="by +60.0 s", rank=3))
+        report_diagnosis(Diagnosis(cause=Cause.PROCESS_DIED, text="killed", rank=2, process=WRITER))
         logger.warning("no diagnosis")
         monkeypatch.setattr(logger, "isEnabledFor", lambda level: level >= logging.ERROR)
-        report(Diagnosis(cause=Cause.HANG, text="hidden", rank=3), logging.INFO)
-    report(Diagnosis(cause=Cause.HANG, text="after the end", rank=3), logging.INFO)
+        report_diagnosis(Diagnosis(cause=Cause.HANG, text="hidden", rank=3), logging.INFO)
+    report_diagnosis(Diagnosis(cause=Cause.HANG, text="after the end", rank=3), logging.INFO)
     assert messages[:2] == [
         "Diagnosis: clock_jump, rank 3: by +60.0 s",
         "Diagnosis: process_died, rank 2, checkpoint writer: killed",
@@ -94,7 +94,7 @@ def test_a_full_disk_is_diagnosed_once_and_loses_no_diagnosis(
     with recording_diagnoses(tmp_path, 0, None, faults):
         RecordFile(tmp_path / "metrics.jsonl", faults).append(b"{}\n")
         for number in range(9):
-            report(Diagnosis(cause=Cause.HANG, text=str(number), rank=0))
+            report_diagnosis(Diagnosis(cause=Cause.HANG, text=str(number), rank=0))
     causes = [json.loads(line)["cause"] for line in rank_file(tmp_path, 0).read_text().splitlines()]
     assert causes == ["storage_full", *["hang"] * 9]
     assert sum("No space left" in message for message in messages) == 1
@@ -103,6 +103,6 @@ def test_a_full_disk_is_diagnosed_once_and_loses_no_diagnosis(
 def test_threads_write_whole_diagnoses_in_one_file(tmp_path: Path, messages: list[str]) -> None:
     with recording_diagnoses(tmp_path, 0, None, OutputFaults()), ThreadPoolExecutor(4) as threads:
         diagnoses = [Diagnosis(cause=Cause.HANG, text=f"{n}", rank=0) for n in range(200)]
-        list(threads.map(report, diagnoses))
+        list(threads.map(report_diagnosis, diagnoses))
     texts = [json.loads(line)["text"] for line in rank_file(tmp_path, 0).read_text().splitlines()]
     assert sorted(map(int, texts)) == list(range(200))

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from torchtitan_lite.core.log import configure_logging, is_live_terminal, logger, warn_once
+from torchtitan_lite.core.log import configure_logging, is_live_terminal, logger, warn_on_rank_0
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_a_warning_of_all_ranks_is_shown_once(
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
         configure_logging()
-        warn_once("%s differs", "it")
+        warn_on_rank_0("%s differs", "it")
     assert capsys.readouterr().err.count("it differs") == 1
 
 

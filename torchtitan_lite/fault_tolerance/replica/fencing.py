@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from torchtitan_lite.checkpoint import (
     HistoryClaim,
     RunHistory,
-    replica_name,
+    name_in_replica_id,
     superseded_message,
 )
 from torchtitan_lite.core.errors import CheckpointError, ReplicaError
@@ -231,7 +231,7 @@ class Fence:
         if any(0 < token < newest.last_takeover for token in quorum.tokens):
             return "another replica of the quorum must restart, because a takeover superseded it"
         following = newest.next(quorum.lighthouse, quorum.quorum_id, quorum.members)
-        missing = newest.names - {replica_name(member) for member in quorum.members}
+        missing = newest.names - {name_in_replica_id(member) for member in quorum.members}
         continues = not newest.members or set(newest.members) & set(quorum.members)
         if continues or (not missing and newest.lighthouse == quorum.lighthouse):
             return following

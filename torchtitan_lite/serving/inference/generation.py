@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.log import warn_once
+from torchtitan_lite.core.log import warn_on_rank_0
 from torchtitan_lite.data import Tokenizer
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.decoder import OutputProjection
@@ -144,7 +144,7 @@ class BatchGenerator:
         lengths = [len(prompt.ids) for prompt in prompts]
         ends = [min(length + max_new_tokens, self._spec.max_seq_len) for length in lengths]
         if max(lengths) + max_new_tokens > self._spec.max_seq_len:
-            warn_once(
+            warn_on_rank_0(
                 "Texts end at %d positions, all that %s %s reads, before they have %d new tokens.",
                 self._spec.max_seq_len,
                 self._spec.name,

@@ -150,7 +150,7 @@ def _opened(folder: str, *, ema: bool) -> Weights:
     snapshot = open_saved(folder, ema=ema)
     if isinstance(snapshot, HuggingFaceSnapshot):
         return _hugging_face(snapshot)
-    config = run_config(snapshot)
+    config = config_of_snapshot(snapshot)
     spec = model_spec(config.model)
     if adapted_layers(snapshot):
         return merged_weights(snapshot, config)
@@ -170,7 +170,7 @@ def merged_weights(
     return Weights(snapshot=merged, spec=spec, config=config)
 
 
-def run_config(snapshot: StoredSnapshot, *, needs_flavor: bool = False) -> Config:
+def config_of_snapshot(snapshot: StoredSnapshot, *, needs_flavor: bool = False) -> Config:
     """Return the config of the run that wrote a checkpoint, with the tokenizer files beside its
     checkpoints. Raises CheckpointError as `recorded_config` does."""
     config = recorded_config(snapshot.manifest.config, snapshot.where, needs_flavor=needs_flavor)

@@ -35,7 +35,7 @@ from torchtitan_lite.checkpoint.shared_memory import (
     RegionDescription,
     SlotState,
     remove_unpublished,
-    run_folder,
+    shared_memory_folder,
     slot_lock_path,
     unpublish,
 )
@@ -129,7 +129,7 @@ class Publisher:
         names = sum(len(name) + _DIGEST_BYTES for name in plan.placed)
 
         def create() -> Region:
-            shared = run_folder(run_id)
+            shared = shared_memory_folder(run_id)
             _lock(stack, shared, mesh.rank)
             region = Region.create(
                 shared,

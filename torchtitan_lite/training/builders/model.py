@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config import Config
-from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.core.log import logger, warn_on_rank_0
 from torchtitan_lite.distributed.device import Device
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.nn.attention import Attention, AttentionMask, Causal
@@ -54,7 +54,7 @@ def with_counted_parameters(spec: ModelSpec, config: Config) -> ModelSpec:
     stated = spec.cost
     if (num_stated := stated(config.training.seq_len).num_params) == counted:
         return spec
-    warn_once(
+    warn_on_rank_0(
         "The model family %s states %s parameters for %s, but its module has %s, which are used.",
         spec.name,
         f"{num_stated:,}",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from torchtitan_lite.config import Config
-from torchtitan_lite.core.log import warn_once
+from torchtitan_lite.core.log import warn_on_rank_0
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.data.chat_prompt import ChatPrompt, chat_prompt, first_question
 from torchtitan_lite.data.chat_template import find_template
@@ -32,7 +32,7 @@ def sample_prompt(config: Config, data: OpenedData, text: str) -> str | ChatProm
 
     sample = run_on_all_ranks(prompt)
     if sample is None:
-        warn_once(
+        warn_on_rank_0(
             "No samples of the model: the chat template accepts no question of the data as a "
             "prompt. Set validation.sample_prompt for those of validations."
         )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.core.log import logger, warn_on_rank_0
 from torchtitan_lite.core.output_files import OutputFaults
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.torch_compat import (
@@ -41,7 +41,7 @@ def traced_step(asked: int | None, *, resume_step: int, last_step: int) -> int:
     if asked is None:
         return min(resume_step + 2, last_step)
     if asked <= resume_step:
-        warn_once(
+        warn_on_rank_0(
             "Nothing will be traced: debug.trace_communication_step is %d, and this run starts "
             "after step %d.",
             asked,

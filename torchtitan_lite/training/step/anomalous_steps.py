@@ -3,7 +3,7 @@
 from torchtitan_lite.checkpoint import CheckpointManager, SavedValues
 from torchtitan_lite.core.errors import DamagedState, MachineFault, TrainingDiverged
 from torchtitan_lite.core.events import StepEvent
-from torchtitan_lite.core.log import logger, warn_once
+from torchtitan_lite.core.log import logger, warn_on_rank_0
 from torchtitan_lite.fault_tolerance.replica import Replicas, Share
 from torchtitan_lite.training.anomalies import Decision, StepAction
 from torchtitan_lite.training.step.totals import StepTotals
@@ -33,7 +33,7 @@ def handle_anomaly(
         f"Step {state.step + 1} {decision.reason}: loss {loss:g}, gradient norm {grad_norm:g}, "
         f"samples {samples.start} to {samples.stop - 1}."
     )
-    warn_once("%s Action: %s.", problem, decision.action.value)
+    warn_on_rank_0("%s Action: %s.", problem, decision.action.value)
     values = {"action": decision.action.value, "reason": decision.reason, "loss": loss}
     values |= {"grad_norm": grad_norm, "samples": [samples.start, samples.stop]}
     events = [StepEvent("refused", values)]
@@ -93,7 +93,7 @@ def _roll_back(
     if share.index != 0:
         checkpoints.discard_snapshots()
         replicas.after_rollback(is_source=False)
-        warn_once("The state of an earlier step will be received from the first replica.")
+        warn_on_rank_0("The state of an earlier step will be received from the first replica.")
         return StepEvent("rolled_back", {"received": True})
     before, statistics = state.step, state.statistics
 
@@ -104,11 +104,11 @@ def _roll_back(
     where = checkpoints.restore_earlier(before - min_steps, accepts)
     replicas.after_rollback(is_source=True)
     if where is None:
-        warn_once("No rollback: no saved state is at least %d steps old.", min_steps)
+        warn_on_rank_0("No rollback: no saved state is at least %d steps old.", min_steps)
         return StepEvent("rolled_back", {"to": before, "from": None})
     state.statistics, restored = statistics, state.statistics
     statistics.record_rollback(restored, at=before, to=state.step, cursor=state.cursor)
-    warn_once(
+    warn_on_rank_0(
         "Rolled back from step %d to step %d, from %s; training continues with sample %d.",
         before,
         state.step,

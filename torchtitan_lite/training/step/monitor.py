@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from torchtitan_lite.core.diagnosis import Cause, Diagnosis, report
+from torchtitan_lite.core.diagnosis import Cause, Diagnosis, report_diagnosis
 from torchtitan_lite.core.events import StepEvent
 from torchtitan_lite.core.phases import Phase, Phases
 from torchtitan_lite.distributed.mesh import Mesh
@@ -127,7 +127,7 @@ class StepMonitor:
         return decision, events
 
     def _report(self, cause: Cause, text: str) -> None:
-        report(Diagnosis(cause=cause, text=text, rank=self._mesh.rank))
+        report_diagnosis(Diagnosis(cause=cause, text=text, rank=self._mesh.rank))
 
 
 def local_flags(

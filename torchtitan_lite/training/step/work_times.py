@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchtitan_lite.core.diagnosis import WRITER, Cause, Diagnosis, report
+from torchtitan_lite.core.diagnosis import WRITER, Cause, Diagnosis, report_diagnosis
 from torchtitan_lite.core.events import StepEvent
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.mesh import Mesh
@@ -133,7 +133,9 @@ class WorkTimes:
             if change.is_slow:
                 cause = Cause.SLOW_DATA if change.waits_for_data else Cause.SLOW_RANK
                 text += ", because it waits for data" if change.waits_for_data else ""
-                report(Diagnosis(cause=cause, text=text, rank=change.rank, replica=change.replica))
+                report_diagnosis(
+                    Diagnosis(cause=cause, text=text, rank=change.rank, replica=change.replica)
+                )
             else:
                 logger.warning(
                     "Rank %d of replica %d is no longer slow: %s.",
@@ -143,7 +145,7 @@ class WorkTimes:
                 )
         for (replica, rank), times in slow_writers:
             text = f"its last writes of checkpoints took {times:.1f} times those of the others"
-            report(
+            report_diagnosis(
                 Diagnosis(
                     cause=Cause.SLOW_STORAGE,
                     text=text,

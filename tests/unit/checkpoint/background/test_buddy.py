@@ -27,7 +27,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     COPY,
     lock_run_folder,
     region_path,
-    run_folder,
+    shared_memory_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.core.errors import DamagedSnapshot, RpcError
@@ -46,7 +46,7 @@ class Machine:
         self, base: Path, rank: int, run_id: str, session: str, listener: socket.socket
     ) -> None:
         self.rank, self.base, self.listener = rank, base, listener
-        self.folder = run_folder(run_id, base=base)
+        self.folder = shared_memory_folder(run_id, base=base)
         described = description(
             base / "checkpoint", rank, 2, run_id=run_id, session=session, large_elements=_LARGE
         )

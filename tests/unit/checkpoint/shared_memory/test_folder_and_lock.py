@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     RankLock,
     free_run,
     list_runs,
-    run_folder,
+    shared_memory_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.core.errors import CheckpointError
@@ -34,8 +34,8 @@ time.sleep(200)
 def test_runs_are_listed_and_freed(tmp_path: Path) -> None:
     assert list_runs(base=tmp_path) == []
     run_id = secrets.token_hex(16)
-    folder = run_folder(run_id, base=tmp_path)
-    assert run_folder(run_id, base=tmp_path) == folder
+    folder = shared_memory_folder(run_id, base=tmp_path)
+    assert shared_memory_folder(run_id, base=tmp_path) == folder
     assert (folder.stat().st_mode & 0o777) == 0o700
     Region.create(folder, 1, {}, 1 << 20).close()
     lock = RankLock(folder, 1)
@@ -55,17 +55,17 @@ def test_runs_are_listed_and_freed(tmp_path: Path) -> None:
 def test_folders_of_other_users_and_invalid_ids_are_rejected(tmp_path: Path) -> None:
     for wrong in ("", "../" * 11, "A" * 32, "a" * 31):
         with pytest.raises(CheckpointError, match="32 digits"):
-            run_folder(wrong, base=tmp_path)
+            shared_memory_folder(wrong, base=tmp_path)
     run_id = "a" * 32
-    folder = run_folder(run_id, base=tmp_path)
+    folder = shared_memory_folder(run_id, base=tmp_path)
     folder.parent.chmod(0o755)
     with pytest.raises(CheckpointError, match="mode 755"):
-        run_folder(run_id, base=tmp_path)
+        shared_memory_folder(run_id, base=tmp_path)
     folder.rmdir()
     folder.parent.rmdir()
     folder.parent.symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match="no folder"):
-        run_folder(run_id, base=tmp_path)
+        shared_memory_folder(run_id, base=tmp_path)
 
 
 def test_a_lock_is_released_when_its_process_exits(tmp_path: Path) -> None:

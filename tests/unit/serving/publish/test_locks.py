@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.shared_memory import (
     list_runs,
     region_files,
     remove_regions,
-    run_folder,
+    shared_memory_folder,
     slot_lock_path,
 )
 from torchtitan_lite.cli import inspect
@@ -133,7 +133,7 @@ def test_what_a_run_has_left_is_unmapped_when_it_restarts(tmp_path: Path, run_id
         process.join()
         # Until then it can be read.
         assert subscriber.newest() == 5 and _is_mapped(run_id)
-        for path in region_files(run_folder(run_id), PUBLISHED).values():
+        for path in region_files(shared_memory_folder(run_id), PUBLISHED).values():
             path.unlink()
         assert subscriber.newest() is None and not _is_mapped(run_id)
         assert subscriber.newest() is None
@@ -171,7 +171,7 @@ def test_versions_of_an_earlier_start_are_not_read(tmp_path: Path, run_id: str) 
 
 
 def test_free_without_a_run_keeps_published_versions_in_use(tmp_path: Path) -> None:
-    runs = {name: run_folder(name * 32, base=tmp_path) for name in ("a", "b", "c")}
+    runs = {name: shared_memory_folder(name * 32, base=tmp_path) for name in ("a", "b", "c")}
     for folder in runs.values():
         Region.create(folder, 0, {}, 4096, kind=PUBLISHED).close()
         slot_lock_path(folder, 0, 2).touch()
@@ -190,7 +190,7 @@ def test_free_without_a_run_keeps_published_versions_in_use(tmp_path: Path) -> N
 def test_a_new_session_removes_what_killed_publishers_left(
     run_id: str, publish: Publish, tmp_path: Path
 ) -> None:
-    folder = run_folder(run_id)
+    folder = shared_memory_folder(run_id)
     for rank in range(3):
         Region.create(folder, rank, {}, 4096, kind=PUBLISHED).close()
         slot_lock_path(folder, rank, 0).touch()
