@@ -1,4 +1,5 @@
-"""The checkpoint writer: a process beside the trainer that writes snapshots to storage.
+"""The processes beside a rank's trainer, and its handles of them: the checkpoint writer, which
+writes snapshots to storage, and the sender and receiver of buddy copies.
 
 Standard library and xxhash only.
 """
