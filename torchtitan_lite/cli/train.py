@@ -23,6 +23,7 @@ from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_afte
 from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0, logger
 from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
+from torchtitan_lite.fault_tolerance.supervision.launcher.plan import refuse_keys_of_replicas
 
 if TYPE_CHECKING:
     from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import RecoveryHooks
@@ -44,6 +45,8 @@ def train(argv: Sequence[str]) -> int:
             return train_rank(arguments)
         if options.num_replicas > 1 and not options.endpoint:
             return _launch_replicas(arguments, options)
+        if options.num_replicas > 1:
+            refuse_keys_of_replicas(arguments)
         words = [*arguments, *options.of_replica(0), *options.resized]
         config, _ = checked_config(words, options.world_size)
         return _train_in_processes(arguments, options, config)

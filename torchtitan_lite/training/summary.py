@@ -132,7 +132,7 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
         lines.append(f"Resume       {shlex.join(start_command(arguments, job.mesh.world_size))}")
     lines.append(f"Report       {shlex.join([*torchtitan_lite(), 'report', str(folder)])}")
     if config.metrics.enable_tensorboard:
-        logs = folder / config.metrics.save_tb_folder
+        logs = own / config.metrics.save_tb_folder
         lines.append(f"TensorBoard  {program('tensorboard')} --logdir {logs}")
     if job.mesh.is_leader:
         print("\n".join(lines), flush=True)

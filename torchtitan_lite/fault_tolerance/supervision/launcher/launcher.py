@@ -219,7 +219,9 @@ class Launcher:
                 self._notifier.start(self._lighthouse.address)
             self._resizer.choose_initial(now_s)
             for replica in self._replicas:
-                replica.start_attempt()
+                # Of many replicas, those that have not started by then are not needed.
+                if len(self._signals) == self._num_handled:
+                    replica.start_attempt()
         elif self._has_started and self._deadline_s is None:
             self._resizer.poll(self._replicas, now_s)
         self._reap_orphans(now_s)

@@ -220,17 +220,13 @@ def dump_folder(arguments: Sequence[str]) -> Path:
     """Return the `job.dump_folder` that `train` would use with `arguments`. Raises ConfigError if
     no configuration is given, or if `arguments` set an option that the launcher sets."""
     options = _options(arguments)
-    taken = [f"--fault_tolerance.{key}" for key in _OF_THE_LAUNCHER]
     for option, _ in options:
         if option in _OF_TRAIN:
             raise ConfigError(
                 f"{option.replace('_', '-')} is given after --, but the launcher starts the "
                 "processes: give --nproc-per-replica or --spares before --."
             )
-        if option in taken:
-            raise ConfigError(
-                f"{option} is given, but the launcher sets it for each replica: omit it."
-            )
+    refuse_keys_of_replicas(arguments)
     files = [value for option, value in options if option in ("--config", "--job.config_file")]
     if not files:
         raise ConfigError(
@@ -238,6 +234,14 @@ def dump_folder(arguments: Sequence[str]) -> Path:
             "as -- --config configs/llama3_debug_ft.toml."
         )
     return Path(_setting(arguments, "job", "dump_folder") or _DEFAULT_DUMP_FOLDER)
+
+
+def refuse_keys_of_replicas(arguments: Sequence[str]) -> None:
+    """Raise ConfigError if `arguments` set a key that is set for each replica."""
+    taken = [f"--fault_tolerance.{key}" for key in _OF_THE_LAUNCHER]
+    for option, _ in _options(arguments):
+        if option in taken:
+            raise ConfigError(f"{option} is given, but it is set for each replica: omit it.")
 
 
 def _setting(arguments: Sequence[str], section: str, key: str) -> str | None:

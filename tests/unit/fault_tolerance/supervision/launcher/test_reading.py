@@ -65,8 +65,8 @@ def test_dump_folder_by_default(text: str, config: str) -> None:
         ([], "--config FILE"),
         (["--config"], "cannot be read"),
         (["--config", "nowhere.toml"], "nowhere.toml cannot be read: [Errno 2]"),
-        (["--config", "x", "--fault_tolerance.replica-id=3"], "the launcher sets it"),
-        (["--fault_tolerance.no_enable"], "the launcher sets it"),
+        (["--config", "x", "--fault_tolerance.replica-id=3"], "it is set for each replica"),
+        (["--fault_tolerance.no_enable"], "it is set for each replica"),
         (["--config", "x", "--nproc-per-node=3"], "--nproc-per-node is given after --"),
     ],
 )
