@@ -93,9 +93,9 @@ class Coordinator:
     def __init__(
         self,
         now_s: float,
-        replica: int = 0,
+        replica: int,
         *,
-        borrow: Callable[["Coordinator"], list[str]] = lambda borrower: [],
+        borrow: Callable[["Coordinator"], list[str]],
     ) -> None:
         """`borrow` lets a spare machine of another replica, if there is one, become this one's."""
         self._replica, self._borrow = replica, borrow
@@ -140,8 +140,9 @@ class Coordinator:
 
     def report(self, report: Report, now_s: float) -> Answer:
         """Record a report and return the answer. Raises Rejected or Busy. The machines that are
-        lost have expired before."""
-        self._check(report)
+        lost have expired before, and `check_newcomer` has accepted a new one."""
+        if report.machine not in self._machines:
+            self._check_room()
         self._record(report, now_s)
         self.advance(now_s)
         return self._answer(report.machine)
@@ -179,20 +180,31 @@ class Coordinator:
         if now_s - self._left_s.get(report.machine, -math.inf) <= LOST_S:
             raise Rejected(f"{report.name} has left: this report was late.")
 
-    def _check(self, report: Report) -> None:
-        if report.machine in self._machines:
-            return
+    def _check_room(self) -> None:
         if self._state is RunState.ENDED:
             raise Busy(f"the last run has ended ({self._reason}), and its machines have not left")
         if len(self._machines) >= _MAX_MACHINES:
             raise Rejected(f"{_MAX_MACHINES} machines have joined already.")
+
+    def check_newcomer(self, report: Report) -> None:
+        """Raise Rejected for a machine that cannot take part in the run of this replica's."""
+        if self._state is RunState.ENDED:
+            return
         if self._state is RunState.REBUILDING and report.attempt:
             # Machines of the run precede those that reached a restarted rendezvous before them.
             for machine, entry in list(self._machines.items()):
                 if not entry.report.attempt and _difference(entry.report, report):
                     del self._machines[machine]
-        if self._machines:
-            check_equal(max(self.reports, key=lambda peer: peer.attempt), report)
+        if not self._machines:
+            return
+        newest = max(self.reports, key=lambda peer: peer.attempt)
+        if difference := _difference(newest, report):
+            label, theirs, own = difference
+            raise Rejected(
+                f"{label} is {own} here, but {theirs} on {newest.name}, which has joined: "
+                "start all machines with the same options and configuration, or start another "
+                "rendezvous for this run."
+            )
 
     def _record(self, report: Report, now_s: float) -> None:
         known = self._machines.get(report.machine)
@@ -614,17 +626,6 @@ class Coordinator:
             request=request,
             request_state=state,
             request_reason=reason[:1000],
-        )
-
-
-def check_equal(joined: Report, report: Report) -> None:
-    """Raise Rejected if a machine cannot take part in the run of one that has joined."""
-    if difference := _difference(joined, report):
-        label, theirs, own = difference
-        raise Rejected(
-            f"{label} is {own} here, but {theirs} on {joined.name}, which has joined: start all "
-            "machines with the same options and configuration, or start another rendezvous for "
-            "this run."
         )
 
 

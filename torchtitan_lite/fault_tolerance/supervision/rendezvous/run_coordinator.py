@@ -7,12 +7,9 @@ after the other.
 Invariants: as those of `coordinator`, of which each replica has one.
 """
 
-from collections.abc import Iterator
-
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import (
     Coordinator,
     Rejected,
-    check_equal,
 )
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import Answer, Report, RunState
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import LEASE_S
@@ -24,7 +21,7 @@ class RunCoordinator:
     """Decisions for one run, and for the next one when its machines have left."""
 
     def __init__(self, now_s: float) -> None:
-        self._replicas = [Coordinator(now_s, borrow=self._lend)]
+        self._replicas = [Coordinator(now_s, 0, borrow=self._lend)]
 
     @property
     def states(self) -> list[RunState]:
@@ -60,7 +57,7 @@ class RunCoordinator:
 
     def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, see `Coordinator.leave`."""
-        owner = next(self._with(report.machine), self._replicas[0])
+        owner = self._owner_of(report.machine) or self._replicas[0]
         owner.leave(report, reason, now_s)
 
     def _begin(self, num_replicas: int, now_s: float) -> None:
@@ -77,33 +74,26 @@ class RunCoordinator:
     def _replica_of(self, report: Report) -> Coordinator:
         """Return the replica of a machine, which changes for a spare one that another replica
         needs. Raises Rejected if it cannot take part in this run."""
-        for replica in self._replicas:
-            is_open = replica.state in (RunState.RUNNING, RunState.FORMING) or (
-                # While it learns from a member what runs, machines of another run give way.
-                replica.state is RunState.REBUILDING and not report.attempt
-            )
-            if is_open and replica.reports and not replica.has(report.machine):
-                check_equal(max(replica.reports, key=lambda peer: peer.attempt), report)
-        owner = next(self._with(report.machine), None)
+        owner, size = self._owner_of(report.machine), report.machines_per_replica
+        if owner is None:
+            for replica in self._replicas:
+                replica.check_newcomer(report)
+        going_on = [replica for replica in self._replicas if replica.state is not RunState.ENDED]
         if owner is None and 0 <= report.replica < len(self._replicas):
             former = self._replicas[report.replica]
-            if former.state is not RunState.ENDED:
+            if former in going_on:
                 return former
-        size = report.machines_per_replica
         if owner is not None and (owner.is_member(report.machine) or owner.num_missing(size) >= 0):
             return owner
-        others = [replica for replica in self._replicas if replica is not owner]
-        needy = [replica for replica in others if replica.num_missing(size) > 0]
+        needy = [replica for replica in going_on if replica.num_missing(size) > 0]
         if needy:
             chosen = min(needy, key=lambda replica: replica.num_missing(size))
-        elif owner is not None and owner.state is not RunState.ENDED:
+        elif owner in going_on:
             return owner
         else:
-            going_on = [replica for replica in others if replica.state is not RunState.ENDED]
-            chosen = min(going_on, key=lambda replica: len(replica.reports), default=owner)
-        if chosen is None:
-            # All have ended, and say so.
-            return self._replicas[0]
+            # If all have ended, the answer says so.
+            default = owner or self._replicas[0]
+            chosen = min(going_on, key=lambda replica: len(replica.reports), default=default)
         if owner is not None and chosen is not owner:
             owner.pass_on(report.machine, chosen)
         return chosen
@@ -119,5 +109,5 @@ class RunCoordinator:
                 return [machine]
         return []
 
-    def _with(self, machine: str) -> Iterator[Coordinator]:
-        return (replica for replica in self._replicas if replica.has(machine))
+    def _owner_of(self, machine: str) -> Coordinator | None:
+        return next((replica for replica in self._replicas if replica.has(machine)), None)

@@ -132,6 +132,21 @@ def test_a_restarted_rendezvous_learns_all_replicas() -> None:
     assert {rig.answers[name].state for name in "abcde"} == {RunState.RUNNING}
 
 
+def test_machines_of_the_run_precede_others_at_a_restarted_rendezvous_in_all_replicas() -> None:
+    rig = _rig("abcd")
+    members = _members(rig)
+    rig.restart_server()
+    rig.add("x", num_machines=4, num_replicas=2, run_id="next")
+    assert rig.send("x").replica == 0
+    # It is evicted by a member of the other replica, too.
+    rig.send("d")
+    with pytest.raises(Rejected, match="--rdzv-id is next"):
+        rig.send("x")
+    del rig.machines["x"], rig.answers["x"]
+    rig.run(LOST_S + 4)
+    assert _members(rig) == members
+
+
 def test_a_replica_that_is_given_up_ends_alone() -> None:
     rig = _rig("ab", machines=2)
     fail(rig, "b", FailureKind.USER_ERROR, "rank 0: no such file", status=2)
