@@ -43,9 +43,9 @@ def train(argv: Sequence[str]) -> int:
             return run_local_ranks(arguments, options.num_ranks)
         if "RANK" in os.environ or (is_plain and options.num_ranks == 1):
             return train_rank(arguments)
-        if options.num_replicas > 1 and not options.endpoint:
-            return _launch_replicas(arguments, options)
         if options.num_replicas > 1:
+            if not options.endpoint:
+                return _launch_replicas(arguments, options)
             refuse_keys_of_replicas(arguments)
         words = [*arguments, *options.of_replica(0), *options.resized]
         config, _ = checked_config(words, options.world_size)

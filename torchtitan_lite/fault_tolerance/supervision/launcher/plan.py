@@ -42,7 +42,10 @@ _LIGHTHOUSES = {
 }
 _PROGRAM = ("-m", "torchtitan_lite", "train")
 _DEFAULT_DUMP_FOLDER = "./outputs"
-_OF_TRAIN = ("--nproc", "--nproc_per_node", "--spares", "--nnodes", "--rdzv_endpoint", "--rdzv_id")
+_OF_TRAIN = (
+    *("--nproc", "--nproc_per_node", "--replicas", "--spares"),
+    *("--nnodes", "--rdzv_endpoint", "--rdzv_id"),
+)
 """Options of `train`, as `_options` returns them, that contradict those of the launcher."""
 _OF_THE_LAUNCHER = ("enable", "no_enable", "replica_id", "group_size", "lighthouse")
 
@@ -224,7 +227,7 @@ def dump_folder(arguments: Sequence[str]) -> Path:
         if option in _OF_TRAIN:
             raise ConfigError(
                 f"{option.replace('_', '-')} is given after --, but the launcher starts the "
-                "processes: give --nproc-per-replica or --spares before --."
+                "processes: give --replicas, --nproc-per-replica or --spares before --."
             )
     refuse_keys_of_replicas(arguments)
     files = [value for option, value in options if option in ("--config", "--job.config_file")]

@@ -68,6 +68,7 @@ def test_dump_folder_by_default(text: str, config: str) -> None:
         (["--config", "x", "--fault_tolerance.replica-id=3"], "it is set for each replica"),
         (["--fault_tolerance.no_enable"], "it is set for each replica"),
         (["--config", "x", "--nproc-per-node=3"], "--nproc-per-node is given after --"),
+        (["--config", "x", "--replicas", "3"], "--replicas is given after --"),
     ],
 )
 def test_unsupported_arguments(arguments: list[str], error: str) -> None:
