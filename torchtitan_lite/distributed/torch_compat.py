@@ -635,19 +635,21 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for element in value for tensor in tensors_in(element)]
 
 
-def entered_record_function(operation: Any, args: Sequence[Any]) -> str | None:
-    """Return the label of the `torch.profiler.record_function` block that an operation enters.
+class RecordedLabels(list[str]):
+    """Labels of the `torch.profiler.record_function` blocks that are entered, the innermost last.
 
     FSDP2 labels its collectives with their module, which no public hook exposes. Needed until one
     does.
     """
-    is_entry = operation is torch.ops.profiler._record_function_enter_new.default
-    return str(args[0]) if is_entry else None
 
-
-def leaves_record_function(operation: Any) -> bool:
-    """Whether an operation leaves such a block; see `entered_record_function`."""
-    return operation is torch.ops.profiler._record_function_exit._RecordFunction
+    def follow(self, operation: Any, args: Sequence[Any]) -> bool:
+        """Enter or leave a block if `operation` does. Returns whether it left one."""
+        if operation is torch.ops.profiler._record_function_enter_new.default:
+            self.append(str(args[0]))
+        is_exit = operation is torch.ops.profiler._record_function_exit._RecordFunction
+        if is_exit:
+            self.pop()
+        return is_exit
 
 
 class ImplicitRedistributions(DebugMode):

@@ -15,10 +15,9 @@ from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.redistribute import TensorSpec
 from torchtitan_lite.distributed.torch_compat import (
     Operations,
-    entered_record_function,
+    RecordedLabels,
     flops_of,
     group_of,
-    leaves_record_function,
     local_tensor,
     outside_of_fake_tensors,
     tensors_in,
@@ -96,7 +95,7 @@ class StepRecorder:
         self._log = StorageLog()
         self._routing = BalancedRouting()
         self._mode = Operations(self._run)
-        self._labels: list[str] = []
+        self._labels = RecordedLabels()
         self._in_loss = False
         self._compute = [0.0, 0.0, 0.0]
         """FLOPs, seconds of matrix products, seconds of other operations."""
@@ -209,7 +208,9 @@ class StepRecorder:
             self._log.set_kind(tensors_in(list(args)), "gradients")
         result = self._routing.run(operation, args, kwargs, group)
         self._log.note(result, self._kind())
-        self._follow_labels(operation, args)
+        if self._labels.follow(operation, args):
+            # FSDP frees and refills its parameters under labels.
+            self._log.measure_again()
         if group is None:
             self._compute_of(operation, args, kwargs, result)
         else:
@@ -232,15 +233,6 @@ class StepRecorder:
         if self._is_of_fsdp or self.stage == "reduction":
             return "buffers"
         return "logits" if self._in_loss else "activations"
-
-    def _follow_labels(self, operation: Any, args: Sequence[Any]) -> None:
-        label = entered_record_function(operation, args)
-        if label is not None:
-            self._labels.append(label)
-        elif leaves_record_function(operation):
-            self._labels.pop()
-            # FSDP frees and refills its parameters under labels.
-            self._log.measure_again()
 
     def _enter_segment(self) -> None:
         """Begin a segment if another unit or phase runs. What runs between units belongs to the

@@ -100,10 +100,6 @@ def escaped(text: str) -> str:
     return html.escape(encodable(text))
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def with_prefix(value: Any) -> str:
     """Format a number with an SI prefix, such as 1.31 M."""
     number = float(value)

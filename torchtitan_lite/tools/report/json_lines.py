@@ -90,12 +90,17 @@ def cleaned(name: str, value: Any, *, is_json: bool = True, depth: int = 0) -> A
     return value
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number, which true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def number_of(name: str, value: Any) -> float | None:
     """Return a value that `cleaned` has returned as a float. Raises ValueError if it is not a
     number."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise ValueError(f"{name} must be a number or null, got {shortened(value)}")
     return float(value)
 

@@ -39,9 +39,9 @@ from torchtitan_lite.tools.report.html_parts import (
     STYLE,
     escaped,
     html_table,
-    is_number,
     with_prefix,
 )
+from torchtitan_lite.tools.report.json_lines import is_number
 from torchtitan_lite.tools.report.run_files import Goodput, RunFiles
 from torchtitan_lite.tools.report.timeline import KINDS, ROUTINE, RunTimeline, timeline
 

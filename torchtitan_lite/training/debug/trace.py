@@ -22,9 +22,8 @@ from torchtitan_lite.core.output_files import OutputFaults
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.torch_compat import (
     Operations,
-    entered_record_function,
+    RecordedLabels,
     group_of,
-    leaves_record_function,
 )
 from torchtitan_lite.training.debug.communication import AxisNames, Collective, name_of, size_of
 from torchtitan_lite.training.debug.memory import ModulePeaks
@@ -140,7 +139,7 @@ class _Recorder:
         self._peaks = peaks
         self._axes = axes
         self._outside = "step"
-        self._labels: list[str] = []
+        self._labels = RecordedLabels()
 
     @contextmanager
     def in_schedule(self) -> Iterator[None]:
@@ -155,7 +154,9 @@ class _Recorder:
         self._peaks.at(module, phase)
         result = operation(*args, **kwargs)
         self._peaks.note(result)
-        self._follow_labels(operation, args)
+        if self._labels.follow(operation, args):
+            # FSDP frees and refills its parameters under labels.
+            self._peaks.measure_again()
         group = group_of(operation, args, kwargs)
         if group is not None:
             num_bytes, dtype = size_of((*args, *kwargs.values()), result)
@@ -171,15 +172,6 @@ class _Recorder:
                 )
             )
         return result
-
-    def _follow_labels(self, operation: Any, args: Sequence[Any]) -> None:
-        label = entered_record_function(operation, args)
-        if label is not None:
-            self._labels.append(label)
-        elif leaves_record_function(operation):
-            self._labels.pop()
-            # FSDP frees and refills its parameters under labels.
-            self._peaks.measure_again()
 
     def _served_module(self) -> str | None:
         """Return the module that FSDP communicates for. It may differ from the running one, because
