@@ -227,7 +227,7 @@ def dump_folder(arguments: Sequence[str]) -> Path:
         if option in _OF_TRAIN:
             raise ConfigError(
                 f"{option.replace('_', '-')} is given after --, but the launcher starts the "
-                "processes: give --replicas, --nproc-per-replica or --spares before --."
+                "processes: give --nproc-per-replica, --replicas or --spares before --."
             )
     refuse_keys_of_replicas(arguments)
     files = [value for option, value in options if option in ("--config", "--job.config_file")]
