@@ -6,8 +6,8 @@ Three machines, each a namespace with a network and shared memory of its own, ru
 All processes of one that trains are killed (SIGKILL), and it is started again as a spare machine.
 The state comes from the copy in the memory of its buddy, which is made every two steps and is all
 that there is, or from a checkpoint, which is saved every five steps. A recovery is the time from
-the kill to the first step that is recorded by the next attempt; most of it is the lease of the lost
-machine. The same job without faults gives the losses to compare with.
+the kill to the first step that is recorded by the next generation; most of it is the lease of the
+lost machine. The same job without faults gives the losses to compare with.
 
 The exit status is 1 if a process fails or losses differ. Needs root.
 """
@@ -58,7 +58,7 @@ def _measure(
         run.train(*_NAMES, more=arguments)
         for index in range(plan.num_kills):
             run.wait_for_step(_STEPS_PER_KILL * index + 5)
-            recovery_s, lost_steps = _lose(run, arguments, attempt=index + 2)
+            recovery_s, lost_steps = _lose(run, arguments, generation=index + 2)
             if source == "buddy" and list(run.output.glob("checkpoint/step-*")):
                 raise ChildFailed("a checkpoint was saved: the state may come from storage")
             seconds.append(recovery_s)
@@ -75,13 +75,13 @@ def _measure(
     yield comparison.value("steps repeated at most", "steps", max(repeated), goal=_GOALS[source])
 
 
-def _lose(run: Machines, arguments: tuple[str, ...], *, attempt: int) -> tuple[float, int]:
+def _lose(run: Machines, arguments: tuple[str, ...], *, generation: int) -> tuple[float, int]:
     """Kill a machine that trains. Return the seconds until training again, and the steps that were
     repeated."""
     name = next(name for name in reversed(_NAMES) if run.writers(name))
     before, began_s = run.last_step(), time.monotonic()
     run.kill(name)
-    run.wait_for_attempt(attempt)
+    run.wait_for_generation(generation)
     resumed = run.num_records()
     run.wait(lambda: run.num_records() > resumed)
     recovery_s = time.monotonic() - began_s

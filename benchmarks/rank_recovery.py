@@ -72,7 +72,7 @@ class _Recoveries:
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     """Measure all of `plan`, with files in `folder`."""
-    # Otherwise a restart of torchrun finds the addresses of the first attempt in its store, and
+    # Otherwise a restart of torchrun finds the addresses of the first generation in its store, and
     # fails until its ranks have timed out (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for index, mesh in enumerate(plan.meshes):

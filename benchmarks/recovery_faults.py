@@ -319,7 +319,7 @@ def _kill_rank(running: Running, reader: Reader, victim: int) -> Recovery:
         lambda: _now_if(any(rank.pid not in old for rank in running.ranks(victim))),
         "new process",
     )
-    # From here, the log is that of the new attempt.
+    # From here, the log is that of the new generation.
     log_s = _wait(
         running, lambda: _now_if(bool(running.log(victim))), "log line of the restarted rank"
     )

@@ -79,7 +79,7 @@ class Running(Protocol):
         ...
 
     def log(self, replica: int) -> str:
-        """The output of the latest attempt of a replica."""
+        """The output of the latest generation of a replica."""
         ...
 
     def lighthouse(self) -> psutil.Process:

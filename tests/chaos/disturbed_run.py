@@ -28,8 +28,8 @@ from tests.chaos.job_view import (
 _COMMON_STEPS = 2
 """Steps that all replicas must commit together before a fault is over."""
 _MAX_DELAY_S = 1.5
-_ATTEMPTS = 4
-_STEPS_TO_NEXT_ATTEMPT = 15
+_GENERATIONS = 4
+_STEPS_TO_NEXT_GENERATION = 15
 _RECOVERY_S = 180.0
 _EXIT_S = 120.0
 _LOG_CHARS = 3000
@@ -95,13 +95,13 @@ class DisturbedRun:
         before, failed = follower.last_step, sum(follower.failed_steps)
         skip_reason, started_s = "", time.monotonic()
         target = FaultTarget(job=self.job, replica=replica, rng=self._rng)
-        for _ in range(_ATTEMPTS):
+        for _ in range(_GENERATIONS):
             started_s = time.monotonic()
             skip_reason = _try_to_inject(kind, target)
             if not skip_reason:
                 break
             # The target may exist later.
-            self.wait_for_all(after=follower.last_step + _STEPS_TO_NEXT_ATTEMPT)
+            self.wait_for_all(after=follower.last_step + _STEPS_TO_NEXT_GENERATION)
         if kind.restarts_launcher:
             self._wait_for_launcher_exit()
             self._launcher = self._launch()

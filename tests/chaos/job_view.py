@@ -93,10 +93,12 @@ class JobView:
         return sorted(paths, key=lambda path: parse_step_name(path.name) or 0)
 
     def log(self, replica: int, rank: int = 0) -> str:
-        """Return the output of a rank in the replica's newest attempt."""
-        attempts = sorted((self.folder / "launch_logs" / f"replica_{replica:03d}").glob("att*"))
+        """Return the output of a rank in the replica's newest generation."""
+        generations = sorted(
+            (self.folder / "launch_logs" / f"replica_{replica:03d}").glob("generation_*")
+        )
         with suppress(OSError, IndexError):
-            return (attempts[-1] / f"rank_{rank}.log").read_text(errors="replace")
+            return (generations[-1] / f"rank_{rank}.log").read_text(errors="replace")
         return ""
 
     def wait_until(

@@ -97,7 +97,7 @@ class MachinesRun:
         self.arguments = (*arguments, f"--job.dump_folder={folder}")
         self.machines = [Machine() for _ in counts]
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._attempt = 0
+        self._generation = 0
 
     def __enter__(self) -> "MachinesRun":
         return self
@@ -114,12 +114,12 @@ class MachinesRun:
 
     @property
     def log(self) -> Path:
-        """Output of the ranks of this attempt."""
-        return self.folder.with_name(f"{self.folder.name}-{self._attempt}.log")
+        """Output of the ranks of this generation."""
+        return self.folder.with_name(f"{self.folder.name}-{self._generation}.log")
 
     def start(self, *arguments: str, **variables: str) -> None:
         """Start all ranks, as a launcher on each machine does."""
-        self._attempt += 1
+        self._generation += 1
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         rank = 0

@@ -63,5 +63,5 @@ def test_a_diverged_run_has_its_own_exit_status(tmp_path: Path) -> None:
         text = log.read_text()
     assert "the training has diverged" in text and "restarts in" not in text, text
     assert re.search(r"is given up: .* rank 0: exit status 3", text)
-    attempts = [path for name in REPLICAS for path in (folder / "launch_logs" / name).iterdir()]
-    assert len(attempts) == 2
+    generations = [path for name in REPLICAS for path in (folder / "launch_logs" / name).iterdir()]
+    assert len(generations) == 2

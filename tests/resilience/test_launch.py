@@ -158,8 +158,8 @@ def test_a_stopped_rank_is_named_and_replaced(
     assert match is not None, text
     assert float(match[1]) >= 6
     assert "(stopped)" in match[0] and "rank 0 waits in gloo:" in match[0]
-    attempts = folder / "launch_logs" / REPLICAS[last]
-    report = (attempts / "attempt_00" / "hang.txt").read_text()
+    generations = folder / "launch_logs" / REPLICAS[last]
+    report = (generations / "generation_00" / "hang.txt").read_text()
     of_waiting, of_stopped = report.partition("rank 0, process ")[2].split("rank 1, process ")
     assert "train_step" in of_waiting and "waits in gloo:" in of_waiting
     assert "T (stopped)" in of_stopped
@@ -167,16 +167,17 @@ def test_a_stopped_rank_is_named_and_replaced(
     if replicas == 1:
         # Otherwise the other replica may finish before this one restarts.
         last_step = f"step {FEW_STEPS}/{FEW_STEPS}"
-        assert last_step in (attempts / "attempt_01" / "rank_0.log").read_text()
+        assert last_step in (generations / "generation_01" / "rank_0.log").read_text()
     expected = {step: loss for step, loss in undisturbed_losses.items() if step <= FEW_STEPS}
     assert losses(folder) == pytest.approx(expected, rel=FAULTS_FLOAT64)
 
 
 def wait_for_ranks(folder: Path, replica: int, number: int, log: Path) -> None:
-    """Block until the newest attempt of a replica has `number` ranks and has committed a step."""
-    attempts, deadline = folder / "launch_logs" / REPLICAS[replica], time.monotonic() + 120
+    """Block until the newest generation of a replica has `number` ranks and has committed a
+    step."""
+    generations, deadline = folder / "launch_logs" / REPLICAS[replica], time.monotonic() + 120
     while True:
-        newest = max(attempts.glob("attempt_*"))
+        newest = max(generations.glob("generation_*"))
         logs = list(newest.glob("rank_*.log"))
         if len(logs) == number and any("\nstep " in path.read_text() for path in logs):
             return
@@ -205,7 +206,7 @@ def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
         text = output_of(process, log, 200)
     assert f"resize to 1 rank each: replica {last} has slots for 1" in text
     assert "resize to 2 ranks each: slots are available again" in text
-    assert len(list(folder.glob("launch_logs/*/attempt_*/rank_*.log"))) == 5 * replicas
+    assert len(list(folder.glob("launch_logs/*/generation_*/rank_*.log"))) == 5 * replicas
     assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)
     checked = check_samples(folder)
     assert checked.problems == [], checked.summary()
@@ -237,10 +238,10 @@ def test_a_replica_that_loses_a_rank_recovers_and_all_finish(replicas: int, tmp_
         assert launch.steps_of(folder / name)[-1]["step"] == FEW_STEPS
     logs = folder / "launch_logs"
     # It may join later than the other replica, so its first step is unknown.
-    first_attempt = (logs / REPLICAS[last] / "attempt_00" / "rank_0.log").read_text()
-    assert re.search(rf"^step \d+/{FEW_STEPS} ", first_attempt, re.MULTILINE)
+    first_generation = (logs / REPLICAS[last] / "generation_00" / "rank_0.log").read_text()
+    assert re.search(rf"^step \d+/{FEW_STEPS} ", first_generation, re.MULTILINE)
     last_step = f"step {FEW_STEPS}/{FEW_STEPS}"
-    assert last_step in (logs / REPLICAS[last] / "attempt_01" / "rank_0.log").read_text()
+    assert last_step in (logs / REPLICAS[last] / "generation_01" / "rank_0.log").read_text()
     assert not any("torchft::" in path.read_text() for path in logs.rglob("*.log"))
 
 
@@ -263,7 +264,7 @@ def test_a_replica_that_others_ask_to_stop_saves_and_is_started_again(
     if replicas == 1:
         assert (
             "Resumed from"
-            in (folder / "launch_logs" / REPLICAS[0] / "attempt_01" / "rank_0.log").read_text()
+            in (folder / "launch_logs" / REPLICAS[0] / "generation_01" / "rank_0.log").read_text()
         )
         assert launch.steps_of(folder / REPLICAS[0])[-1]["step"] == MANY_STEPS
     assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)

@@ -123,7 +123,7 @@ def test_a_dead_rank_is_replaced_within_its_replica(
     how = r"(killed by SIGKILL|died)"
     assert re.search(rf"replica 1: rank {rank}: {how}; it is replaced", text), text
     assert "restarts in" not in text
-    assert len(list(folder.glob("launch_logs/*/attempt_*"))) == 2
+    assert len(list(folder.glob("launch_logs/*/generation_*"))) == 2
     aborted = [
         one for one in launch.events_of(folder / REPLICAS[0]) if one["event"] == "step_failed"
     ]
@@ -249,7 +249,7 @@ def test_replicas_are_resized_in_their_processes(
         ("2 ranks --parallelism.tensor_parallel_degree=2", "it was requested"),
     ):
         assert f"all replicas resize to {mesh} each in their processes: {why}" in text, text
-    assert len(list(folder.glob("launch_logs/*/attempt_*"))) == 2
+    assert len(list(folder.glob("launch_logs/*/generation_*"))) == 2
     check_run(folder, undisturbed_losses, _RESIZED_STEPS)
 
 
@@ -326,20 +326,22 @@ def test_a_replica_that_waits_for_the_others_leaves_too(
             _give_slots(folder, ranks)
             _wait_for_resizes(folder, number, process, log)
         text = output_of(process, log, 200)
-    assert len(list(folder.glob("launch_logs/*/attempt_*"))) == 2, text
+    assert len(list(folder.glob("launch_logs/*/generation_*"))) == 2, text
     check_run(folder, undisturbed_losses, _RESIZED_STEPS)
 
 
 def _wait_for_phase(folder: Path, phase: str) -> None:
     """Block until replica 1 is in this phase of a resize."""
     answer = folder / REPLICAS[1] / "resize_answer.json"
-    agent_log = folder / "launch_logs" / REPLICAS[1] / "attempt_00" / "agent.log"
+    agent_log = folder / "launch_logs" / REPLICAS[1] / "generation_00" / "agent.log"
     path, text = (agent_log, "Resizing from") if phase == "started" else (answer, phase)
     launch.wait_until(lambda: path.is_file() and text in path.read_text(), 60)
 
 
 def _leader_logs(folder: Path) -> list[Path]:
-    return [max(folder.glob(f"launch_logs/{name}/attempt_*")) / "rank_0.log" for name in REPLICAS]
+    return [
+        max(folder.glob(f"launch_logs/{name}/generation_*")) / "rank_0.log" for name in REPLICAS
+    ]
 
 
 def _wait_for_resizes(

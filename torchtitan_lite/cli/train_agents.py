@@ -28,7 +28,7 @@ def train_with_spares(arguments: Sequence[str], options: TrainOptions, config: C
             lambda: RankProcess(arguments, environment),
             RunMesh(options.num_ranks, options.resized),
             options.num_spares,
-            # Constant, because an attempt takes seconds anyway, and equal failures end the run.
+            # Constant, because a generation takes seconds anyway, and equal failures end the run.
             policy=RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=0.1),
             requests=received,
             inbox=inbox,

@@ -98,7 +98,7 @@ TIME_NAMES = {
     "checkpoint": "checkpoint stall",
     "data": "waiting for data",
     "end": "shutdown",
-    "idle": "idle between attempts",
+    "idle": "idle between generations",
     "lost": "lost work",
     "quorum": "agreeing on replicas",
     "start": "startup",

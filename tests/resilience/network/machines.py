@@ -110,7 +110,7 @@ class Machines:
                 # So that it has the place of its turn.
                 address = f"{self.network.address(name)} ("
                 self.wait(lambda address=address: address in self.text(_RENDEZVOUS))
-        self.wait_for_attempt(1)
+        self.wait_for_generation(1)
         for name in names[self._num_training :]:
             self.start(name, *more, **variables)
         self.wait(lambda: all(self.rank(name) for name in names))
@@ -198,9 +198,9 @@ class Machines:
             time.sleep(0.02)
         return time.monotonic() - began_s
 
-    def wait_for_attempt(self, number: int) -> float:
-        """Block until the rendezvous has started attempt `number`, and return the seconds."""
-        return self.wait(lambda: f"running, attempt {number}," in self.text(_RENDEZVOUS))
+    def wait_for_generation(self, number: int) -> float:
+        """Block until the rendezvous has started generation `number`, and return the seconds."""
+        return self.wait(lambda: f"running, generation {number}," in self.text(_RENDEZVOUS))
 
     def finish(self) -> list[float]:
         """Wait for the end of the run, and return the losses of all its steps."""

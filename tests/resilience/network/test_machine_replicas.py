@@ -41,7 +41,7 @@ def test_a_spare_machine_completes_the_replica_of_a_killed_one(
         run.wait(lambda: launch.steps_of(run.output)[-1]["num_replicas"] == 2)
         run.wait(lambda: run.writers(spare))
         assert run.rank("a") == survivor
-        assert "attempt 2" not in "".join(
+        assert "generation 2" not in "".join(
             line for line in run.text("rendezvous").splitlines(True) if "replica 0:" in line
         )
         assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)

@@ -52,7 +52,7 @@ def test_a_spare_machine_replaces_a_killed_one(
         run.wait_for_step(12)
         run.kill("b")
         before, records = run.last_step(), run.num_records()
-        assert run.wait_for_attempt(2) > LEASE_S
+        assert run.wait_for_generation(2) > LEASE_S
         run.wait(lambda: run.num_records() > records)
         if source == "memory":
             assert not list(run.output.glob("checkpoint/step-*")), "the state is in storage, too"
@@ -75,7 +75,7 @@ def test_a_killed_rank_is_replaced_on_its_machine(expected: list[float], tmp_pat
         step = run.last_step()
         os.kill(killed, signal.SIGKILL)
         # No lease has to run out.
-        assert run.wait_for_attempt(2) < LEASE_S + _BUSY_S
+        assert run.wait_for_generation(2) < LEASE_S + _BUSY_S
         run.wait_for_step(step + 3)
         assert [one.ppid() for one in run.writers("b")] == [survivor]
         run.wait(lambda: [one.ppid() for one in run.writers("a")] == [spare])
@@ -95,17 +95,17 @@ def test_a_machine_that_is_cut_off_stops_before_its_place_is_taken(
         run.network.unplug("b")
         run.wait(lambda: not run.writers("b"))
         stopped_s = time.monotonic() - began_s
-        replaced_s = stopped_s + run.wait_for_attempt(2)
+        replaced_s = stopped_s + run.wait_for_generation(2)
         assert stopped_s < LEASE_S + STOP_S < replaced_s <= LOST_S + _BUSY_S
         step = run.last_step()
         run.wait_for_step(step + 3)
         assert run.writers("c") and not run.writers("b")
         # It returns as a spare machine, with its process, and takes the next vacant place.
         run.network.plug("b")
-        run.wait(lambda: "attempt 2, 3 machines" in run.text("rendezvous"))
+        run.wait(lambda: "generation 2, 3 machines" in run.text("rendezvous"))
         assert psutil.pid_exists(rank) and not run.writers("b")
         run.kill("a")
-        run.wait_for_attempt(3)
+        run.wait_for_generation(3)
         run.wait(lambda: run.writers("b"))
         _check_losses(run, expected)
 
@@ -154,8 +154,8 @@ def test_an_agent_that_is_blocked_loses_its_place(expected: list[float], tmp_pat
         blocked = run.agents.pop("b")
         blocked.send_signal(signal.SIGSTOP)
         run.wait(lambda: _has_died(rank), LEASE_S + STOP_S + _BUSY_S)
-        assert "attempt 2" not in run.text("rendezvous")
-        run.wait_for_attempt(2)
+        assert "generation 2" not in run.text("rendezvous")
+        run.wait_for_generation(2)
         run.wait(lambda: run.writers("c"))
         _check_losses(run, expected)
 

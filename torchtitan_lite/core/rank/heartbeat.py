@@ -68,7 +68,7 @@ class HeartbeatWriter:
                 raise OSError(f"{path}: {error}") from None
         if len(self._memory) < self._start + _SLOT_BYTES:
             raise OSError(f"{path} has no slot for rank {rank}.")
-        # An earlier attempt in these processes wrote it.
+        # An earlier generation in these processes wrote it.
         self._memory[self._start + _STOPPED_EARLY] = 0
 
     def entered(self, phase: Phase, step: int) -> None:

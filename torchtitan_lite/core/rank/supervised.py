@@ -24,10 +24,10 @@ RANK_LOGS = "TORCHTITAN_LITE_RANK_LOGS"
 STORE_LISTENER = "TORCHTITAN_LITE_STORE_LISTENER"
 """Environment variable of rank 0: an inherited socket, at which the store of the ranks listens."""
 
-ATTEMPT = "TORCHTITAN_LITE_ATTEMPT"
-"""Environment variable: the number of earlier attempts of this replica."""
-ATTEMPT_STARTED = "TORCHTITAN_LITE_ATTEMPT_STARTED"
-"""Environment variable: when an attempt in a process of an earlier one started, by
+GENERATION = "TORCHTITAN_LITE_GENERATION"
+"""Environment variable: the number of earlier generations of this replica."""
+GENERATION_STARTED = "TORCHTITAN_LITE_GENERATION_STARTED"
+"""Environment variable: when a generation in a process of an earlier one started, by
 time.monotonic(), which has one origin for all processes of a machine."""
 
 RANK_CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
@@ -49,10 +49,10 @@ def rank_environment(
     num_ranks: int,
     num_local_ranks: int,
     store: tuple[str, int],
-    attempt: int,
+    generation: int,
 ) -> dict[str, str]:
     """Return the environment variables that torchrun sets for a rank. `store` is the address of a
-    store that exists already, in which each attempt has a prefix of its own."""
+    store that exists already, in which each generation has a prefix of its own."""
     host, port = store
     return {
         "RANK": str(rank),
@@ -63,7 +63,7 @@ def rank_environment(
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RESTART_COUNT": str(generation),
     }
 
 
@@ -76,12 +76,12 @@ def announce(stage: str) -> None:
 
 def is_restarted() -> bool:
     """Return whether the launcher has started this replica before, in this run."""
-    return os.environ.get(ATTEMPT, "0") != "0"
+    return os.environ.get(GENERATION, "0") != "0"
 
 
-def attempt_age_s() -> float | None:
-    """Return the seconds since the start of this attempt, if the process is older than that."""
-    started = os.environ.get(ATTEMPT_STARTED)
+def generation_age_s() -> float | None:
+    """Return the seconds since the start of this generation, if the process is older than that."""
+    started = os.environ.get(GENERATION_STARTED)
     return None if started is None else time.monotonic() - float(started)
 
 

@@ -72,7 +72,7 @@ def join(
             "prevent quorums, but not join one. Use it on a private network only.",
             lighthouse,
         )
-    # A store of its own, because torchrun's may hold the manager address of an earlier attempt.
+    # A store of its own, because torchrun's may hold the manager address of an earlier generation.
     store = listening_store(address) if mesh.is_leader else None
     payload = f"{address} {store.port}" if store is not None else ""
     host, port = broadcast_bytes(payload.encode()).decode().split()

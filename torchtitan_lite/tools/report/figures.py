@@ -198,7 +198,7 @@ def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
 
 
 def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
-    """Draw attempts and events over wall time, with a button to switch to steps; over steps only
+    """Draw generations and events over wall time, with a button to switch to steps; over steps only
     if there are no times."""
     if not timeline.marks and not timeline.spans:
         return None

@@ -176,7 +176,7 @@ class RunFiles:
     @cached_property
     def elapsed_s(self) -> dict[int, float]:
         """Return the seconds from the begin of the first step to the end of each committed step,
-        pauses between attempts included."""
+        pauses between generations included."""
         ends = [(record, end) for record in self.merged if (end := record["time"]) is not None]
         start = min((end - (record["step_time_s"] or 0.0) for record, end in ends), default=0.0)
         return {record.step: end - start for record, end in ends}

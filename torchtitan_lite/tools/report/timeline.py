@@ -1,4 +1,4 @@
-"""The timeline of a run: attempts of each replica, and events over time. Pure."""
+"""The timeline of a run: generations of each replica, and events over time. Pure."""
 
 import json
 import math
@@ -73,7 +73,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class AttemptSpan:
+class GenerationSpan:
     """A period of a replica: "starting", "training" or "down"."""
 
     kind: str
@@ -106,7 +106,7 @@ class RunTimeline:
 
     lanes: tuple[str, ...]
     marks: tuple[Mark, ...]
-    spans: tuple[AttemptSpan, ...]
+    spans: tuple[GenerationSpan, ...]
     recoveries: tuple[Recovery, ...]
     first_time: float | None
     """Earliest time of all marks and spans; None if the records have no times (files of earlier
@@ -225,32 +225,32 @@ def _last_step(stream: Stream | None, time: float | None) -> int | None:
     return stream.timed[place - 1][2] if place else None
 
 
-def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[AttemptSpan]:
-    """Yield the attempts of a replica: its start, its steps, and the time until the next
-    attempt."""
+def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[GenerationSpan]:
+    """Yield the generations of a replica: its start, its steps, and the time until the next
+    generation."""
     steps, lane = stream.timed, stream.label
     ends = [end for end, _, _ in steps]
     failures = _launcher_times(stream, launcher_events, "failed")
-    starts = _attempt_starts(stream, launcher_events)
+    starts = _generation_starts(stream, launcher_events)
     for place, start in enumerate(starts):
         following = starts[place + 1] if place + 1 < len(starts) else math.inf
         own = steps[bisect_left(ends, start) : bisect_left(ends, following)]
         stops = [failure for failure in failures if start <= failure < following][:1]
         stops += [own[-1][0]] if own else []
-        # An attempt without steps and failures is still starting, or was replaced.
+        # A generation without steps and failures is still starting, or was replaced.
         end = max(stops) if stops else (start if math.isinf(following) else following)
         begin = max(start, own[0][1]) if own else end
         first, last = (own[0][2], own[-1][2]) if own else (0, 0)
         if begin > start:
-            yield AttemptSpan("starting", lane, start, begin, first, first)
+            yield GenerationSpan("starting", lane, start, begin, first, first)
         if own:
-            yield AttemptSpan("training", lane, begin, end, first, last)
+            yield GenerationSpan("training", lane, begin, end, first, last)
         if end < following < math.inf:
-            yield AttemptSpan("down", lane, end, following, last, last)
+            yield GenerationSpan("down", lane, end, following, last, last)
 
 
-def _attempt_starts(stream: Stream, launcher_events: Sequence[RunEvent]) -> list[float]:
-    """Return when each attempt began, as recorded by the launcher or the process itself."""
+def _generation_starts(stream: Stream, launcher_events: Sequence[RunEvent]) -> list[float]:
+    """Return when each generation began, as recorded by the launcher or the process itself."""
     starts = _launcher_times(stream, launcher_events, "started")
     ends = [end for end, _, _ in stream.timed]
     for event in stream.events:

@@ -165,7 +165,7 @@ def _make_folder(folder: Path) -> None:
 def _open_goodput_tracker(
     config: Config, folder: Path, stack: ExitStack, faults: OutputFaults
 ) -> GoodputTracker:
-    """Continue the record of an earlier attempt if the run can resume."""
+    """Continue the record of an earlier generation if the run can resume."""
     resumes = config.checkpoint.enable or config.fault_tolerance.enable
     tracker = open_goodput_tracker(folder, resumes=resumes, faults=faults)
     stack.callback(tracker.close)

@@ -1,9 +1,9 @@
 """Goodput: wall time since the first start of a run, by what it was spent on.
 
 The seconds of all kinds add up to the wall time exactly; they are counted in whole nanoseconds. The
-file survives the process: the time between the last entry of one attempt and the start of the next
-is idle, and retaken steps turn their earlier time into lost work. The leader of a replica tracks
-it. Compilation is counted separately from the phase in which it happens.
+file survives the process: the time between the last entry of one generation and the start of the
+next is idle, and retaken steps turn their earlier time into lost work. The leader of a replica
+tracks it. Compilation is counted separately from the phase in which it happens.
 """
 
 import json
@@ -22,7 +22,7 @@ from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.output_files import OutputFaults
 from torchtitan_lite.core.outputs import GOODPUT_FILE
 from torchtitan_lite.core.phases import Phase
-from torchtitan_lite.core.rank.supervised import attempt_age_s
+from torchtitan_lite.core.rank.supervised import generation_age_s
 from torchtitan_lite.distributed.torch_compat import compile_time_ns
 
 LOST = "lost"
@@ -316,7 +316,7 @@ def open_goodput_tracker(
 def process_age_s() -> float:
     """Return the seconds since the process was started, interpreter start and imports included; in
     a process that trains again after another rank was lost, the seconds since that loss."""
-    if (age_s := attempt_age_s()) is not None:
+    if (age_s := generation_age_s()) is not None:
         return age_s
     created_s = psutil.Process().create_time()
     if hasattr(time, "CLOCK_BOOTTIME"):

@@ -39,7 +39,7 @@ def test_a_recovery_has_its_reason_and_its_duration(replicas):
     assert actual.seconds == pytest.approx(0.75)
 
 
-def test_attempts_without_a_launcher(tmp_path):
+def test_generations_without_a_launcher(tmp_path):
     lines = [
         record(1),
         event("start", 0, 11.0, process_age_s=5.0),

@@ -57,7 +57,7 @@ class DepartureNotifier:
     def start(self, address: str) -> None:
         """Start the process. Raises OSError."""
         self.kill()
-        self._policy.attempt_started()
+        self._policy.started()
         end, self._input = os.pipe()
         try:
             with open_log(self._log) as log:
@@ -89,7 +89,7 @@ class DepartureNotifier:
         self.kill()
         status = ExitStatus(code)
         failure = failure_of("departure notifier", status, self._log)
-        decision = self._policy.attempt_failed(failure, now_s)
+        decision = self._policy.failed(failure, now_s)
         if isinstance(decision, GiveUp):
             return f"{status}: {decision.reason}; the next departure starts it again"
         self._restart_at_s = now_s + decision.delay_s

@@ -1,4 +1,4 @@
-"""Diagnosis of the failure that ended an attempt, from the exit status, the log and the flight
+"""Diagnosis of the failure that ended a generation, from the exit status, the log and the flight
 records of its ranks. No I/O."""
 
 import re

@@ -54,7 +54,7 @@ class RankStatus:
 
 
 class StallDetector:
-    """Detector of ranks without progress, over one attempt of a replica."""
+    """Detector of ranks without progress, over one generation of a replica."""
 
     def __init__(self) -> None:
         self._stopped: dict[int, tuple[Heartbeat, float]] = {}

@@ -53,7 +53,7 @@ _MOST_THREADS = 64
 
 
 class HangMonitor:
-    """Hang detection for one attempt of a replica."""
+    """Hang detection for one generation of a replica."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -70,7 +70,7 @@ class HangMonitor:
         return None if self._diagnosis is None else self._diagnosis.pid
 
     def poll(self, now_s: float) -> Failure | None:
-        """Check the ranks. Return the reason if the attempt must be ended."""
+        """Check the ranks. Return the reason if the generation must be ended."""
         if self._diagnosis is not None:
             if self._diagnosis.poll() is None and now_s < self._deadline_s:
                 return None
@@ -103,7 +103,7 @@ class HangMonitor:
         folder, ranks = self._group.folder, self._group.rank_statuses()
         reason = reported_reason(folder) or hang_reason(ranks, self._late, {}, now_s)
         records = newer_flight_records(folder, [rank.number for rank in ranks], self._asked_ns)
-        # An empty signature: the hang does not show that the next attempt would fail too.
+        # An empty signature: the hang does not show that the next generation would fail too.
         cause = hang_cause(ranks, self._late, records)
         return Failure(
             reason, "", folder / REPORT, rank_named_in(reason), cause=cause, is_hang=True

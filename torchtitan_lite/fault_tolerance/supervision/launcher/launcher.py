@@ -15,7 +15,7 @@ from types import FrameType
 from torchtitan_lite.core.diagnosis import NOTIFIER, Cause, Diagnosis
 from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.core.rank.processes import Subreaper, become_subreaper, wait_readable
-from torchtitan_lite.core.rank.supervised import ATTEMPT, LIGHTHOUSE
+from torchtitan_lite.core.rank.supervised import GENERATION, LIGHTHOUSE
 from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
     LighthouseProcess,
@@ -132,12 +132,12 @@ class Launcher:
         return []
 
     def _replica(self, number: int) -> ReplicaProcess:
-        plan, attempts = self._plan, count()
+        plan, generations = self._plan, count()
 
         def start(folder: Path) -> WorkerGroup:
             own = {
                 LIGHTHOUSE: f"http://{self._lighthouse.address}",
-                ATTEMPT: str(next(attempts)),
+                GENERATION: str(next(generations)),
                 **plan.devices_of(number),
             }
             environment = {**self._environment, **own}
@@ -221,7 +221,7 @@ class Launcher:
             for replica in self._replicas:
                 # Of many replicas, those that have not started by then are not needed.
                 if len(self._signals) == self._num_handled:
-                    replica.start_attempt()
+                    replica.start_generation()
         elif self._has_started and self._deadline_s is None:
             self._resizer.poll(self._replicas, now_s)
         self._reap_orphans(now_s)

@@ -87,7 +87,7 @@ class LighthouseProcess:
 
     def start(self) -> None:
         """Start the lighthouse. Raises OSError."""
-        self._policy.attempt_started()
+        self._policy.started()
         self._file = open_log(self._log)
         ends = []
         for _ in range(2):
@@ -135,7 +135,7 @@ class LighthouseProcess:
         self._close()
         text = f"{status}, log in {self._log}"
         self._report_diagnosis(Diagnosis(cause=Cause.PROCESS_DIED, text=text, process=LIGHTHOUSE))
-        decision = self._policy.attempt_failed(failure_of("lighthouse", status, self._log), now_s)
+        decision = self._policy.failed(failure_of("lighthouse", status, self._log), now_s)
         if isinstance(decision, GiveUp):
             self.given_up = decision
             self._report_event(f"lighthouse: given up, {status}: {decision.reason}")

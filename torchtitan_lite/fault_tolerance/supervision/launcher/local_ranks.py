@@ -98,7 +98,7 @@ def _start(command: Sequence[str], num_ranks: int, environment: Mapping[str, str
                 num_ranks=num_ranks,
                 num_local_ranks=num_ranks,
                 store=(_ADDRESS, listener.getsockname()[1]),
-                attempt=0,
+                generation=0,
             )
             if number == 0:
                 own[STORE_LISTENER] = str(listener.fileno())

@@ -21,9 +21,9 @@ _LONGEST_STAGE = 40
 
 
 class ReplicaProgress:
-    """Progress of one attempt of a replica, from its logs and metrics.
+    """Progress of one generation of a replica, from its logs and metrics.
 
-    Invariant: records of an earlier attempt do not count. At its start the trainer may replace
+    Invariant: records of an earlier generation do not count. At its start the trainer may replace
     `metrics.jsonl` by a copy without the steps that it will repeat.
     """
 
@@ -36,7 +36,7 @@ class ReplicaProgress:
         self.stage = "importing torch"
         """Stage of the leader before its first step."""
         self.last_step: Mapping[str, Any] | None = None
-        """Newest record of a step of this attempt."""
+        """Newest record of a step of this generation."""
         self.total_steps: int | None = None
         """Number of the last step, once known."""
         self._recent_step_s = recent_steps()
@@ -80,8 +80,8 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def make_log_folder(folder: Path) -> Path:
-    """Create the folder of an attempt's logs, and return it; if its disk is full or gone, return a
-    temporary one."""
+    """Create the folder of a generation's logs, and return it; if its disk is full or gone, return
+    a temporary one."""
     try:
         folder.mkdir(parents=True)
         return folder

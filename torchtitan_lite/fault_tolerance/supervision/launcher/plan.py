@@ -72,7 +72,7 @@ class LaunchPlan:
     max_restarts: int = 10
     """Maximum number of consecutive restarts of a replica or of the lighthouse."""
     max_restart_delay_s: float = 30.0
-    """Maximum delay between two attempts of a replica."""
+    """Maximum delay between two generations of a replica."""
     grace_s: float = 30.0
     """Time for ranks to leave after a stop request, and for writers that are still busy at the
     end."""
@@ -99,7 +99,7 @@ class LaunchPlan:
         return replica_folder(self.dump_folder, replica) / GOODPUT_FILE
 
     def log_folder(self, replica: int) -> Path:
-        """Return the folder that holds a log folder per attempt of a replica."""
+        """Return the folder that holds a log folder per generation of a replica."""
         return replica_folder(self.log_dir, replica)
 
     def devices_of(self, replica: int) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""One replica: its consecutive attempts.
+"""One replica: its consecutive generations.
 
-Invariant: an attempt starts only after all processes of the previous one have exited.
+Invariant: a generation starts only after all processes of the previous one have exited.
 """
 
 import math
@@ -46,7 +46,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import Wo
 _MAX_LINE_CHARS = 300
 _STOPPED_BY_OTHERS = "saved and left, because a process other than the launcher asked it to stop"
 _REPLACEMENT_S = 15.0
-"""Time in which all ranks of an agent have left an attempt; hangs are detected again after it."""
+"""Time in which all ranks of an agent have left a generation; hangs are detected again after it."""
 _EXAMINE_S = 1.0
 """Longest time for the other ranks to write their flight records after an error in one of them."""
 _READ_INTERVAL_S = 0.25
@@ -75,7 +75,7 @@ _RUNNING = {ReplicaState.STARTING, ReplicaState.TRAINING, ReplicaState.HEALING}
 
 
 class ReplicaProcess:
-    """Replica, from its first attempt to its end."""
+    """Replica, from its first generation to its end."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class ReplicaProcess:
         report_event: Callable[[str], None],
         report_diagnosis: Callable[[Diagnosis], None],
     ) -> None:
-        """`start` starts an attempt that logs into the given folder, a new one in `folder`;
+        """`start` starts a generation that logs into the given folder, a new one in `folder`;
         `metrics` is the metrics.jsonl of this replica. `on_failure` is called with the rank that
-        failed, if it was one, as soon as an attempt has failed, while its processes are being
+        failed, if it was one, as soon as a generation has failed, while its processes are being
         killed, or a rank has died that is replaced. `report_event` reports events to the user,
         `report_diagnosis` which process is at fault."""
         self.number = number
@@ -107,7 +107,7 @@ class ReplicaProcess:
         self._on_failure, self._report_event = on_failure, report_event
         self._report_diagnosis = report_diagnosis
         self.leader_log: Path | None = None
-        """Log of rank 0 of the newest attempt."""
+        """Log of rank 0 of the newest generation."""
         self.rank_pids: Mapping[int, int] = {}
         """Process ids of the living ranks, by rank."""
         self._group: WorkerGroup | None = None
@@ -115,7 +115,7 @@ class ReplicaProcess:
         self._is_stopping = self._is_resizing = self._is_failure_reported = False
         self._restart_at_s = self._read_at_s = self._check_hangs_at_s = 0.0
         self._examine_until_s = math.inf
-        """When a failed attempt is killed at the latest; infinite if that is done."""
+        """When a failed generation is killed at the latest; infinite if that is done."""
         self._failed_at_ns = 0
         self._asked: set[int] = set()
         """Ranks that write their flight records after the failure."""
@@ -163,17 +163,17 @@ class ReplicaProcess:
         return [pid for pid in pids if pid is not None]
 
     def restarts_in_s(self, now_s: float) -> float:
-        """Return the seconds until the next attempt; 0 if none is scheduled."""
+        """Return the seconds until the next generation; 0 if none is scheduled."""
         return (
             max(0.0, self._restart_at_s - now_s) if self.state is ReplicaState.RESTARTING else 0.0
         )
 
-    def start_attempt(self) -> None:
-        """Start an attempt."""
+    def start_generation(self) -> None:
+        """Start a generation."""
         self._is_resizing = self._is_failure_reported = False
         self._check_hangs_at_s = 0.0
         folder = _next_folder(self._folder)
-        self._policy.attempt_started()
+        self._policy.started()
         self._group = self._start_group(folder)
         self._hang_monitor = HangMonitor(self._group)
         self.leader_log = self._group.leader_log
@@ -182,10 +182,10 @@ class ReplicaProcess:
         self._report(f"started, logs in {self._group.folder}")
 
     def poll(self, now_s: float) -> None:
-        """Check the processes and files of the attempt, and act on changes."""
+        """Check the processes and files of the generation, and act on changes."""
         if self.state is ReplicaState.RESTARTING and now_s >= self._restart_at_s:
             self.num_restarts += 1
-            self.start_attempt()
+            self.start_generation()
         group = self._group
         if group is None:
             return
@@ -233,7 +233,7 @@ class ReplicaProcess:
             self._group.terminate()
 
     def resize(self) -> None:
-        """Request that the replica saves and leaves, and then waits for `start_attempt`."""
+        """Request that the replica saves and leaves, and then waits for `start_generation`."""
         self._is_resizing = True
         if self.is_over or self.state is ReplicaState.ENDING:
             return
@@ -341,12 +341,12 @@ class ReplicaProcess:
         )
 
     def _end_examination(self, group: WorkerGroup) -> None:
-        """Diagnose a failed attempt, and kill what is left of it: the other ranks of the replica
+        """Diagnose a failed generation, and kill what is left of it: the other ranks of the replica
         hang without the failed one, and block all other replicas."""
         if self._examine_until_s < math.inf:
             self._examine_until_s = math.inf
-            # Calls are compared by their numbers, so that an older record of this attempt does no
-            # harm: a rank writes one when an error ends it.
+            # Calls are compared by their numbers, so that an older record of this generation does
+            # no harm: a rank writes one when an error ends it.
             is_comparable = not group.replaces_ranks
             ranks = range(group.num_ranks) if is_comparable else ()
             self._diagnose(group.failure(), newer_flight_records(group.folder, ranks, 0))
@@ -377,7 +377,7 @@ class ReplicaProcess:
         return "" if record is None else f" at step {record['step']}"
 
     def _handle_exit(self, group: WorkerGroup, now_s: float) -> None:
-        """Handle the end of an attempt, after all its processes have exited."""
+        """Handle the end of a generation, after all its processes have exited."""
         if self.progress is not None:
             # It may have taken more steps since it was asked to leave.
             self.progress.update()
@@ -393,7 +393,7 @@ class ReplicaProcess:
                 # The launcher and its user still want this replica.
                 failure = Failure(_STOPPED_BY_OTHERS, "", group.leader_log)
                 self._report(failure.description)
-            decision = self._policy.attempt_failed(failure, now_s)
+            decision = self._policy.failed(failure, now_s)
             if isinstance(decision, RestartAfter) and self._is_resizing:
                 self.state = ReplicaState.RESIZING
             elif isinstance(decision, RestartAfter):
@@ -412,7 +412,7 @@ class ReplicaProcess:
 
 
 def _next_folder(folder: Path) -> Path:
-    """Return the log folder of the next attempt. Folders of an earlier launch are kept."""
-    endings = (path.name.rpartition("_")[2] for path in folder.glob("attempt_*"))
+    """Return the log folder of the next generation. Folders of an earlier launch are kept."""
+    endings = (path.name.rpartition("_")[2] for path in folder.glob("generation_*"))
     taken = (int(ending) for ending in endings if ending.isdigit())
-    return folder / f"attempt_{max(taken, default=-1) + 1:02d}"
+    return folder / f"generation_{max(taken, default=-1) + 1:02d}"

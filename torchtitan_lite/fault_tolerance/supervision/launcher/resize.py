@@ -189,7 +189,7 @@ class Resizer:
             self.mesh, self._deadline_s = self._target, None
             for replica in replicas:
                 if not replica.is_over:
-                    replica.start_attempt()
+                    replica.start_generation()
         elif now_s >= self._deadline_s:
             for replica in replicas:
                 replica.kill()

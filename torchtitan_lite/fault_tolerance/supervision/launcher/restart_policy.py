@@ -21,19 +21,20 @@ _FINAL = {
     MACHINE_FAULT: "its machine is at fault",
     GIVEN_UP: "its ranks failed again and again",
 }
-"""Exit statuses after which another attempt would fail in the same way."""
+"""Exit statuses after which another generation would fail in the same way."""
 _REPORTED = (DIVERGED, MACHINE_FAULT)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of an attempt."""
+    """Failure of a generation."""
 
     description: str
     """The process that ended, and how, for display."""
     signature: str
-    """Equal for failures that look alike; empty if the failure does not indicate that the attempt
-    itself was at fault, such as a kill from outside or a service that cannot be reached."""
+    """Equal for failures that look alike; empty if the failure does not indicate that the
+    generation itself was at fault, such as a kill from outside or a service that cannot be
+    reached."""
     log: Path
     """Log of the process that failed first."""
     rank: int | None = None
@@ -113,17 +114,17 @@ class RestartPolicy:
         self._progress_since_s: float | None = None
         self._num_identical = 0
 
-    def attempt_started(self) -> None:
-        """Record the start of an attempt."""
+    def started(self) -> None:
+        """Record the start of a generation."""
         self._progress_since_s = None
 
     def made_progress(self, now_s: float) -> None:
-        """Record that the attempt makes progress."""
+        """Record that the generation makes progress."""
         if self._progress_since_s is None:
             self._progress_since_s = now_s
 
-    def attempt_failed(self, failure: Failure, now_s: float) -> RestartAfter | GiveUp:
-        """Record the failure of the attempt, and decide what to do."""
+    def failed(self, failure: Failure, now_s: float) -> RestartAfter | GiveUp:
+        """Record the failure of the generation, and decide what to do."""
         if failure.status in _FINAL:
             return GiveUp(_FINAL[failure.status], failure)
         since_s, before = self._progress_since_s, self._failures[-1] if self._failures else None
@@ -145,6 +146,6 @@ class RestartPolicy:
         doublings = len(self._failures) - 1
         delay_s = min(self._first_delay_s * 2**doublings, self._max_delay_s)
         if failure.status == TRANSIENT:
-            # A service that is down for minutes must not use up all attempts.
+            # A service that is down for minutes must not use up all generations.
             delay_s = max(delay_s, min(2.0**doublings, _MAX_TRANSIENT_DELAY_S))
         return RestartAfter(delay_s)

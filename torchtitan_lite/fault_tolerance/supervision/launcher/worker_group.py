@@ -1,4 +1,4 @@
-"""One attempt of a replica: its ranks, and the process that starts them.
+"""One generation of a replica: its ranks, and the process that starts them.
 
 The parent of the ranks is `local_ranks` or an agent (`rank_recovery`). The agent replaces a rank
 that dies, so that only its own end is a failure. Otherwise the ranks are watched here, because the
@@ -64,7 +64,7 @@ class WorkerGroup:
         self.num_ranks, self.folder, self.environment = num_ranks, folder, environment
         self._parent_name = "agent" if has_agent else "parent"
         self.replaces_ranks = has_agent
-        """Whether a rank that dies is replaced within this attempt."""
+        """Whether a rank that dies is replaced within this generation."""
         self._lost: list[Failure] = []
         self._killed: set[int] = set()
         """Processes of hung ranks that were killed, and that the agent replaces."""

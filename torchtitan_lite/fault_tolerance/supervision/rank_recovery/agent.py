@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from torchtitan_lite.core.errors import FAILED, TRANSIENT
 from torchtitan_lite.core.log import logger
-from torchtitan_lite.core.rank.supervised import ATTEMPT, ATTEMPT_STARTED, rank_environment
+from torchtitan_lite.core.rank.supervised import GENERATION, GENERATION_STARTED, rank_environment
 from torchtitan_lite.fault_tolerance.supervision.launcher.local_ranks import forwarded_signal
 from torchtitan_lite.fault_tolerance.supervision.launcher.logs import mask_numbers
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
@@ -55,10 +55,10 @@ UNLIMITED = 1 << 30
 
 
 class AgentRendezvous(RendezvousHandler):
-    """Rendezvous of torchelastic by the agent itself, which decides when an attempt starts."""
+    """Rendezvous of torchelastic by the agent itself, which decides when a generation starts."""
 
     def __init__(self, join: Callable[[], RendezvousInfo]) -> None:
-        """`join` blocks until the next attempt starts."""
+        """`join` blocks until the next generation starts."""
         self._join = join
 
     def get_backend(self) -> str:
@@ -95,7 +95,7 @@ class ProcessAgent(SimpleElasticAgent):
         rendezvous: RendezvousHandler,
         requests: Sequence[int],
     ) -> None:
-        """`start_process` starts a process on standby; `mesh` is that of the first attempt, with
+        """`start_process` starts a process on standby; `mesh` is that of the first generation, with
         the ranks of this machine. `requests` receives the numbers of signals to forward to the
         ranks."""
         spec = WorkerSpec(
@@ -115,7 +115,7 @@ class ProcessAgent(SimpleElasticAgent):
         self._lost: set[int] = set()
         """Ranks whose process is to be replaced."""
         self._mesh = mesh
-        """The mesh of the present or next attempt."""
+        """The mesh of the present or next generation."""
         self._failed_at_s = self._restart_at_s = self._ended_at_s = 0.0
         self.exit_status = 0
         """Exit status of the run."""
@@ -125,19 +125,19 @@ class ProcessAgent(SimpleElasticAgent):
         """Decide what follows from the failure of a rank."""
 
     @abstractmethod
-    def _attempt_started(self) -> None:
-        """Record the start of an attempt."""
+    def _generation_started(self) -> None:
+        """Record the start of a generation."""
 
     @abstractmethod
     def _made_progress(self) -> None:
         """Record that all ranks have committed a step."""
 
     @abstractmethod
-    def _attempt(self) -> int:
-        """Return the number of attempts before the present one."""
+    def _generation(self) -> int:
+        """Return the number of generations before the present one."""
 
     def _arguments(self) -> Sequence[str]:
-        """Return the arguments that the ranks of the attempt get beside their own."""
+        """Return the arguments that the ranks of the generation get beside their own."""
         return self._mesh.arguments
 
     def _standby_deadline_s(self, began_s: float) -> float:
@@ -154,7 +154,7 @@ class ProcessAgent(SimpleElasticAgent):
         time.sleep(_POLL_S)
 
     def _has_ended(self) -> bool:
-        """Whether the attempt that starts has ended already."""
+        """Whether the generation that starts has ended already."""
         return False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -164,7 +164,7 @@ class ProcessAgent(SimpleElasticAgent):
         ranks = {worker.local_rank: worker for worker in worker_group.workers}
         for number in ranks.keys() - self._ranks.keys():
             self._ranks[number] = self._take_spare() or self._start_process()
-        self._attempt_started()
+        self._generation_started()
         self._ended_at_s = 0.0
         waiting, deadline_s = set(ranks), time.monotonic() + _START_S
         while waiting and not self._has_ended():
@@ -207,7 +207,7 @@ class ProcessAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Abort the training of the ranks that live, and end the processes of lost ranks and of
-        ranks that the next attempt does not have."""
+        ranks that the next generation does not have."""
         if self.exit_status:
             self._shutdown()
             return
@@ -301,7 +301,7 @@ class ProcessAgent(SimpleElasticAgent):
         return Event(state, source)
 
     def _change_mesh(self, mesh: RunMesh) -> None:
-        """Let the next attempt have another mesh."""
+        """Let the next generation have another mesh."""
         self._mesh = mesh
         self._worker_group.spec.local_world_size = mesh.num_ranks
 
@@ -313,7 +313,7 @@ class ProcessAgent(SimpleElasticAgent):
         return sum(spare.state is RankState.STANDBY for spare in self._spares) >= missing
 
     def _end_surplus_ranks(self) -> None:
-        """End the processes that the next attempt does not have. They are on standby: their
+        """End the processes that the next generation does not have. They are on standby: their
         snapshots are in shared memory."""
         surplus = self._ranks.keys() - range(self._worker_group.spec.local_world_size)
         self._kill([self._ranks.pop(number) for number in surplus])
@@ -366,9 +366,9 @@ class ProcessAgent(SimpleElasticAgent):
                 process.poll()
 
     def _environment(self, worker: Worker, worker_group: WorkerGroup) -> Mapping[str, str]:
-        """Return the environment variables of a rank in this attempt."""
-        attempt = self._attempt()
-        earlier = int(os.environ.get(ATTEMPT, "0"))
+        """Return the environment variables of a rank in this generation."""
+        generation = self._generation()
+        earlier = int(os.environ.get(GENERATION, "0"))
         assert worker_group.group_rank is not None
         assert worker_group.master_addr is not None and worker_group.master_port is not None
         return {
@@ -379,11 +379,11 @@ class ProcessAgent(SimpleElasticAgent):
                 num_ranks=worker.world_size,
                 num_local_ranks=worker_group.spec.local_world_size,
                 store=(worker_group.master_addr, worker_group.master_port),
-                attempt=attempt,
+                generation=generation,
             ),
             # The launcher may have started another agent before.
-            ATTEMPT: str(earlier + attempt),
-            **({ATTEMPT_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
+            GENERATION: str(earlier + generation),
+            **({GENERATION_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
         }
 
 

@@ -1,7 +1,7 @@
-"""The agent of one of several machines. The rendezvous decides when an attempt starts and ends, and
-which machines take part in it; this agent reports to it, and stops its ranks without being asked to
-when the rendezvous does not answer in time. It passes a request to resize the run on to the
-rendezvous, whose answers name the phase for all machines."""
+"""The agent of one of several machines. The rendezvous decides when a generation starts and ends,
+and which machines take part in it; this agent reports to it, and stops its ranks without being
+asked to when the rendezvous does not answer in time. It passes a request to resize the run on to
+the rendezvous, whose answers name the phase for all machines."""
 
 import math
 import os
@@ -90,25 +90,25 @@ class MachineAgent(ProcessAgent):
         self._link, self._join_timeout_s = link, join_timeout_s
         self._replica_arguments = replica_arguments
         self._store: Store | None = None
-        self._attempt_number = 0
-        """Number of the present or last attempt of this machine."""
+        self._generation_number = 0
+        """Number of the present or last generation of this machine."""
         self._leased_s = 0.0
         self._writers_killed_s = -math.inf
         """When writers were last killed for want of a lease."""
-        self._spare_attempt = 0
-        """Last attempt in which this machine was found to be a spare one."""
+        self._spare_generation = 0
+        """Last generation in which this machine was found to be a spare one."""
         self._excepted: int | None = None
-        """Rank that raised the first exception of the attempt on this machine."""
+        """Rank that raised the first exception of the generation on this machine."""
         self._inbox = inbox
         self._answered: ResizeState | None = None
         """The last answer to the request of this machine."""
-        self._left_attempt = 0
-        """Last attempt that its ranks were ordered to leave for a resize."""
+        self._left_generation = 0
+        """Last generation that its ranks were ordered to leave for a resize."""
         self._stop_s = math.inf
         """When this machine was asked to stop."""
 
     def join(self) -> RendezvousInfo:
-        """Block until this machine has a node rank in a new attempt. Raises
+        """Block until this machine has a node rank in a new generation. Raises
         RendezvousGracefulExitError if the run has ended, also for this machine alone."""
         since_s = time.monotonic()
         while True:
@@ -126,10 +126,10 @@ class MachineAgent(ProcessAgent):
             for process in (*self._ranks.values(), *self._spares):
                 process.poll()
             if answer is not None and self._is_spare(answer):
-                if answer.attempt != self._spare_attempt:
+                if answer.generation != self._spare_generation:
                     # Another machine may have taken the place that they write for.
                     kill_writers(os.getpid())
-                self._spare_attempt = answer.attempt
+                self._spare_generation = answer.generation
             if self._link.rejection:
                 self._leave(self._link.report.failure_status or 1, self._link.rejection)
             self._report_stop()
@@ -153,17 +153,17 @@ class MachineAgent(ProcessAgent):
                 return info
 
     def _has_seat(self, answer: Answer) -> bool:
-        """Return whether this machine is a member of a running attempt that it has not left."""
+        """Return whether this machine is a member of a running generation that it has not left."""
         is_joined = self._link.report.phase is NodeState.JOINED
-        is_new = answer.attempt >= self._attempt_number + (not is_joined)
+        is_new = answer.generation >= self._generation_number + (not is_joined)
         return answer.state is RunState.RUNNING and answer.node_rank >= 0 and is_new
 
     def _is_spare(self, answer: Answer | None) -> bool:
         return answer is not None and answer.state is RunState.RUNNING and answer.node_rank < 0
 
     def _take_seat(self, answer: Answer) -> RendezvousInfo | None:
-        """Join the attempt of `answer`. Returns None while its store is not known."""
-        if answer.attempt > self._attempt_number:
+        """Join the generation of `answer`. Returns None while its store is not known."""
+        if answer.generation > self._generation_number:
             if answer.is_blamed and self._excepted in self._ranks:
                 # Its state may be part of the cause. This prints its traceback, too.
                 self._end([self._ranks.pop(self._excepted)], time.monotonic() + STANDBY_S)
@@ -171,8 +171,8 @@ class MachineAgent(ProcessAgent):
             for number, process in list(self._ranks.items()):
                 if process.state is RankState.EXITED:
                     del self._ranks[number]
-            self._attempt_number = answer.attempt
-            # The ranks of the former attempt may have left before they could follow a signal.
+            self._generation_number = answer.generation
+            # The ranks of the former generation may have left before they could follow a signal.
             self._num_forwarded = 0
             port, self._store = 0, HashStore()
             if answer.node_rank == 0:
@@ -180,13 +180,13 @@ class MachineAgent(ProcessAgent):
                 port = self._store.port
             self._link.update(
                 phase=NodeState.JOINED,
-                attempt=answer.attempt,
+                generation=answer.generation,
                 replica=answer.replica,
                 mesh=answer.mesh,
                 leaving_for="",
                 has_left=False,
                 ready_for="",
-                seen_attempt=answer.attempt,
+                seen_generation=answer.generation,
                 seen_replica=answer.replica,
                 node_rank=answer.node_rank,
                 store_port=port,
@@ -196,7 +196,9 @@ class MachineAgent(ProcessAgent):
                 failure_status=0,
             )
             if answer.reason:
-                logger.warning("Attempt %d starts. Before it: %s.", answer.attempt, answer.reason)
+                logger.warning(
+                    "Generation %d starts. Before it: %s.", answer.generation, answer.reason
+                )
         if not answer.store_port or self._store is None:
             return None
         return RendezvousInfo(
@@ -248,10 +250,10 @@ class MachineAgent(ProcessAgent):
         self._link.beat()
         self._kill_writers_without_lease()
         answer = self._link.answer
-        before, replica = self._link.report.seen_attempt, self._link.report.seen_replica
-        if answer is not None and (answer.attempt > before or answer.replica != replica):
-            seen = max(answer.attempt, before)
-            self._link.update(seen_attempt=seen, seen_replica=answer.replica)
+        before, replica = self._link.report.seen_generation, self._link.report.seen_replica
+        if answer is not None and (answer.generation > before or answer.replica != replica):
+            seen = max(answer.generation, before)
+            self._link.update(seen_generation=seen, seen_replica=answer.replica)
         if self._link.lease_until_s != self._leased_s:
             self._renew_leases()
         if time.monotonic() - self._reaped_s > _REAP_S:
@@ -265,10 +267,10 @@ class MachineAgent(ProcessAgent):
             process.renew_lease(self._leased_s + STOP_S)
 
     def _has_ended(self) -> bool:
-        """Whether the attempt has ended, or this machine may not train in it any more."""
+        """Whether the generation has ended, or this machine may not train in it any more."""
         answer = self._link.answer
         assert answer is not None
-        is_in = answer.attempt == self._attempt_number and answer.node_rank >= 0
+        is_in = answer.generation == self._generation_number and answer.node_rank >= 0
         is_going = answer.state in (RunState.RUNNING, RunState.REBUILDING)
         return not (is_in and is_going and self._link.has_lease and not self._link.rejection)
 
@@ -280,8 +282,8 @@ class MachineAgent(ProcessAgent):
     def _stop_waits(self, answer: Answer | None) -> bool:
         """Whether a request to stop waits: the ranks have left their training for a resize, and
         only ranks that train can save and exit."""
-        before = self._attempt_number - (self._link.report.phase is NodeState.JOINED)
-        has_left = 0 < self._left_attempt >= before
+        before = self._generation_number - (self._link.report.phase is NodeState.JOINED)
+        has_left = 0 < self._left_generation >= before
         is_soon = time.monotonic() < self._stop_s + HOLD_S
         return has_left and is_soon and self._link.has_lease and not self._is_spare(answer)
 
@@ -291,13 +293,13 @@ class MachineAgent(ProcessAgent):
         # Ranks that leave would disagree with those of other machines; the rendezvous may already
         # have decided that they do, also one that was restarted and is still learning it.
         is_present = answer.resize == report.ready_for or answer.state is RunState.REBUILDING
-        waits = self._left_attempt == self._attempt_number or (
+        waits = self._left_generation == self._generation_number or (
             bool(report.ready_for) and is_present
         )
         # Ranks that start would die.
         is_first = (
             answer.resize_state is ResizeState.LEFT
-            or self._left_attempt == self._attempt_number - 1 > 0
+            or self._left_generation == self._generation_number - 1 > 0
         )
         starts = is_first and not all(rank.has_progress for rank in self._ranks.values())
         return not (waits or starts) or time.monotonic() >= self._stop_s + HOLD_S
@@ -340,7 +342,7 @@ class MachineAgent(ProcessAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _decide(self, failure: Failure) -> RunResult:
-        """Report the failure, and wait for the end of the attempt."""
+        """Report the failure, and wait for the end of the generation."""
         self._lost = {n for n, process in self._ranks.items() if process.state is RankState.EXITED}
         if self._link.report.phase is not NodeState.FAILED:
             self._report_failure(failure)
@@ -390,7 +392,8 @@ class MachineAgent(ProcessAgent):
         )
 
     def _adopt_mesh(self, text: str) -> None:
-        """Let the next attempt have the mesh of an answer. Raises RendezvousGracefulExitError."""
+        """Let the next generation have the mesh of an answer. Raises
+        RendezvousGracefulExitError."""
         if text == self._mesh.to_text():
             return
         try:
@@ -446,18 +449,18 @@ class MachineAgent(ProcessAgent):
 
     def _order_to_leave(self, answer: Answer) -> None:
         """Let the ranks leave the training if all machines are ready to."""
-        is_ordered = self._left_attempt == self._attempt_number
+        is_ordered = self._left_generation == self._generation_number
         if is_ordered or answer.resize_state is not ResizeState.READY:
             return
         if all(process.has_progress for process in self._ranks.values()):
-            self._left_attempt = self._attempt_number
+            self._left_generation = self._generation_number
             self._link.update(leaving_for=answer.resize_mesh)
             for process in self._ranks.values():
                 process.leave_training()
 
     def _has_left(self) -> bool:
         """Whether all ranks have left the training as they were ordered to."""
-        is_ordered = self._left_attempt == self._attempt_number
+        is_ordered = self._left_generation == self._generation_number
         return is_ordered and all(rank.state is RankState.STANDBY for rank in self._ranks.values())
 
     def _finish(self, answer: Answer) -> RunResult:
@@ -489,12 +492,12 @@ class MachineAgent(ProcessAgent):
     def _arguments(self) -> Sequence[str]:
         return [*self._replica_arguments(self._link.report.replica), *super()._arguments()]
 
-    def _attempt_started(self) -> None:
-        """Nothing to record: the rendezvous counts the attempts."""
+    def _generation_started(self) -> None:
+        """Nothing to record: the rendezvous counts the generations."""
 
     def _made_progress(self) -> None:
         if not self._link.report.has_progress:
             self._link.update(has_progress=True, trained_mesh=self._mesh.to_text())
 
-    def _attempt(self) -> int:
-        return self._attempt_number - 1
+    def _generation(self) -> int:
+        return self._generation_number - 1

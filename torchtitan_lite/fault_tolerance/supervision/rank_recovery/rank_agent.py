@@ -74,11 +74,11 @@ class _Resize:
 
 
 def _join_alone() -> RendezvousInfo:
-    """Return a new store for each attempt, on a port that the kernel chooses; the earlier one
+    """Return a new store for each generation, on a port that the kernel chooses; the earlier one
     closes with its last reference.
 
-    torch's static rendezvous keeps one store, in which a second attempt finds the addresses of the
-    first (2.13)."""
+    torch's static rendezvous keeps one store, in which a second generation finds the addresses of
+    the first (2.13)."""
     store = listening_store(_ADDRESS)
     return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, store.port))
 
@@ -229,7 +229,7 @@ class RankAgent(ProcessAgent):
         self._resize = None
 
     def _decide(self, failure: Failure) -> RunResult:
-        """Restart the training, or give up. An attempt that fails before the first step of a new
+        """Restart the training, or give up. A generation that fails before the first step of a new
         mesh returns to the former one, whose snapshots are the newest; that of a replica ends,
         because all replicas must return together."""
         assert failure.rank is not None
@@ -247,7 +247,7 @@ class RankAgent(ProcessAgent):
             resize.leave_until_s = None
         process, now_s = self._ranks[failure.rank], time.monotonic()
         has_ended = process.state is RankState.ENDED
-        decision = None if has_ended else self._policy.attempt_failed(failure, now_s)
+        decision = None if has_ended else self._policy.failed(failure, now_s)
         if ends:
             decision = GiveUp("the launcher decides about the mesh of all replicas", failure)
         if decision is None or isinstance(decision, GiveUp) or self._requests:
@@ -282,8 +282,8 @@ class RankAgent(ProcessAgent):
             self._end_resize(ResizeState.FAILED, "the run has ended")
         super()._shutdown(death_sig, timeout)
 
-    def _attempt_started(self) -> None:
-        self._policy.attempt_started()
+    def _generation_started(self) -> None:
+        self._policy.started()
 
     def _made_progress(self) -> None:
         self._policy.made_progress(time.monotonic())
@@ -292,5 +292,5 @@ class RankAgent(ProcessAgent):
                 self._inbox.answer(self._resize.request, ResizeState.DONE)
             self._resize = None
 
-    def _attempt(self) -> int:
+    def _generation(self) -> int:
         return UNLIMITED - self._remaining_restarts

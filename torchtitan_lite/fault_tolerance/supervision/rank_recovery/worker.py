@@ -35,7 +35,7 @@ a callback of torch, which swallows exceptions, and is raised again then."""
 
 
 class RecoveryHooks:
-    """Hooks of the training of one attempt: reports to the agent, and interruption by it."""
+    """Hooks of the training of one generation: reports to the agent, and interruption by it."""
 
     def __init__(self, channel: AgentChannel) -> None:
         self._channel = channel
@@ -150,7 +150,7 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
         else:
             outcome = {"ended": status, "reason": recovery.end_reason}
         # The frames of the traceback, which held the model and its process groups, are gone. After
-        # a training that has ended, another attempt may follow, too.
+        # a training that has ended, another generation may follow, too.
         forget_groups()
         lease.is_training = False
         channel.send(**outcome)

@@ -1,4 +1,4 @@
-"""The rendezvous of several machines: which of them train in the present attempt, and which are
+"""The rendezvous of several machines: which of them train in the present generation, and which are
 spare.
 
 `timing` has the time limits, `messages` what is sent, `coordinator` the decisions, `server` and

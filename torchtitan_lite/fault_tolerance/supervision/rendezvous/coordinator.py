@@ -1,12 +1,13 @@
 """Decisions of the rendezvous about one replica: a state machine that reports drive.
 
-Each attempt has a number, and a node rank for each of its members. An attempt ends for all members
-when a machine is lost or a rank fails. The next one is decided when every machine that still
-answers has its ranks on standby: members keep their node ranks, spare machines fill the others.
+Each generation has a number, and a node rank for each of its members. A generation ends for all
+members when a machine is lost or a rank fails. The next one is decided when every machine that
+still answers has its ranks on standby: members keep their node ranks, spare machines fill the
+others.
 
 A resize, which any member may request, has three phases: all members start missing processes, all
-ranks leave the training after the same step, and the next attempt is on the new mesh. If that
-attempt ends before all ranks have committed a step, the next one is on the former mesh.
+ranks leave the training after the same step, and the next generation is on the new mesh. If that
+generation ends before all ranks have committed a step, the next one is on the former mesh.
 
 Invariants: it has no clock and no I/O; a machine is recorded before others expire; what must
 survive a restart is in the reports, so that none of it is stored.
@@ -43,11 +44,11 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
 _MAX_RESTARTS = 10
 _MAX_MACHINES = 4096
 _OUTAGE_DELAY_S = 1.0
-"""Delay of the next attempt if all members lost their leases."""
+"""Delay of the next generation if all members lost their leases."""
 _PREPARE_S = 600.0
 """Time for all machines to start the processes that a resize needs."""
 _FAILED_LEAVES = 2
-"""Attempts that fail instead of being left, after which a resize ends."""
+"""Generations that fail instead of being left, after which a resize ends."""
 _FAILURES_OF_A_MACHINE = 2
 """Failures in a row on one machine, without progress in between, after which a spare machine takes
 its place."""
@@ -66,7 +67,7 @@ class _Machine:
     report: Report
     heard_s: float
     was_joined: bool = False
-    """Whether it has reported the present attempt."""
+    """Whether it has reported the present generation."""
     failed_at_s: float = 0.0
 
 
@@ -84,7 +85,7 @@ class _MachinesResize:
     is_late: bool = False
     """Whether the ranks did not leave in time, so that they are aborted."""
     num_failures: int = 0
-    """Attempts that failed instead of being left."""
+    """Generations that failed instead of being left."""
 
 
 class Coordinator:
@@ -116,24 +117,24 @@ class Coordinator:
         self._learn_s = learn_s
         self._first_report_s: float | None = None
         self._first_member_s: float | None = None
-        """Time of the first report of a member of the last attempt, while it is learned."""
-        self._attempt = 0
+        """Time of the first report of a member of the last generation, while it is learned."""
+        self._generation = 0
         self._members: list[str] = []
-        """Machines of the present or last attempt, by node rank; "" for one that is unknown."""
+        """Machines of the present or last generation, by node rank; "" for one that is unknown."""
         self._finished: dict[int, int] = {}
-        """Attempt in which all ranks of a node rank finished before its machine left."""
+        """Generation in which all ranks of a node rank finished before its machine left."""
         self._lost: list[str] = []
-        """Names of the members that were lost in this attempt."""
+        """Names of the members that were lost in this generation."""
         self._suspects: dict[str, int] = {}
         """Failures since the run was last healthy, by machine."""
         self._progress_since_s: float | None = None
         self._is_judged = True
-        """Whether the end of the last attempt has been evaluated."""
+        """Whether the end of the last generation has been evaluated."""
         self._not_before_s = 0.0
         self._blamed = self._reason = ""
         self._status = 0
         self._mesh = ""
-        """Mesh of the present or next attempt per machine, see `Report`."""
+        """Mesh of the present or next generation per machine, see `Report`."""
         self._resize: _MachinesResize | None = None
         self._outcomes: dict[str, tuple[ResizeState, str]] = {}
         """Outcomes of ended requests and their reasons, as long as a member reports them."""
@@ -156,7 +157,7 @@ class Coordinator:
         is_known = self._machines.pop(machine, None) is not None
         has_finished = report.phase is NodeState.ENDED and not reason
         if has_finished and self._state in (RunState.REBUILDING, RunState.RUNNING):
-            self._finished[report.node_rank] = report.attempt
+            self._finished[report.node_rank] = report.generation
         if not is_known or machine not in self._members or self._state is RunState.ENDED:
             return
         if reason:
@@ -167,8 +168,8 @@ class Coordinator:
         self.advance(now_s)
 
     def _has_finished(self, node_rank: int) -> bool:
-        """Return whether a machine has left whose ranks have finished in the present attempt."""
-        return self._finished.get(node_rank) == self._attempt
+        """Return whether a machine has left whose ranks have finished in the present generation."""
+        return self._finished.get(node_rank) == self._generation
 
     def check_welcome(self, report: Report, now_s: float) -> None:
         """Raise Rejected for a machine that may not take part any more."""
@@ -190,14 +191,14 @@ class Coordinator:
         """Raise Rejected for a machine that cannot take part in the run of this replica's."""
         if self._state is RunState.ENDED:
             return
-        if self._state is RunState.REBUILDING and report.attempt:
+        if self._state is RunState.REBUILDING and report.generation:
             # Machines of the run precede those that reached a restarted rendezvous before them.
             for machine, entry in list(self._machines.items()):
-                if not entry.report.attempt and _difference(entry.report, report):
+                if not entry.report.generation and _difference(entry.report, report):
                     del self._machines[machine]
         if not self._machines:
             return
-        newest = max(self.reports, key=lambda peer: peer.attempt)
+        newest = max(self.reports, key=lambda peer: peer.generation)
         if difference := _difference(newest, report):
             label, theirs, own = difference
             raise Rejected(
@@ -214,7 +215,10 @@ class Coordinator:
             return
         before = known.report
         known.report, known.heard_s = report, now_s
-        if report.failure and (before.failure, before.attempt) != (report.failure, report.attempt):
+        if report.failure and (before.failure, before.generation) != (
+            report.failure,
+            report.generation,
+        ):
             known.failed_at_s = now_s - report.failure_age_s
 
     def contact(self, now_s: float) -> None:
@@ -237,13 +241,13 @@ class Coordinator:
         return machine in self._machines
 
     def is_member(self, machine: str) -> bool:
-        """Return whether a machine has a place in the present or last attempt."""
+        """Return whether a machine has a place in the present or last generation."""
         return machine in self._members
 
     def num_missing(self, size: int) -> int:
-        """Return the number of machines without which there is no next attempt of `size` machines;
-        negative if there are more. An attempt that runs, or a replica that has ended, needs
-        none."""
+        """Return the number of machines without which there is no next generation of `size`
+        machines; negative if there are more. A generation that runs, or a replica that has ended,
+        needs none."""
         is_forming = self._state in (RunState.REBUILDING, RunState.FORMING)
         return (size if is_forming else 0) - len(self._machines)
 
@@ -286,20 +290,20 @@ class Coordinator:
             self._form(now_s)
 
     def _rebuild(self, now_s: float) -> None:
-        """Learn the last attempt from the reports."""
+        """Learn the last generation from the reports."""
         if self._first_report_s is None:
             # The start of this process does not count: all machines may reach it late.
             self._first_report_s = now_s
         reports = self.reports
         own = [report for report in reports if report.replica == self._replica]
-        self._attempt = max(
-            (r.seen_attempt for r in reports if r.seen_replica == self._replica), default=0
+        self._generation = max(
+            (r.seen_generation for r in reports if r.seen_replica == self._replica), default=0
         )
-        self._mesh = max(own or reports, key=lambda report: report.attempt).mesh
+        self._mesh = max(own or reports, key=lambda report: report.generation).mesh
         size = reports[0].machines_per_replica
-        seats = {r.node_rank: r for r in own if r.attempt == self._attempt and r.attempt}
+        seats = {r.node_rank: r for r in own if r.generation == self._generation and r.generation}
         self._members = [seats[n].machine if n in seats else "" for n in range(size)]
-        if not self._attempt:
+        if not self._generation:
             self._members = []
         if seats and all(n in seats or self._has_finished(n) for n in range(size)):
             self._state = RunState.RUNNING
@@ -307,8 +311,8 @@ class Coordinator:
             return
         if seats and self._first_member_s is None:
             self._first_member_s = now_s
-        if self._attempt and self._first_member_s is None:
-            # Spares that know of an attempt prove that it had members, all of which are silent.
+        if self._generation and self._first_member_s is None:
+            # Spares that know of a generation prove that it had members, all of which are silent.
             until_s = self._first_report_s + ALL_LOST_S
         else:
             until_s = (self._first_member_s or self._first_report_s) + self._learn_s
@@ -317,8 +321,8 @@ class Coordinator:
             self._rebuild_resize(list(seats.values()), now_s)
 
     def _rebuild_resize(self, members: list[Report], now_s: float) -> None:
-        """Learn the present resize: the ranks leave the last attempt, or it is the first one on its
-        mesh."""
+        """Learn the present resize: the ranks leave the last generation, or it is the first one on
+        its mesh."""
         leaving = next((member for member in members if member.leaving_for), None)
         if leaving is not None:
             self._resize = _MachinesResize(
@@ -340,7 +344,7 @@ class Coordinator:
             )
 
     def _watch(self, now_s: float) -> None:
-        """End the attempt when a member has left it, or the run when all have finished."""
+        """End the generation when a member has left it, or the run when all have finished."""
         members = [
             self._machines.get(machine)
             for node_rank, machine in enumerate(self._members)
@@ -348,7 +352,7 @@ class Coordinator:
         ]
         living = [member for member in members if member is not None]
         for member in living:
-            member.was_joined = member.was_joined or member.report.attempt == self._attempt
+            member.was_joined = member.was_joined or member.report.generation == self._generation
         if len(living) == len(members):
             if all(self._has_ended(member.report) for member in living):
                 self._end(0, "all ranks have finished")
@@ -416,17 +420,17 @@ class Coordinator:
         self._resize = None
 
     def _has_ended(self, report: Report) -> bool:
-        """Return whether all ranks of a machine have finished in the present attempt."""
-        return report.attempt == self._attempt and report.phase is NodeState.ENDED
+        """Return whether all ranks of a machine have finished in the present generation."""
+        return report.generation == self._generation and report.phase is NodeState.ENDED
 
     def _has_stopped(self, member: _Machine) -> bool:
-        """Return whether a member does not train in the present attempt any more."""
-        if member.report.attempt == self._attempt:
+        """Return whether a member does not train in the present generation any more."""
+        if member.report.generation == self._generation:
             return member.report.phase in (NodeState.STANDBY, NodeState.FAILED)
         return member.was_joined
 
     def _form(self, now_s: float) -> None:
-        """Start the next attempt if there are enough machines, all of them on standby."""
+        """Start the next generation if there are enough machines, all of them on standby."""
         former = [self._machines[m] for m in self._members if m in self._machines]
         busy = (NodeState.JOINED, NodeState.FAILED)
         if any(member.report.phase in busy for member in self._machines.values()):
@@ -448,11 +452,11 @@ class Coordinator:
         for node_rank in range(size):
             if node_rank not in seats:
                 seats[node_rank] = spares.pop(0)
-        seen = max(report.seen_attempt for report in self.reports)
-        self._attempt = max(self._attempt, seen) + 1
+        seen = max(report.seen_generation for report in self.reports)
+        self._generation = max(self._generation, seen) + 1
         self._members = [seats[node_rank] for node_rank in range(size)]
         self._state, self._lost = RunState.RUNNING, []
-        self._policy.attempt_started()
+        self._policy.started()
         self._progress_since_s = None
         for member in self._machines.values():
             member.was_joined = False
@@ -462,11 +466,11 @@ class Coordinator:
         return sorted(self._machines, key=lambda machine: self._suspects.get(machine, 0))
 
     def _judge(self, former: list[_Machine], now_s: float) -> None:
-        """Find why the attempt ended, and whether there is a next one."""
+        """Find why the generation ended, and whether there is a next one."""
         failed = [
             member
             for member in former
-            if member.report.failure and member.report.attempt == self._attempt
+            if member.report.failure and member.report.generation == self._generation
         ]
         by_kind = {
             kind: [member for member in failed if member.report.failure is kind]
@@ -479,7 +483,7 @@ class Coordinator:
         cut = [
             member
             for member in former
-            if member.report.has_lost_lease and member.report.attempt == self._attempt
+            if member.report.has_lost_lease and member.report.generation == self._generation
         ]
         was_cut = bool(self._lost or cut)
         resize = self._resize
@@ -494,7 +498,7 @@ class Coordinator:
         left = [
             member
             for member in former
-            if member.report.has_left and member.report.attempt == self._attempt
+            if member.report.has_left and member.report.generation == self._generation
         ]
         if cause is None and not was_cut and (left or is_leaving):
             self._end_leaving(stopping)
@@ -544,7 +548,7 @@ class Coordinator:
         is_replaced = self._replace(
             [suspect.report.machine for suspect in suspects], failure, now_s
         )
-        decision = self._policy.attempt_failed(failure, now_s)
+        decision = self._policy.failed(failure, now_s)
         if is_replaced:
             self._not_before_s = now_s
         elif isinstance(decision, GiveUp):
@@ -553,7 +557,7 @@ class Coordinator:
             self._not_before_s = now_s + decision.delay_s
 
     def _end_leaving(self, stopping: Report | None) -> None:
-        """Let the next attempt be on the mesh of a resize, for which all ranks have left; on the
+        """Let the next generation be on the mesh of a resize, for which all ranks have left; on the
         former one if a machine was asked to stop: to save and exit, its ranks must train."""
         self._reason = "all ranks have left to resize the run"
         resize = self._resize
@@ -599,7 +603,7 @@ class Coordinator:
         store_address, store_port = "", 0
         if self._state is RunState.RUNNING and members[0] in self._machines:
             first = self._machines[members[0]].report
-            if first.attempt == self._attempt and first.store_port:
+            if first.generation == self._generation and first.store_port:
                 store_address, store_port = first.address, first.store_port
         names = sorted(member.report.name for member in self._machines.values())
         resize = self._resize
@@ -610,7 +614,7 @@ class Coordinator:
         return Answer(
             state=self._state,
             replica=self._replica,
-            attempt=self._attempt,
+            generation=self._generation,
             node_rank=members.index(machine) if machine in members else -1,
             store_address=store_address,
             store_port=store_port,

@@ -24,9 +24,9 @@ class NodeState(StrEnum):
     STANDBY = "standby"
     """No rank of it trains."""
     JOINED = "joined"
-    """Its ranks start or train, as a member of `attempt`."""
+    """Its ranks start or train, as a member of `generation`."""
     FAILED = "failed"
-    """A rank of it failed; the others wait for the end of the attempt."""
+    """A rank of it failed; the others wait for the end of the generation."""
     ENDED = "ended"
     """All its ranks have finished."""
 
@@ -95,31 +95,32 @@ class Report(_Message):
     fingerprint: str
     """Fingerprint of the configuration."""
     phase: NodeState = NodeState.STANDBY
-    attempt: int = 0
-    """The last attempt of which it was a member; 0 if there is none."""
+    generation: int = 0
+    """The last generation of which it was a member; 0 if there is none."""
     replica: int = -1
-    """The replica of that attempt."""
+    """The replica of that generation."""
     node_rank: int = -1
-    """Its node rank in that attempt."""
+    """Its node rank in that generation."""
     mesh: str
-    """Mesh of that attempt per machine, as `RunMesh.to_text`; before the first one, that with which
-    it was started."""
+    """Mesh of that generation per machine, as `RunMesh.to_text`; before the first one, that with
+    which it was started."""
     trained_mesh: str = ""
-    """Mesh of the last attempt in which its ranks have committed a step; empty if there is none."""
-    seen_attempt: int = 0
-    """Highest attempt that any answer named."""
+    """Mesh of the last generation in which its ranks have committed a step; empty if there is
+    none."""
+    seen_generation: int = 0
+    """Highest generation that any answer named."""
     seen_replica: int = -1
     """The replica of the last answer."""
     store_port: int = 0
-    """Port of the store of `attempt`, if it has node rank 0."""
+    """Port of the store of `generation`, if it has node rank 0."""
     has_progress: bool = False
-    """Whether its ranks have committed a step in `attempt`."""
+    """Whether its ranks have committed a step in `generation`."""
     is_stopping: bool = False
     """Whether it was asked to stop."""
     has_lost_lease: bool = False
-    """Whether it went on standby in `attempt` because its lease had ended."""
+    """Whether it went on standby in `generation` because its lease had ended."""
     failure: FailureKind = FailureKind.NONE
-    """How a rank failed in `attempt`."""
+    """How a rank failed in `generation`."""
     failure_text: str = ""
     failure_signature: str = ""
     """Signature of the failure, see `restart_policy.Failure`."""
@@ -136,7 +137,7 @@ class Report(_Message):
     refusal: str = ""
     """Reason of that."""
     leaving_for: str = ""
-    """Mesh for which its ranks were ordered to leave `attempt`; empty if they were not."""
+    """Mesh for which its ranks were ordered to leave `generation`; empty if they were not."""
     has_left: bool = False
     """Whether they have."""
 
@@ -151,7 +152,7 @@ class RunState(StrEnum):
     REBUILDING = "rebuilding"
     """The rendezvous was restarted and learns from reports what runs. Nothing changes meanwhile."""
     FORMING = "forming"
-    """The next attempt waits for machines. All ranks go on standby."""
+    """The next generation waits for machines. All ranks go on standby."""
     RUNNING = "running"
     ENDED = "ended"
 
@@ -164,30 +165,30 @@ class Answer(_Message):
     """State of the replica."""
     replica: int = 0
     """Replica of which this machine is a member, or for which it is a spare one."""
-    attempt: int
-    """Number of its present or last attempt."""
+    generation: int
+    """Number of its present or last generation."""
     node_rank: int = -1
     """Node rank of this machine in it; -1: a spare."""
     store_address: str = ""
-    """Address of the attempt's store; empty until node rank 0 has reported it."""
+    """Address of the generation's store; empty until node rank 0 has reported it."""
     store_port: int = 0
     is_blamed: bool = False
-    """Whether a rank of this machine ended the previous attempt."""
+    """Whether a rank of this machine ended the previous generation."""
     reason: str = ""
-    """Why the previous attempt or the run ended."""
+    """Why the previous generation or the run ended."""
     status: int = 0
     """Exit status of the ended run."""
     num_joined: int = 0
     joined: str = ""
     """Names of the machines that have joined the replica."""
     mesh: str = ""
-    """Mesh of the attempt."""
+    """Mesh of the generation."""
     resize: str = ""
     """Id of the present resize; empty if there is none."""
     resize_mesh: str = ""
     resize_state: ResizeState = ResizeState.ACCEPTED
-    """ACCEPTED: members start missing processes. READY: all ranks leave the attempt. LEFT: the
-    attempt is the first one on the new mesh."""
+    """ACCEPTED: members start missing processes. READY: all ranks leave the generation. LEFT: the
+    generation is the first one on the new mesh."""
     request: str = ""
     """Id of the request in the report."""
     request_state: ResizeState = ResizeState.ACCEPTED

@@ -71,14 +71,14 @@ class _Calls:
         except Busy as error:
             raise CallError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
         self._notify(before)
-        shown = answer.state, answer.attempt, answer.num_joined
+        shown = answer.state, answer.generation, answer.num_joined
         if self._shown.get(answer.replica) != shown:
             self._shown[answer.replica] = shown
             logger.info(
-                "%s%s, attempt %d, %d machines: %s%s",
+                "%s%s, generation %d, %d machines: %s%s",
                 f"replica {answer.replica}: " if report.num_replicas > 1 else "",
                 answer.state,
-                answer.attempt,
+                answer.generation,
                 answer.num_joined,
                 answer.joined,
                 f" ({answer.reason})" if answer.reason else "",
@@ -86,8 +86,8 @@ class _Calls:
         return answer.to_json()
 
     def _notify(self, before: Sequence[RunState]) -> None:
-        """Notify the lighthouse of the replicas whose attempt has ended, so that the others do not
-        wait until their heartbeats are late."""
+        """Notify the lighthouse of the replicas whose generation has ended, so that the others do
+        not wait until their heartbeats are late."""
         for replica, (was, state) in enumerate(zip(before, self._coordinator.states, strict=False)):
             if was is RunState.RUNNING and state is RunState.FORMING:
                 self._mark_left(quorum_name(replica))

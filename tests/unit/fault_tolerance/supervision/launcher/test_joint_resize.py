@@ -61,7 +61,7 @@ class _Replica:
     def resize(self) -> None:
         self.has_left = True
 
-    def start_attempt(self) -> None:
+    def start_generation(self) -> None:
         self.num_restarts += 1
         self.has_left = False
 

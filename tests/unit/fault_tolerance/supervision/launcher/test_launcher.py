@@ -103,8 +103,8 @@ def test_a_dead_rank_ends_its_replica_which_restarts(tmp_path: Path) -> None:
         output = output_of(process, tmp_path, 0)
     assert "replica 1: failed, rank 1: killed by SIGKILL" in output
     assert "replica 1: restarts in 0.2 s" in output
-    for attempt in ("attempt_00", "attempt_01"):
-        log = tmp_path / "logs" / "replica_001" / attempt / "rank_1.log"
+    for generation in ("generation_00", "generation_01"):
+        log = tmp_path / "logs" / "replica_001" / generation / "rank_1.log"
         assert log.read_text() == "rank 1 with http://127.0.0.1:4321\n"
     assert not pids(tmp_path)
 
@@ -191,7 +191,7 @@ def test_an_invalid_setting_fails_early_and_is_shown(tmp_path: Path) -> None:
     assert "Replica 0 is given up: it failed 2 times in the same way" in output
     assert "rank 0: exit status 1." in output
     assert "rank_0.log ends with: " in output
-    assert "attempt_00/rank_0.log ends with:\n    rank 0 with http" in output
+    assert "generation_00/rank_0.log ends with:\n    rank 0 with http" in output
     assert output.rstrip().endswith("training.steps is wrong")
     assert output.count("started") == 2
     assert not pids(tmp_path)

@@ -229,7 +229,7 @@ def step(number: int) -> str:
     return json.dumps({"step": number, "loss": 1.0}) + "\n"
 
 
-def test_progress_excludes_records_of_earlier_attempts(tmp_path: Path) -> None:
+def test_progress_excludes_records_of_earlier_generations(tmp_path: Path) -> None:
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
     metrics.write_text(step(1) + step(2) + step(3))
     progress = ReplicaProgress(metrics, log)

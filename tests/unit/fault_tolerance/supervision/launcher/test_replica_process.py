@@ -1,4 +1,4 @@
-"""Attempts of a replica, whose processes end as the test says, and the loop of the launcher."""
+"""Generations of a replica, whose processes end as the test says, and the loop of the launcher."""
 
 import signal
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import 
 
 
 class _Group:
-    """Processes of an attempt."""
+    """Processes of a generation."""
 
     pid, num_ranks, replaces_ranks, stopped_early = 1, 2, False, False
 
@@ -83,8 +83,8 @@ class _Monitor:
         self._calls.append("close monitor")
 
 
-class _Attempts:
-    """A replica and its attempts."""
+class _Generations:
+    """A replica and its generations."""
 
     def __init__(self, folder: Path) -> None:
         self.calls: list[str] = []
@@ -112,9 +112,9 @@ class _Attempts:
 
 
 @pytest.fixture
-def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Attempts]:
+def generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Generations]:
     monkeypatch.setattr(replica_process, "HangMonitor", _Monitor)
-    yield _Attempts(tmp_path)
+    yield _Generations(tmp_path)
 
 
 def test_a_launcher_waits_between_polls_and_for_what_outlives_the_replicas(
@@ -147,136 +147,140 @@ def test_a_launcher_waits_between_polls_and_for_what_outlives_the_replicas(
     ]  # fmt: skip
 
 
-def test_an_attempt_that_failed_is_closed_once(attempts: _Attempts) -> None:
+def test_a_generation_that_failed_is_closed_once(generations: _Generations) -> None:
     """The monitor first: it may be about to diagnose the processes of the group."""
-    attempts.replica.start_attempt()
-    attempts.group.has_failed = attempts.group.has_ended = True
+    generations.replica.start_generation()
+    generations.group.has_failed = generations.group.has_ended = True
     for now_s in (1.0, 1.1):
-        attempts.replica.poll(now_s)
-    assert attempts.replica.state is ReplicaState.RESTARTING
-    assert attempts.calls == ["close monitor", "kill", "close"]
-    assert attempts.replica.pids == [] and attempts.failed_ranks == [0]
+        generations.replica.poll(now_s)
+    assert generations.replica.state is ReplicaState.RESTARTING
+    assert generations.calls == ["close monitor", "kill", "close"]
+    assert generations.replica.pids == [] and generations.failed_ranks == [0]
 
 
-def test_an_attempt_that_finished_is_closed_once(attempts: _Attempts) -> None:
-    attempts.replica.start_attempt()
-    attempts.group.has_ended = True
+def test_a_generation_that_finished_is_closed_once(generations: _Generations) -> None:
+    generations.replica.start_generation()
+    generations.group.has_ended = True
     for now_s in (1.0, 1.1):
-        attempts.replica.poll(now_s)
-    assert attempts.calls == ["check for hangs", "close monitor", "close"]
-    assert attempts.replica.state is ReplicaState.FINISHED and attempts.replica.pids == []
+        generations.replica.poll(now_s)
+    assert generations.calls == ["check for hangs", "close monitor", "close"]
+    assert generations.replica.state is ReplicaState.FINISHED and generations.replica.pids == []
 
 
-def test_a_new_attempt_has_no_part_in_an_earlier_resize(attempts: _Attempts) -> None:
+def test_a_new_generation_has_no_part_in_an_earlier_resize(generations: _Generations) -> None:
     """It is restarted after a failure, and one that fails while it leaves is reported again."""
     for _ in range(2):
-        attempts.replica.start_attempt()
-        attempts.replica.resize()
-        attempts.group.has_failed = True
+        generations.replica.start_generation()
+        generations.replica.resize()
+        generations.group.has_failed = True
         for now_s in (1.0, 1.1):
-            attempts.replica.poll(now_s)
-        attempts.group.has_ended = True
-        attempts.replica.poll(2.0)
-        assert attempts.replica.has_left
-    assert attempts.failed_ranks == [None, None]
-    attempts.replica.start_attempt()
-    attempts.group.has_failed = attempts.group.has_ended = True
-    attempts.replica.poll(3.0)
-    assert attempts.replica.state is ReplicaState.RESTARTING
+            generations.replica.poll(now_s)
+        generations.group.has_ended = True
+        generations.replica.poll(2.0)
+        assert generations.replica.has_left
+    assert generations.failed_ranks == [None, None]
+    generations.replica.start_generation()
+    generations.group.has_failed = generations.group.has_ended = True
+    generations.replica.poll(3.0)
+    assert generations.replica.state is ReplicaState.RESTARTING
 
 
-def test_a_new_attempt_is_watched_for_hangs(attempts: _Attempts) -> None:
+def test_a_new_generation_is_watched_for_hangs(generations: _Generations) -> None:
     """Also if the one before was not, because it was leaving."""
-    attempts.replica.start_attempt()
-    attempts.replica._check_hangs_at_s = 1000.0
-    attempts.replica.poll(1.0)
-    assert attempts.calls == []
-    attempts.replica.start_attempt()
-    attempts.replica.poll(10.0)
-    assert attempts.calls == ["check for hangs"]
+    generations.replica.start_generation()
+    generations.replica._check_hangs_at_s = 1000.0
+    generations.replica.poll(1.0)
+    assert generations.calls == []
+    generations.replica.start_generation()
+    generations.replica.poll(10.0)
+    assert generations.calls == ["check for hangs"]
 
 
-def test_the_ranks_and_the_progress_of_an_attempt_are_reported(
-    attempts: _Attempts, tmp_path: Path
+def test_the_ranks_and_the_progress_of_a_generation_are_reported(
+    generations: _Generations, tmp_path: Path
 ) -> None:
-    replica = attempts.replica
-    replica.start_attempt()
-    attempts.group.descriptors, attempts.group.pids = [5], {0: 70, 1: 71}
-    attempts.events.clear()
+    replica = generations.replica
+    replica.start_generation()
+    generations.group.descriptors, generations.group.pids = [5], {0: 70, 1: 71}
+    generations.events.clear()
     for now_s in (1.0, 1.1):
         replica.poll(now_s)
     assert replica.descriptors == [5] and replica.state is ReplicaState.STARTING
-    assert attempts.events == ["replica 0: rank 0 is process 70, rank 1 is process 71"]
-    attempts.group.pids = {0: 70, 1: 72}
+    assert generations.events == ["replica 0: rank 0 is process 70, rank 1 is process 71"]
+    generations.group.pids = {0: 70, 1: 72}
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
     replica.poll(9.0)
     assert (tmp_path / "rank_1.pid").read_text() == "72\n"
     last = ["replica 0: rank 1 is process 72", "replica 0: training at step 3"]
-    assert attempts.events[1:] == last and replica.state is ReplicaState.TRAINING
-    attempts.group.has_ended = True
+    assert generations.events[1:] == last and replica.state is ReplicaState.TRAINING
+    generations.group.has_ended = True
     replica.poll(9.1)
     assert not list(tmp_path.glob("*.pid")) and replica.descriptors == []
 
 
-def test_a_failed_attempt_is_followed_by_another_after_its_delay(attempts: _Attempts) -> None:
-    attempts.replica.start_attempt()
-    attempts.group.has_failed = attempts.group.has_ended = True
-    attempts.replica.poll(1.0)
-    assert attempts.events[-1] == "replica 0: restarts in 0.2 s"
+def test_a_failed_generation_is_followed_by_another_after_its_delay(
+    generations: _Generations,
+) -> None:
+    generations.replica.start_generation()
+    generations.group.has_failed = generations.group.has_ended = True
+    generations.replica.poll(1.0)
+    assert generations.events[-1] == "replica 0: restarts in 0.2 s"
     for now_s, state in ((1.1, ReplicaState.RESTARTING), (1.0 + 0.2, ReplicaState.STARTING)):
-        attempts.replica.poll(now_s)
-        assert attempts.replica.state is state
+        generations.replica.poll(now_s)
+        assert generations.replica.state is state
 
 
-def test_a_replica_leaves_when_it_is_asked_to(attempts: _Attempts) -> None:
-    replica = attempts.replica
-    replica.start_attempt()
+def test_a_replica_leaves_when_it_is_asked_to(generations: _Generations) -> None:
+    replica = generations.replica
+    replica.start_generation()
     replica.resize()
-    assert attempts.calls == ["terminate"] and replica.state is ReplicaState.RESIZING
-    replica.start_attempt()
+    assert generations.calls == ["terminate"] and replica.state is ReplicaState.RESIZING
+    replica.start_generation()
     replica.stop()
-    assert attempts.calls == ["terminate"] * 2 and replica.state is ReplicaState.LEAVING
+    assert generations.calls == ["terminate"] * 2 and replica.state is ReplicaState.LEAVING
     for _ in range(2):
         replica.kill()
-    assert attempts.calls[2:] == ["kill"] * 2
-    assert attempts.events.count("replica 0: killed before it had left") == 1
+    assert generations.calls[2:] == ["kill"] * 2
+    assert generations.events.count("replica 0: killed before it had left") == 1
 
 
-def test_a_replica_that_waits_has_left_when_it_is_asked_to(attempts: _Attempts) -> None:
-    attempts.replica.stop()
-    attempts.replica.kill()
-    assert attempts.replica.state is ReplicaState.STOPPED and attempts.calls == []
+def test_a_replica_that_waits_has_left_when_it_is_asked_to(generations: _Generations) -> None:
+    generations.replica.stop()
+    generations.replica.kill()
+    assert generations.replica.state is ReplicaState.STOPPED and generations.calls == []
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["replaced", "ends the attempt"])
+@pytest.mark.parametrize("ends", [False, True], ids=["replaced", "ends the generation"])
 def test_a_rank_that_hangs_is_reported_once(
-    attempts: _Attempts, ends: bool, tmp_path: Path
+    generations: _Generations, ends: bool, tmp_path: Path
 ) -> None:
     hang = "rank 1: no progress"
-    attempts.replica.start_attempt()
-    attempts.group.hang = Failure(hang, "", tmp_path / "log", rank=1, is_hang=True)
-    attempts.group.ends_with_hang = ends
+    generations.replica.start_generation()
+    generations.group.hang = Failure(hang, "", tmp_path / "log", rank=1, is_hang=True)
+    generations.group.ends_with_hang = ends
     for now_s in (1.0, 9.0):
-        attempts.replica.poll(now_s)
-    assert attempts.calls.count(f"end {hang}") == 1
+        generations.replica.poll(now_s)
+    assert generations.calls.count(f"end {hang}") == 1
     # The heartbeats of others are as late, until they have left their training.
-    assert attempts.calls.count("check for hangs") == 1
+    assert generations.calls.count("check for hangs") == 1
     reported = "failed, rank 0 exited" if ends else hang
-    assert attempts.events.count(f"replica 0: {reported}") == 1
-    assert (f"replica 0: {hang}" in attempts.events) == (not ends)
+    assert generations.events.count(f"replica 0: {reported}") == 1
+    assert (f"replica 0: {hang}" in generations.events) == (not ends)
 
 
-def test_ranks_that_move_to_another_mesh_are_not_taken_for_a_hang(attempts: _Attempts) -> None:
+def test_ranks_that_move_to_another_mesh_are_not_taken_for_a_hang(
+    generations: _Generations,
+) -> None:
     request = ResizeRequest(mesh=RunMesh(2))
-    attempts.replica.start_attempt()
-    attempts.replica.permit(request, Permission.START, 1.0)
-    assert attempts.calls == ["close monitor"]
-    attempts.replica.poll(2.0)
-    assert "check for hangs" not in attempts.calls
-    attempts.group.has_ended = True
-    attempts.replica.poll(3.0)
+    generations.replica.start_generation()
+    generations.replica.permit(request, Permission.START, 1.0)
+    assert generations.calls == ["close monitor"]
+    generations.replica.poll(2.0)
+    assert "check for hangs" not in generations.calls
+    generations.group.has_ended = True
+    generations.replica.poll(3.0)
     # Its processes have ended meanwhile.
-    attempts.replica.permit(request, Permission.START, 4.0)
+    generations.replica.permit(request, Permission.START, 4.0)
 
 
 def _launcher(**values: Any) -> Any:

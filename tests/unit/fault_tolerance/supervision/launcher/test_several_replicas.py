@@ -67,7 +67,9 @@ def test_replicas_start_on_the_target_once_all_have_left(have_left: tuple[bool, 
     started: list[int] = []
     replicas: Any = [
         SimpleNamespace(
-            has_left=has_left, is_over=False, start_attempt=lambda rank=rank: started.append(rank)
+            has_left=has_left,
+            is_over=False,
+            start_generation=lambda rank=rank: started.append(rank),
         )
         for rank, has_left in enumerate(have_left)
     ]

@@ -67,7 +67,7 @@ def test_nothing_starts_after_a_request_to_stop(tmp_path: Path, is_stopping: boo
     if is_stopping:
         launcher._deadline_s = time.monotonic() + 60
     launcher._poll()
-    assert ("start_attempt" in parts.calls) is not is_stopping
+    assert ("start_generation" in parts.calls) is not is_stopping
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])

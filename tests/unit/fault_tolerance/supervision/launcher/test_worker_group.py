@@ -159,7 +159,7 @@ def test_the_end_of_the_agent_is_one_failure_and_leaves_no_process(
     os.kill(group.pid, signal.SIGKILL)
     wait_until(lambda: polled(group).has_failed)
     assert "agent: killed by SIGKILL" in group.failure().description
-    # Its children still run, so the attempt has not ended.
+    # Its children still run, so the generation has not ended.
     assert not group.has_ended
     group.kill()
     wait_until(lambda: polled(group).has_ended)

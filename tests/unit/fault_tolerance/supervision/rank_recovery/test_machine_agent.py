@@ -53,9 +53,9 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
 
 _SECRET = "a secret of the tests"
 _LEASED_S = 600.0
-_QUIET = Answer(state=RunState.RUNNING, attempt=1, node_rank=0, mesh="1")
+_QUIET = Answer(state=RunState.RUNNING, generation=1, node_rank=0, mesh="1")
 _READY = Answer(
-    state=RunState.RUNNING, attempt=1, node_rank=0,
+    state=RunState.RUNNING, generation=1, node_rank=0,
     resize="r1", resize_mesh="1", resize_state=ResizeState.READY,
 )  # fmt: skip
 
@@ -99,9 +99,9 @@ class _Agent(MachineAgent):
         """Change the phase that is reported, and more."""
         self._link.update(phase=phase, **changes)
 
-    def joins(self, attempt: int) -> None:
-        """Join an attempt."""
-        self._attempt_number = attempt
+    def joins(self, generation: int) -> None:
+        """Join a generation."""
+        self._generation_number = generation
         self._link.update(phase=NodeState.JOINED)
 
     def follow(self, answer: Answer, until: Callable[[Report], object]) -> Report:
@@ -151,7 +151,7 @@ class _Agent(MachineAgent):
         return self._stop_waits(answer)
 
     def arguments(self) -> list[str]:
-        """Return what the ranks of the attempt get beside their own arguments."""
+        """Return what the ranks of the generation get beside their own arguments."""
         return list(self._arguments())
 
     def end(self) -> None:
@@ -278,7 +278,9 @@ def test_writers_end_before_a_machine_leaves_unless_it_has_finished(
     ],
 )
 def test_a_mesh_that_a_machine_cannot_have_is_refused(agent: _Agent, mesh: str, why: str) -> None:
-    answer = Answer(state=RunState.RUNNING, attempt=1, node_rank=0, resize="r1", resize_mesh=mesh)
+    answer = Answer(
+        state=RunState.RUNNING, generation=1, node_rank=0, resize="r1", resize_mesh=mesh
+    )
     report = agent.follow(answer, lambda report: report.refused)
     assert report.refused == "r1" and why in report.refusal and not report.ready_for
 
@@ -291,7 +293,7 @@ def _answered(folder: Path, request: ResizeRequest, state: ResizeState) -> bool:
 def test_a_machine_passes_a_request_on_and_answers_it(agent: _Agent, tmp_path: Path) -> None:
     request = ResizeRequest(mesh=RunMesh(1, ("--parallelism.pipeline_parallel_schedule=a b",)))
     send_request(tmp_path, request)
-    answer = Answer(state=RunState.RUNNING, attempt=1, node_rank=0)
+    answer = Answer(state=RunState.RUNNING, generation=1, node_rank=0)
     report = agent.follow(answer, lambda report: report.request)
     assert RunMesh.from_text(report.request_mesh) == request.mesh
     assert _answered(tmp_path, request, ResizeState.ACCEPTED)
@@ -312,7 +314,7 @@ def test_a_machine_passes_a_request_on_and_answers_it(agent: _Agent, tmp_path: P
 def test_a_machine_that_becomes_a_spare_one_ends_its_request(agent: _Agent, tmp_path: Path) -> None:
     request = ResizeRequest(mesh=RunMesh(1))
     send_request(tmp_path, request)
-    answer = Answer(state=RunState.RUNNING, attempt=1, node_rank=0)
+    answer = Answer(state=RunState.RUNNING, generation=1, node_rank=0)
     agent.follow(answer, lambda report: report.request)
     report = agent.follow(replace(answer, node_rank=-1), lambda report: not report.request)
     launch.wait_until(lambda: _answered(tmp_path, request, ResizeState.FAILED), 10)
@@ -321,7 +323,7 @@ def test_a_machine_that_becomes_a_spare_one_ends_its_request(agent: _Agent, tmp_
 
 def test_a_signal_does_not_split_ranks_that_may_leave(agent: _Agent) -> None:
     mesh = RunMesh(1).to_text()
-    quiet = Answer(state=RunState.RUNNING, attempt=1, node_rank=0)
+    quiet = Answer(state=RunState.RUNNING, generation=1, node_rank=0)
     named = replace(quiet, resize="r1", resize_mesh=mesh)
     agent.joins(1)
     agent.stop()
@@ -346,7 +348,7 @@ def test_a_signal_waits_until_ranks_that_left_train_again(agent: _Agent) -> None
     assert not agent.may_forward()
     agent.report(NodeState.STANDBY)
     assert agent.may_wait(_READY)
-    # Also before the store of the next attempt is known, but not on a spare machine.
+    # Also before the store of the next generation is known, but not on a spare machine.
     agent.joins(2)
     assert agent.may_wait(_READY) and not agent.may_wait(replace(_READY, node_rank=-1))
     # Without a lease, nothing says that they will.
@@ -364,7 +366,7 @@ def test_a_signal_waits_until_all_ranks_have_committed_a_step_after_a_resize(
     agent.order_to_leave(_READY)
     agent.joins(2)
     agent.stop()
-    agent.answered(replace(_QUIET, attempt=2))
+    agent.answered(replace(_QUIET, generation=2))
     process = FakeProcess()
     process.has_progress = False
     assert not agent.may_forward(process)
@@ -377,11 +379,11 @@ def test_a_signal_waits_until_all_ranks_have_committed_a_step_after_a_resize(
     [
         (_QUIET, True, WorkerState.HEALTHY),
         (_QUIET, False, WorkerState.FAILED),
-        (replace(_QUIET, attempt=2), True, WorkerState.FAILED),
+        (replace(_QUIET, generation=2), True, WorkerState.FAILED),
         (replace(_QUIET, node_rank=-1), True, WorkerState.FAILED),
     ],
 )
-def test_an_attempt_ends_with_the_lease_or_when_there_is_another(
+def test_a_generation_ends_with_the_lease_or_when_there_is_another(
     agent: _Agent, answer: Answer, has_lease: bool, state: WorkerState
 ) -> None:
     agent.joins(1)
@@ -403,24 +405,24 @@ def test_a_machine_that_has_finished_waits_for_the_others_while_it_has_a_lease(
     assert agent.current_report.phase is NodeState.ENDED
 
 
-def test_a_machine_reports_the_newest_attempt_that_it_knows(agent: _Agent) -> None:
-    agent.answered(replace(_QUIET, attempt=3))
+def test_a_machine_reports_the_newest_generation_that_it_knows(agent: _Agent) -> None:
+    agent.answered(replace(_QUIET, generation=3))
     agent.pause()
-    assert agent.current_report.seen_attempt == 3
+    assert agent.current_report.seen_generation == 3
     # A rendezvous that was restarted is still learning it.
-    agent.answered(replace(_QUIET, attempt=2))
+    agent.answered(replace(_QUIET, generation=2))
     agent.pause()
-    assert agent.current_report.seen_attempt == 3
+    assert agent.current_report.seen_generation == 3
 
 
 def test_a_machine_takes_a_seat_only_with_a_lease(agent: _Agent) -> None:
     seat = replace(_QUIET, node_rank=1, store_address="127.0.0.1", store_port=29500)
     assert agent.joined((seat, False), (seat, True)) == 1
-    assert agent.current_report.attempt == 1
+    assert agent.current_report.generation == 1
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
-def test_the_first_machine_opens_one_store_per_attempt(
+def test_the_first_machine_opens_one_store_per_generation(
     agent: _Agent, node_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
@@ -429,14 +431,14 @@ def test_the_first_machine_opens_one_store_per_attempt(
         "listening_store",
         lambda address: (opened.append(address), SimpleNamespace(port=29501))[1],
     )
-    # Of the attempt before.
+    # Of the generation before.
     agent._excepted, agent._num_forwarded = 0, 2
-    seat = replace(_QUIET, attempt=2, node_rank=node_rank)
+    seat = replace(_QUIET, generation=2, node_rank=node_rank)
     known = replace(seat, store_address="127.0.0.1", store_port=29501)
     assert agent.joined((seat, True), (seat, True), (known, True)) == node_rank
     assert opened == ["127.0.0.1"] * (node_rank == 0)
     assert agent.current_report.store_port == (29501 if node_rank == 0 else 0)
-    assert agent._excepted is None and agent._num_forwarded == 0 and agent._attempt() == 1
+    assert agent._excepted is None and agent._num_forwarded == 0 and agent._generation() == 1
 
 
 @pytest.mark.parametrize("text", ["1", "1 --parallelism.pipeline_parallel_schedule=a"])
@@ -501,7 +503,9 @@ def test_ranks_may_be_on_standby_before_their_machine_is_told_to_order_it(agent:
 
 def test_storage_that_hangs_does_not_block_the_main_loop(agent: _Agent, tmp_path: Path) -> None:
     mesh = RunMesh(1, ("--parallelism.hangs=true",)).to_text()
-    answer = Answer(state=RunState.RUNNING, attempt=1, node_rank=0, resize="r1", resize_mesh=mesh)
+    answer = Answer(
+        state=RunState.RUNNING, generation=1, node_rank=0, resize="r1", resize_mesh=mesh
+    )
     for _ in range(20):
         began_s = time.monotonic()
         report = agent.follow(answer, lambda _: True)

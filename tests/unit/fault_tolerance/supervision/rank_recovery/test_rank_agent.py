@@ -70,7 +70,7 @@ class _Replica:
         return self.agent._monitor_workers(self.agent._worker_group)
 
     def start(self) -> None:
-        """Start an attempt of all ranks."""
+        """Start a generation of all ranks."""
         workers: Any = self.agent._worker_group
         workers.group_rank, workers.master_addr, workers.master_port = 0, "127.0.0.1", 29500
         workers.workers = [
@@ -316,7 +316,7 @@ def test_an_agent_that_gives_up_says_so_to_the_launcher(
             rank.state, rank.has_progress, rank.may_pass = RankState.EXITED, False, may_pass
             rank.error, rank.status = "ModuleNotFoundError: No module named 'a'", ExitStatus(1)
         replica.tick()
-        replica.agent._attempt_started()
+        replica.agent._generation_started()
     assert replica.agent.exit_status == (TRANSIENT if may_pass else GIVEN_UP)
     assert ": ModuleNotFoundError: No module named 'a': it failed" in caplog.text
 

@@ -1,4 +1,4 @@
-"""The process of a rank: attempts after an ended one, and its lease."""
+"""The process of a rank: generations after an ended one, and its lease."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def _serve(there: socket.socket, train_s: float, module: str) -> None:
                 with suppress(BaseException):
                     time.sleep(60)
                 time.sleep(60)
-        # Raises if the groups of an earlier attempt were kept.
+        # Raises if the groups of an earlier generation were kept.
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         time.sleep(train_s)
@@ -83,7 +83,7 @@ def slow() -> Iterator[tuple[AgentChannel, Any]]:
     yield from _start(600.0)
 
 
-def test_an_attempt_may_follow_one_that_has_ended(
+def test_a_generation_may_follow_one_that_has_ended(
     quick: tuple[AgentChannel, Any],
 ) -> None:
     channel, process = quick

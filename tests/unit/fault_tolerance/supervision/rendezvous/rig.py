@@ -55,16 +55,16 @@ class Rig:
         report = replace(before, **changes, sequence=before.sequence + 1)
         answer = self.coordinator.report(report, self.now_s)
         self.answers[name] = answer
-        seen = max(report.seen_attempt, answer.attempt)
+        seen = max(report.seen_generation, answer.generation)
         is_member = answer.state is RunState.RUNNING and answer.node_rank >= 0
-        if is_member and answer.attempt > report.attempt:
+        if is_member and answer.generation > report.generation:
             report = replace(
                 report,
                 phase=NodeState.JOINED,
-                attempt=answer.attempt,
+                generation=answer.generation,
                 replica=answer.replica,
                 node_rank=answer.node_rank,
-                store_port=29000 + answer.attempt if answer.node_rank == 0 else 0,
+                store_port=29000 + answer.generation if answer.node_rank == 0 else 0,
                 mesh=answer.mesh,
                 leaving_for="",
                 has_left=False,
@@ -84,7 +84,7 @@ class Rig:
         if answer.request == report.request and answer.request_state.is_final:
             self.ended[report.request] = answer.request_state, answer.request_reason
             report = replace(report, request="", request_mesh="")
-        self.machines[name] = replace(report, seen_attempt=seen, seen_replica=answer.replica)
+        self.machines[name] = replace(report, seen_generation=seen, seen_replica=answer.replica)
         return answer
 
     def _resized(self, report: Report, answer: Answer) -> Report:
@@ -117,7 +117,7 @@ class Rig:
             self.now_s += REPORT_S
 
     def start(self) -> None:
-        """Pass the time until the first attempt runs."""
+        """Pass the time until the first generation runs."""
         self.run(LOST_S + 2)
         assert self.state() is RunState.RUNNING
 
@@ -134,8 +134,8 @@ class Rig:
         """Return the node ranks of the machines that have one."""
         return {name: one.node_rank for name, one in self.answers.items() if one.node_rank >= 0}
 
-    def attempt(self) -> int:
-        return max(one.attempt for one in self.answers.values())
+    def generation(self) -> int:
+        return max(one.generation for one in self.answers.values())
 
 
 def stand_by(rig: Rig, *names: str) -> None:

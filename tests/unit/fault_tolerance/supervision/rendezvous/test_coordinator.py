@@ -39,7 +39,7 @@ def test_a_lease_ends_before_a_machine_counts_as_lost() -> None:
 
 def test_the_first_machines_train_and_the_next_is_a_spare() -> None:
     rig = Rig("a", "b")
-    waiting = Answer(state=RunState.REBUILDING, attempt=0, num_joined=1, joined="a", mesh="1")
+    waiting = Answer(state=RunState.REBUILDING, generation=0, num_joined=1, joined="a", mesh="1")
     assert rig.send("a") == waiting
     # Machines of an earlier run may report until then.
     rig.now_s += LOST_S - 0.5
@@ -48,7 +48,7 @@ def test_the_first_machines_train_and_the_next_is_a_spare() -> None:
     assert rig.send("a").state is RunState.RUNNING
     rig.add("c")
     rig.run(2)
-    assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 1
+    assert rig.places() == {"a": 0, "b": 1} and rig.generation() == 1
     assert rig.answers["b"].reason == ""
     answer = rig.answers["b"]
     assert (answer.store_address, answer.store_port) == ("10.0.0.1", 29001)
@@ -67,17 +67,17 @@ def test_a_spare_takes_the_place_of_a_lost_machine_only_after_its_lease() -> Non
     rig.start()
     rig.silent.add("b")
     silent_since_s = rig.now_s - REPORT_S
-    rig.run(60, until=lambda: rig.attempt() == 2)
+    rig.run(60, until=lambda: rig.generation() == 2)
     assert rig.now_s - silent_since_s > LEASE_S + STOP_S
     assert rig.now_s - silent_since_s < LOST_S + 3
     rig.run(2)
     assert rig.places() == {"a": 0, "b": 1, "c": 1}
     assert "lost b" in rig.answers["a"].reason
-    # It returns, and neither is a member nor ends the attempt.
+    # It returns, and neither is a member nor ends the generation.
     rig.silent.clear()
     rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.STANDBY)
     rig.run(5)
-    assert rig.places() == {"a": 0, "c": 1} and rig.attempt() == 2
+    assert rig.places() == {"a": 0, "c": 1} and rig.generation() == 2
 
 
 def test_a_dead_rank_keeps_all_machines_in_their_places() -> None:
@@ -87,7 +87,7 @@ def test_a_dead_rank_keeps_all_machines_in_their_places() -> None:
     # Its consequence on another machine.
     fail(rig, "b", FailureKind.EXCEPTION, "rank 1: Connection closed by peer", age_s=1)
     rig.run(5)
-    assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 2
+    assert rig.places() == {"a": 0, "b": 1} and rig.generation() == 2
     assert rig.answers["a"].is_blamed and not rig.answers["b"].is_blamed
     assert rig.answers["b"].reason == "a: rank 0: killed by SIGKILL"
 
@@ -97,7 +97,7 @@ def test_one_member_that_is_silent_is_replaced_although_no_other_answers() -> No
     rig.start()
     rig.silent = {"a"}
     rig.run(LOST_S + 2)
-    assert rig.places() == {"a": 0, "b": 0} and rig.attempt() == 2
+    assert rig.places() == {"a": 0, "b": 0} and rig.generation() == 2
 
 
 @pytest.mark.parametrize("gap_s", [OUTAGE_S, OUTAGE_S + 0.5], ids=["no outage", "outage"])
@@ -123,9 +123,9 @@ def test_an_exception_that_a_lost_machine_explains_blames_nobody() -> None:
     fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed by peer", "closed")
     # A decision before the lease of b has ended would not know the cause.
     rig.run(LEASE_S)
-    assert rig.attempt() == 1
+    assert rig.generation() == 1
     rig.run(LOST_S)
-    assert rig.attempt() == 2 and rig.places()["c"] == 1
+    assert rig.generation() == 2 and rig.places()["c"] == 1
     assert not rig.answers["a"].is_blamed and "lost b" in rig.answers["a"].reason
 
 
@@ -137,7 +137,7 @@ def test_an_exception_that_the_end_of_a_lease_explains_blames_nobody() -> None:
     closed = "rank 0: Connection closed by peer"
     fail(rig, "a", FailureKind.EXCEPTION, closed)
     rig.run(5)
-    assert rig.attempt() == 2 and not rig.answers["a"].is_blamed
+    assert rig.generation() == 2 and not rig.answers["a"].is_blamed
     assert rig.answers["a"].reason == "b was cut off"
 
 
@@ -179,9 +179,9 @@ def test_machines_that_are_all_lost_are_replaced_in_the_end() -> None:
     rig.run(1)
     rig.silent = {"a", "b"}
     rig.run(ALL_LOST_S - 5)
-    assert rig.attempt() == 1
+    assert rig.generation() == 1
     rig.run(10)
-    assert rig.attempt() == 2 and rig.places()["c"] != rig.places()["d"]
+    assert rig.generation() == 2 and rig.places()["c"] != rig.places()["d"]
 
 
 @pytest.mark.parametrize("is_standby", [False, True])
@@ -191,20 +191,20 @@ def test_a_restarted_server_keeps_members_and_spares(is_standby: bool) -> None:
     rig.restart_server(outage_s=LOST_S if is_standby else 1)
     if is_standby:
         stand_by(rig, "a", "b")
-    # The spares come first, alone, and are enough for an attempt.
+    # The spares come first, alone, and are enough for a generation.
     rig.silent = {"a", "b"}
     rig.run(LOST_S - 2)
     rig.silent = set()
     rig.run(5)
     assert rig.places() == {"a": 0, "b": 1}
-    assert rig.attempt() == (2 if is_standby else 1)
+    assert rig.generation() == (2 if is_standby else 1)
 
 
 @pytest.mark.parametrize("late_s", [0.0, LOST_S + 2])
 def test_members_that_reach_a_restarted_server_late_keep_their_places(late_s: float) -> None:
     rig = Rig("a", "b", "c", "d")
     rig.start()
-    # Nobody reaches it at first; then the spares do, and are enough for an attempt.
+    # Nobody reaches it at first; then the spares do, and are enough for a generation.
     rig.restart_server()
     rig.now_s += LOST_S + 1
     stand_by(rig, "a", "b")
@@ -214,7 +214,7 @@ def test_members_that_reach_a_restarted_server_late_keep_their_places(late_s: fl
     rig.run(late_s)
     rig.silent = set()
     rig.run(5)
-    assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 2
+    assert rig.places() == {"a": 0, "b": 1} and rig.generation() == 2
 
 
 def test_spares_replace_members_that_never_reach_a_restarted_server() -> None:
@@ -225,7 +225,7 @@ def test_spares_replace_members_that_never_reach_a_restarted_server() -> None:
     rig.run(ALL_LOST_S - 1)
     assert rig.state() is RunState.REBUILDING
     rig.run(3)
-    assert rig.attempt() == 2 and rig.answers["c"].node_rank != rig.answers["d"].node_rank
+    assert rig.generation() == 2 and rig.answers["c"].node_rank != rig.answers["d"].node_rank
 
 
 def test_new_machines_wait_after_a_restart_of_the_server_until_leases_have_ended() -> None:
@@ -247,22 +247,22 @@ def test_after_a_restart_of_the_server_the_place_of_a_lost_machine_is_filled() -
     rig.restart_server()
     rig.silent = {"b"}
     rig.run(LOST_S + 5)
-    assert rig.attempt() == 2 and rig.places() == {"a": 0, "b": 1, "c": 1}
-    # It does not know why the attempt before has ended.
+    assert rig.generation() == 2 and rig.places() == {"a": 0, "b": 1, "c": 1}
+    # It does not know why the generation before has ended.
     assert rig.answers["a"].reason == ""
 
 
-def test_a_member_of_an_older_attempt_does_not_displace_a_newer_one() -> None:
+def test_a_member_of_an_older_generation_does_not_displace_a_newer_one() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     rig.silent = {"b"}
     rig.run(LOST_S + 5)
-    assert rig.attempt() == 2
+    assert rig.generation() == 2
     rig.restart_server()
     rig.silent = set()
     stand_by(rig, "b")
     rig.run(LOST_S + 5)
-    assert rig.places() == {"a": 0, "c": 1} and rig.attempt() == 2
+    assert rig.places() == {"a": 0, "c": 1} and rig.generation() == 2
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_machine_of_another_run_that_comes_first_after_a_restart_rejects_no_me
         rig.send("x")
     rig.silent = {"x"}
     rig.run(LOST_S + 2)
-    assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 1
+    assert rig.places() == {"a": 0, "b": 1} and rig.generation() == 1
     assert rig.answers["c"].num_joined == 3
 
 
@@ -332,7 +332,7 @@ def test_a_machine_that_joins_when_all_ranks_have_finished_is_of_the_next_run() 
         rig.send("d")
 
 
-def test_failures_in_a_row_delay_an_attempt_by_at_most_a_second_and_end_the_run() -> None:
+def test_failures_in_a_row_delay_a_generation_by_at_most_a_second_and_end_the_run() -> None:
     rig = Rig("a", "b")
     rig.start()
     for delay_s in (0.1, 0.2, 0.4, 0.8, *(1.0,) * 6):
@@ -356,31 +356,31 @@ def test_failures_in_a_row_delay_an_attempt_by_at_most_a_second_and_end_the_run(
 def test_a_machine_that_fails_twice_in_a_row_is_replaced() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    for attempt in (2, 3):
+    for generation in (2, 3):
         fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
         rig.run(8)
-        assert rig.attempt() == attempt
+        assert rig.generation() == generation
     assert rig.places() == {"a": 0, "c": 1}
 
 
-def test_failures_before_a_healthy_attempt_do_not_count() -> None:
+def test_failures_before_a_healthy_generation_do_not_count() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    for attempt, is_healthy in ((2, True), (3, False)):
+    for generation, is_healthy in ((2, True), (3, False)):
         fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
         rig.run(8)
-        assert rig.attempt() == attempt and rig.places() == {"a": 0, "b": 1}
+        assert rig.generation() == generation and rig.places() == {"a": 0, "b": 1}
         if is_healthy:
             rig.train("a", "b")
             rig.run(HEALTHY_S + 2)
-    # The attempt before was not healthy.
+    # The generation before was not healthy.
     fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
     rig.run(8)
     assert rig.places() == {"a": 0, "c": 1}
 
 
 @pytest.mark.parametrize("trained_s", [HEALTHY_S - 1, HEALTHY_S])
-def test_failures_count_again_after_a_healthy_attempt(trained_s: float) -> None:
+def test_failures_count_again_after_a_healthy_generation(trained_s: float) -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
@@ -395,17 +395,17 @@ def test_failures_count_again_after_a_healthy_attempt(trained_s: float) -> None:
     for name in "aba":
         rig.send(name)
     rig.run(3)
-    assert rig.attempt() == 3
+    assert rig.generation() == 3
     assert rig.places() == {"a": 0, "b" if trained_s == HEALTHY_S else "c": 1}
 
 
 def _cut(rig: Rig, *names: str) -> Mapping[str, int]:
-    """Let members lose their leases. Return the node ranks in the next attempt."""
-    attempt = rig.attempt()
+    """Let members lose their leases. Return the node ranks in the next generation."""
+    generation = rig.generation()
     for name in names:
         rig.send(name, phase=NodeState.STANDBY, has_lost_lease=True)
     rig.run(4)
-    assert rig.attempt() == attempt + 1
+    assert rig.generation() == generation + 1
     return rig.places()
 
 
@@ -453,7 +453,7 @@ def test_of_spare_machines_those_without_a_failure_are_first() -> None:
     assert rig.answers["d"].node_rank == 1
 
 
-def test_a_machine_that_is_lost_before_the_first_attempt_is_forgotten() -> None:
+def test_a_machine_that_is_lost_before_the_first_generation_is_forgotten() -> None:
     rig = Rig("a", "b", num_machines=3)
     rig.run(LOST_S + OUTAGE_S)
     assert rig.answers["a"].num_joined == 2
@@ -465,10 +465,10 @@ def test_a_machine_that_is_lost_before_the_first_attempt_is_forgotten() -> None:
 def test_a_machine_that_loses_its_lease_twice_in_a_row_is_replaced() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    for attempt in (2, 3):
+    for generation in (2, 3):
         rig.send("b", phase=NodeState.STANDBY, has_lost_lease=True)
         rig.run(8)
-        assert rig.attempt() == attempt and rig.answers["a"].reason == "b was cut off"
+        assert rig.generation() == generation and rig.answers["a"].reason == "b was cut off"
     assert rig.places() == {"a": 0, "c": 1}
 
 
@@ -483,18 +483,18 @@ def test_a_machine_that_loses_its_lease_again_and_again_without_a_spare_ends_the
     assert rig.state() is RunState.ENDED and "in a row" in rig.answers["a"].reason
 
 
-def test_leases_that_all_machines_lose_only_delay_the_next_attempt() -> None:
+def test_leases_that_all_machines_lose_only_delay_the_next_generation() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    for attempt in range(2, 20):
+    for generation in range(2, 20):
         for name in "ab":
             rig.machines[name] = replace(
                 rig.machines[name], phase=NodeState.STANDBY, has_lost_lease=True
             )
         rig.run(0.5)
-        assert rig.attempt() == attempt - 1
+        assert rig.generation() == generation - 1
         rig.run(3)
-        assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == attempt
+        assert rig.places() == {"a": 0, "b": 1} and rig.generation() == generation
 
 
 def test_a_machine_at_fault_is_replaced_at_once_and_does_not_return() -> None:
@@ -504,7 +504,7 @@ def test_a_machine_at_fault_is_replaced_at_once_and_does_not_return() -> None:
     rig.silent = {"b"}
     rig.send("b", phase=NodeState.STANDBY)
     rig.run(5)
-    assert rig.places()["c"] == 1 and rig.attempt() == 2
+    assert rig.places()["c"] == 1 and rig.generation() == 2
     with pytest.raises(Rejected, match="at fault"):
         rig.send("b")
 
@@ -544,7 +544,7 @@ def test_a_member_that_leaves_is_replaced_without_a_wait() -> None:
     rig.leave("b")
     rig.silent = {"b"}
     rig.run(2)
-    assert rig.attempt() == 2 and rig.answers["c"].node_rank == 1
+    assert rig.generation() == 2 and rig.answers["c"].node_rank == 1
     assert rig.answers["a"].reason == "lost b"
 
 
@@ -561,7 +561,7 @@ def test_the_reason_for_which_a_member_leaves_ends_the_run() -> None:
     assert leave("d") is RunState.RUNNING
     rig.silent.add("b")
     rig.run(LOST_S + 3)
-    assert rig.attempt() == 2 and rig.answers["c"].node_rank == 1
+    assert rig.generation() == 2 and rig.answers["c"].node_rank == 1
     assert leave("b") is RunState.RUNNING
     # The first one does.
     assert leave("c") is leave("a") is RunState.ENDED
@@ -598,7 +598,7 @@ def test_a_machine_that_has_finished_may_leave_while_others_still_save(is_restar
         rig.run(1)
         rig.leave("a")
     rig.run(LOST_S + 5)
-    assert rig.state() is RunState.RUNNING and rig.attempt() == 1
+    assert rig.state() is RunState.RUNNING and rig.generation() == 1
     rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.ENDED)
     rig.run(1)
     assert rig.state() is RunState.ENDED and rig.answers["b"].status == 0
@@ -612,7 +612,7 @@ def test_the_place_of_a_machine_that_has_finished_is_filled_if_another_fails() -
     rig.leave("a")
     fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
     rig.run(5)
-    assert rig.attempt() == 2 and (rig.answers["c"].node_rank, rig.places()["b"]) == (0, 1)
+    assert rig.generation() == 2 and (rig.answers["c"].node_rank, rig.places()["b"]) == (0, 1)
 
 
 @pytest.mark.parametrize("num_later", [0, 1], ids=["repeated", "late"])
@@ -623,16 +623,16 @@ def test_only_newer_reports_count(num_later: int) -> None:
     late = replace(rig.machines["b"], phase=NodeState.FAILED, sequence=sequence)
     rig.coordinator.report(late, rig.now_s)
     rig.run(2)
-    assert rig.attempt() == 1 and rig.state() is RunState.RUNNING
+    assert rig.generation() == 1 and rig.state() is RunState.RUNNING
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"phase": "unknown"},
-        {"attempt": "1"},
-        {"attempt": True},
-        {"attempt": 1 << 60},
+        {"generation": "1"},
+        {"generation": True},
+        {"generation": 1 << 60},
         {"name": "x" * 5000},
         {"failure_age_s": float("nan")},
         {"more": 1},
@@ -645,21 +645,22 @@ def test_a_malformed_report_is_rejected(change: dict[str, Any]) -> None:
         Report.parse({**report.to_json(), **change})
 
 
-def _second_attempt(**lost: Any) -> Rig:
-    """Return a rendezvous of two machines, of which "b" has started a second attempt after a rank
-    of "a" died, while the last report of "a", with the values `lost`, is of the first attempt."""
+def _second_generation(**lost: Any) -> Rig:
+    """Return a rendezvous of two machines, of which "b" has started a second generation after a
+    rank of "a" died, while the last report of "a", with the values `lost`, is of the first
+    generation."""
     rig = Rig("a", "b")
     rig.start()
     fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
     rig.send("a", **lost)
     rig.silent.add("a")
-    rig.run(5, until=lambda: rig.answers["b"].attempt == 2)
-    assert rig.answers["b"].attempt == 2 and rig.machines["a"].attempt == 1
+    rig.run(5, until=lambda: rig.answers["b"].generation == 2)
+    assert rig.answers["b"].generation == 2 and rig.machines["a"].generation == 1
     return rig
 
 
-def test_the_store_of_an_attempt_is_not_that_of_the_one_before() -> None:
-    rig = _second_attempt()
+def test_the_store_of_a_generation_is_not_that_of_the_one_before() -> None:
+    rig = _second_generation()
     assert (rig.answers["b"].store_address, rig.answers["b"].store_port) == ("", 0)
     rig.silent.clear()
     rig.run(3)
@@ -667,20 +668,20 @@ def test_the_store_of_an_attempt_is_not_that_of_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("lost", [{}, {"failure": FailureKind.NONE, "has_lost_lease": True}])
-def test_what_ended_an_attempt_does_not_explain_the_end_of_the_next(lost: dict[str, Any]) -> None:
-    rig = _second_attempt(**lost)
+def test_what_ended_a_generation_does_not_explain_the_end_of_the_next(lost: dict[str, Any]) -> None:
+    rig = _second_generation(**lost)
     fail(rig, "b", FailureKind.EXCEPTION, "rank 1: out of memory", "memory")
     rig.send("b")
     assert rig.answers["b"].reason == "b: rank 1: out of memory"
 
 
-def test_a_machine_that_finished_an_earlier_attempt_has_to_finish_the_present_one() -> None:
+def test_a_machine_that_finished_an_earlier_generation_has_to_finish_the_present_one() -> None:
     rig = Rig("a", "b")
     rig.start()
     rig.send("b", phase=NodeState.ENDED)
     rig.silent.add("b")
     fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
-    rig.run(5, until=lambda: rig.answers["a"].attempt == 2)
+    rig.run(5, until=lambda: rig.answers["a"].generation == 2)
     assert rig.send("a", phase=NodeState.ENDED).state is RunState.RUNNING
     rig.silent.clear()
     rig.run(2)
@@ -734,7 +735,7 @@ def test_machines_of_one_run_do_not_displace_each_other() -> None:
 
 
 def test_the_time_to_learn_begins_with_the_first_member() -> None:
-    """Not with a machine that knows of no attempt."""
+    """Not with a machine that knows of no generation."""
     rig = Rig("a", "b")
     rig.start()
     rig.restart_server()
@@ -745,4 +746,4 @@ def test_the_time_to_learn_begins_with_the_first_member() -> None:
     rig.now_s += 3
     assert rig.send("a").state is RunState.REBUILDING
     assert rig.send("b").state is RunState.RUNNING
-    assert rig.attempt() == 1
+    assert rig.generation() == 1

@@ -56,16 +56,16 @@ def test_all_machines_resize_together() -> None:
     rig.slow.add("a")
     _request(rig)
     rig.run(20)
-    assert _present(rig) == ("r1", ResizeState.ACCEPTED) and rig.attempt() == 1
+    assert _present(rig) == ("r1", ResizeState.ACCEPTED) and rig.generation() == 1
     rig.slow.clear()
     # The ranks of a machine are late, and nothing starts before they have left.
     rig.stays.add("b")
     rig.run(20)
-    assert rig.machines["a"].has_left and rig.attempt() == 1
+    assert rig.machines["a"].has_left and rig.generation() == 1
     assert rig.answers["b"].request_state is ResizeState.READY
     rig.stays.clear()
     rig.run(3)
-    assert rig.attempt() == 2 and rig.places() == {"a": 0, "b": 1}
+    assert rig.generation() == 2 and rig.places() == {"a": 0, "b": 1}
     assert {one.mesh for one in rig.answers.values()} == {_MESH}
     assert _present(rig) == ("r1", ResizeState.LEFT)
     rig.train("a")
@@ -74,11 +74,11 @@ def test_all_machines_resize_together() -> None:
     rig.train("b")
     rig.run(2)
     assert rig.ended["r1"] == (ResizeState.DONE, "") and not rig.answers["a"].resize
-    # It is not followed again, and later attempts keep the mesh.
+    # It is not followed again, and later generations keep the mesh.
     rig.run(5)
     fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
     rig.run(5)
-    assert rig.attempt() == 3 and rig.answers["a"].mesh == _MESH
+    assert rig.generation() == 3 and rig.answers["a"].mesh == _MESH
 
 
 def test_a_spare_machine_joins_on_the_new_mesh() -> None:
@@ -90,14 +90,14 @@ def test_a_spare_machine_joins_on_the_new_mesh() -> None:
 def test_a_lost_lease_ends_a_resize_that_not_all_machines_have_joined() -> None:
     rig = _training()
     _request(rig)
-    rig.run(5, until=lambda: rig.attempt() == 2)
+    rig.run(5, until=lambda: rig.generation() == 2)
     rig.silent = {"a"}
     rig.run(1)
     rig.send("b", phase=NodeState.STANDBY, has_lost_lease=True)
     rig.silent = set()
     rig.run(5)
     assert rig.ended.get("r1") == (ResizeState.FAILED, "b was cut off")
-    assert rig.attempt() == 3 and rig.answers["a"].mesh == "1"
+    assert rig.generation() == 3 and rig.answers["a"].mesh == "1"
 
 
 def test_a_request_that_one_machine_refuses_is_rejected() -> None:
@@ -107,7 +107,7 @@ def test_a_request_that_one_machine_refuses_is_rejected() -> None:
     rig.run(2)
     rig.machines["a"] = replace(rig.machines["a"], refused="r1", refusal="it has one GPU")
     rig.run(2)
-    assert rig.ended["r1"] == (ResizeState.REJECTED, "it has one GPU") and rig.attempt() == 1
+    assert rig.ended["r1"] == (ResizeState.REJECTED, "it has one GPU") and rig.generation() == 1
     # The next request is followed.
     rig.slow.clear()
     _request(rig, key="r2")
@@ -119,7 +119,7 @@ def test_the_present_mesh_needs_no_resize() -> None:
     rig = _training()
     _request(rig, mesh="1")
     rig.run(3)
-    assert rig.ended["r1"] == (ResizeState.DONE, "") and rig.attempt() == 1
+    assert rig.ended["r1"] == (ResizeState.DONE, "") and rig.generation() == 1
 
 
 def test_machines_that_do_not_become_ready_end_the_request() -> None:
@@ -132,7 +132,7 @@ def test_machines_that_do_not_become_ready_end_the_request() -> None:
     rig.send("b")
     state, reason = rig.ended["r1"]
     assert state is ResizeState.FAILED and "a did not start missing processes in 600 s" in reason
-    assert rig.attempt() == 1
+    assert rig.generation() == 1
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
@@ -158,7 +158,7 @@ def test_requests_of_two_machines_are_followed_one_after_the_other(is_restarted:
         rig.train("a", "b")
         rig.run(2)
     rig.run(30)
-    assert sorted(meshes) == [_MESH, "3"] and rig.attempt() == 3
+    assert sorted(meshes) == [_MESH, "3"] and rig.generation() == 3
     assert {state for state, _ in rig.ended.values()} == {ResizeState.DONE} and len(rig.ended) == 2
 
 
@@ -175,14 +175,14 @@ def test_a_mesh_whose_first_step_fails_is_left_again(kind: FailureKind, is_resta
         rig.run(1)
     fail(rig, "b", kind, "rank 2: out of memory", "memory", status=1)
     rig.run(3)
-    assert rig.attempt() == 3 and rig.answers["a"].mesh == "1"
+    assert rig.generation() == 3 and rig.answers["a"].mesh == "1"
     rig.train("a", "b")
     rig.run(2)
     assert rig.ended["r1"] == (ResizeState.FAILED, "b: rank 2: out of memory")
     # It does not count as a failure of the run or of the machine.
     fail(rig, "b", FailureKind.EXCEPTION, "rank 1: out of memory", "memory", status=1)
     rig.run(3)
-    assert rig.attempt() == 4 and rig.places() == {"a": 0, "b": 1}
+    assert rig.generation() == 4 and rig.places() == {"a": 0, "b": 1}
 
 
 def test_a_machine_at_fault_is_replaced_and_the_run_returns_to_its_mesh() -> None:
@@ -204,23 +204,23 @@ def test_a_machine_that_is_lost_while_others_leave_delays_the_resize() -> None:
     assert rig.machines["a"].has_left
     rig.silent.add("b")
     rig.run(LOST_S + 4)
-    assert rig.attempt() == 2 and rig.places()["c"] == 1 and rig.answers["a"].mesh == "1"
+    assert rig.generation() == 2 and rig.places()["c"] == 1 and rig.answers["a"].mesh == "1"
     assert _present(rig) == ("r1", ResizeState.ACCEPTED)
     rig.train("a", "c")
     rig.run(3)
-    assert rig.attempt() == 3 and rig.answers["a"].mesh == _MESH
+    assert rig.generation() == 3 and rig.answers["a"].mesh == _MESH
 
 
-def test_attempts_that_fail_instead_of_being_left_end_the_resize() -> None:
+def test_generations_that_fail_instead_of_being_left_end_the_resize() -> None:
     rig = _training()
     rig.stays = {"a", "b"}
     _request(rig, name="a")
-    for attempt in (1, 2):
+    for generation in (1, 2):
         rig.run(3)
         assert _present(rig) == ("r1", ResizeState.READY)
         fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
         rig.run(5)
-        assert rig.attempt() == attempt + 1
+        assert rig.generation() == generation + 1
         rig.train("a", "b")
         rig.run(1)
     rig.run(3)
@@ -237,7 +237,7 @@ def test_ranks_that_do_not_leave_are_stopped() -> None:
     assert rig.now_s == ordered_s + LEAVE_S and rig.state() is RunState.RUNNING
     assert rig.send("a").state is RunState.FORMING
     rig.run(3)
-    assert rig.attempt() == 2 and rig.answers["a"].mesh == _MESH
+    assert rig.generation() == 2 and rig.answers["a"].mesh == _MESH
 
 
 def test_a_late_leave_explains_no_later_failure() -> None:
@@ -252,14 +252,14 @@ def test_a_late_leave_explains_no_later_failure() -> None:
         failure_text="rank 1: out of memory",
     )
     rig.run(5)
-    assert rig.attempt() == 2 and _present(rig) == ("r1", ResizeState.ACCEPTED)
+    assert rig.generation() == 2 and _present(rig) == ("r1", ResizeState.ACCEPTED)
     rig.stays, rig.slow = set(), {"b"}
     rig.train("a", "b")
     rig.run(2)
     fields = {"failure": FailureKind.EXCEPTION, "failure_text": "rank 1: InjectedError"}
     rig.send("b", phase=NodeState.FAILED, ready_for="r1", **fields)
     rig.run(5)
-    assert rig.attempt() == 3 and rig.answers["b"].is_blamed
+    assert rig.generation() == 3 and rig.answers["b"].is_blamed
     assert rig.answers["a"].reason == "b: rank 1: InjectedError"
 
 
@@ -274,15 +274,15 @@ def test_a_machine_asked_to_stop_ends_a_resize(state: str) -> None:
     rig.run(3)
     rig.machines["b"] = replace(rig.machines["b"], is_stopping=True)
     rig.run(HOLD_S / 2 - 2)
-    assert rig.attempt() == 1 + (state == "left")
+    assert rig.generation() == 1 + (state == "left")
     rig.run(7)
     assert rig.state() is RunState.RUNNING
     if state == "preparing":
-        assert rig.attempt() == 1
+        assert rig.generation() == 1
         assert rig.ended["r1"] == (ResizeState.FAILED, "b was asked to stop")
     else:
-        # Its ranks save and exit in the next attempt.
-        assert rig.attempt() == 2
+        # Its ranks save and exit in the next generation.
+        assert rig.generation() == 2
         is_followed = rig.answers["a"].mesh == _MESH
         assert is_followed == (state == "left")
 
@@ -312,12 +312,12 @@ def test_a_restarted_rendezvous_continues_a_resize(has_started: bool, is_stoppin
     rig.run(3)
     rig.restart_server()
     rig.run(3)
-    assert rig.attempt() == 1 + has_started
+    assert rig.generation() == 1 + has_started
     rig.stays.clear()
     if is_stopping:
         rig.machines["b"] = replace(rig.machines["b"], is_stopping=True)
     rig.run(LOST_S + 2)
-    assert rig.state() is RunState.RUNNING and rig.attempt() == 2
+    assert rig.state() is RunState.RUNNING and rig.generation() == 2
     # Ranks that have left for a machine that stops train on the former mesh, to save and exit.
     is_followed = has_started or not is_stopping
     assert rig.answers["a"].mesh == (_MESH if is_followed else "1")
@@ -331,12 +331,12 @@ def test_a_rendezvous_restarted_before_all_have_joined_knows_the_former_mesh() -
     _request(rig)
     rig.run(10, until=lambda: rig.machines["b"].has_left)
     former = rig.machines["b"]
-    rig.run(3, until=lambda: rig.machines["a"].attempt == 2)
+    rig.run(3, until=lambda: rig.machines["a"].generation == 2)
     # The answer has not reached it.
     rig.machines["b"] = replace(former, sequence=rig.machines["b"].sequence)
     rig.restart_server()
     rig.run(LOST_S + 2)
-    assert rig.attempt() == 3 and rig.answers["a"].mesh == _MESH
+    assert rig.generation() == 3 and rig.answers["a"].mesh == _MESH
     fail(rig, "b", FailureKind.USER_ERROR, "rank 2: it needs 3 ranks", status=1)
     rig.run(3)
     assert rig.state() is RunState.RUNNING and rig.answers["a"].mesh == "1"

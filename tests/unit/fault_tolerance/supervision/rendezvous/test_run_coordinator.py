@@ -38,8 +38,8 @@ def _members(rig: Rig, num_replicas: int = 2) -> list[list[str]]:
     ]
 
 
-def _attempts(rig: Rig, names: Sequence[str]) -> list[int]:
-    return [rig.answers[name].attempt for name in names]
+def _generations(rig: Rig, names: Sequence[str]) -> list[int]:
+    return [rig.answers[name].generation for name in names]
 
 
 def _lose(rig: Rig, *names: str) -> float:
@@ -75,12 +75,12 @@ def test_a_spare_machine_is_for_whichever_replica_needs_it(lost: str, left: list
     rig = _rig("abcde")
     rig.train(*"abcd")
     others = {"b": "cd", "d": "ab"}[lost]
-    before = _attempts(rig, others)
+    before = _generations(rig, others)
     waited_s = _lose(rig, lost)
     assert LEASE_S + STOP_S < waited_s < LOST_S + 3
     assert sorted(map(sorted, _members(rig))) == sorted([sorted([*left, "e"]), [*others]])
     # The other replica trains on.
-    assert _attempts(rig, others) == before
+    assert _generations(rig, others) == before
     assert rig.answers[others[0]].reason == ""
 
 
@@ -90,7 +90,7 @@ def test_a_replica_without_any_machine_is_formed_anew() -> None:
     assert _members(rig) == [["a"], ["b"]]
     assert _lose(rig, "b") < LOST_S + 4
     assert _members(rig) == [["a"], ["c"]]
-    assert rig.answers["c"].attempt > 1 and "lost b" in rig.answers["c"].reason
+    assert rig.answers["c"].generation > 1 and "lost b" in rig.answers["c"].reason
 
 
 def test_all_machines_silent_at_once_is_an_outage() -> None:
@@ -99,13 +99,13 @@ def test_all_machines_silent_at_once_is_an_outage() -> None:
     assert sorted(map(tuple, _members(rig))) == [("c",), ("d",)]
 
 
-def test_a_machine_that_served_another_replica_has_a_later_attempt() -> None:
+def test_a_machine_that_served_another_replica_has_a_later_generation() -> None:
     rig = _rig("abc", machines=2)
     for _ in range(2):
         fail(rig, "a", FailureKind.DEATH, "rank 0: killed")
         rig.run(5)
         rig.train("a")
-    assert rig.answers["a"].attempt >= 3 and rig.answers["b"].attempt == 1
+    assert rig.answers["a"].generation >= 3 and rig.answers["b"].generation == 1
     # a is cut off, returns as a spare machine, and takes the place of b.
     _lose(rig, "a")
     rig.machines["a"] = replace(rig.machines["a"], phase=NodeState.STANDBY)
@@ -114,7 +114,7 @@ def test_a_machine_that_served_another_replica_has_a_later_attempt() -> None:
     assert rig.answers["a"].node_rank < 0
     _lose(rig, "b")
     assert [sorted(members) for members in _members(rig)] == [["c"], ["a"]]
-    assert rig.machines["a"].attempt == rig.answers["a"].attempt >= 4
+    assert rig.machines["a"].generation == rig.answers["a"].generation >= 4
     assert rig.machines["a"].phase is NodeState.JOINED
 
 
@@ -122,13 +122,13 @@ def test_a_restarted_rendezvous_learns_all_replicas() -> None:
     rig = _rig("abcde")
     fail(rig, "c", FailureKind.DEATH, "rank 0: killed")
     rig.run(5)
-    members, attempts = _members(rig), _attempts(rig, "abcd")
-    assert attempts[2] == attempts[0] + 1
+    members, generations = _members(rig), _generations(rig, "abcd")
+    assert generations[2] == generations[0] + 1
     rig.restart_server(outage_s=2.0)
     # The spare machine reports first.
     rig.machines = dict(sorted(rig.machines.items(), reverse=True))
     rig.run(LOST_S + 4)
-    assert _members(rig) == members and _attempts(rig, "abcd") == attempts
+    assert _members(rig) == members and _generations(rig, "abcd") == generations
     assert {rig.answers[name].state for name in "abcde"} == {RunState.RUNNING}
 
 
