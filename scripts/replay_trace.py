@@ -49,14 +49,15 @@ def replay(
     ranks: int,
     speed: float,
     sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Write the slots of each time of the trace, and print them. Raises OSError."""
-    began_s, before = time.monotonic(), None
+    began_s, before = clock(), None
     for at_s, content in slots(trace, num_replicas, ranks):
         if content == before:
             continue
         before = content
-        sleep(max(0.0, began_s + at_s / speed - time.monotonic()))
+        sleep(max(0.0, began_s + at_s / speed - clock()))
         _write(path, content)
         print(f"{at_s:,.0f} s: {json.dumps(content)}", flush=True)
 

@@ -196,6 +196,17 @@ SCRIPTS: dict[str, tuple[tuple[int, int, int], Script]] = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_same_events_same_quorums(name: str) -> None:
     settings, script = SCRIPTS[name]
+    expected, quorums = _play_both(script, *settings)
+    if quorums != expected:
+        # A busy machine delays requests of one round by more than the timeout of one of the two.
+        min_replicas, *timeouts_ms = settings
+        expected, quorums = _play_both(script, min_replicas, *(8 * ms for ms in timeouts_ms))
+    assert quorums == expected
+    assert any(quorums)
+
+
+def _play_both(script: Script, *settings: int) -> list[list[ReceivedQuorum | None]]:
+    """Play a script with torchft's lighthouse and with ours."""
 
     def play(address: Address) -> list[ReceivedQuorum | None]:
         with closing(ObservedClients(*address)) as clients:
@@ -206,9 +217,7 @@ def test_same_events_same_quorums(name: str) -> None:
         _ours(*settings) as ours,
         ThreadPoolExecutor(2) as threads,
     ):
-        expected, quorums = threads.map(play, (theirs, ours))
-    assert quorums == expected
-    assert any(quorums)
+        return list(threads.map(play, (theirs, ours)))
 
 
 def _request_once(at: str, **options: Any) -> Any:

@@ -392,7 +392,7 @@ def test_a_quorum_breaks_when_the_lighthouse_reports_a_dead_member() -> None:
 
 def test_a_quorum_breaks_when_the_others_continue_without_the_replica() -> None:
     """As after a suspension in which the others have left its collectives."""
-    hasty = replace(_settings(1), join_timeout_ms=200)
+    hasty = replace(_settings(1), join_timeout_ms=2000)
     with (
         LighthouseService(f"{_HOST}:0", hasty, SECRET) as service,
         _replicas(service.address, "a:f:1", "b:f:2", "c:f:3") as (first, second, third),

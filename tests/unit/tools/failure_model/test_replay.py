@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from scripts.replay_trace import replay
 from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize import SlotsFile
@@ -25,11 +23,11 @@ def test_the_launcher_reads_each_state_of_the_trace(tmp_path: Path) -> None:
         if path.exists():
             seen.append(dict(file.read(len(seen))))
 
-    replay(read_trace(trace), path, 2, 2, 0.5, sleep)
+    replay(read_trace(trace), path, 2, 2, 0.5, sleep, clock=lambda: 7.0)
     seen.append(dict(file.read(len(seen))))
     # A machine stays with its replica: b was the first of replica 1, and e takes its place.
     assert seen == [{0: 2, 1: 2}, {0: 2, 1: 1}, {0: 2, 1: 2}, {0: 2, 1: 1}]
-    assert waited_s == pytest.approx([0, 120, 240, 360], abs=1)
+    assert waited_s == [0, 120, 240, 360]
     assert reported == []
     assert sorted(one.name for one in tmp_path.iterdir()) == ["slots.json", "spot.csv"]
 
