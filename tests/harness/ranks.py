@@ -170,7 +170,7 @@ def _run_ranks(
             num_ranks=num_ranks,
             num_local_ranks=num_ranks,
             store=("127.0.0.1", int(os.read(port, 16))),
-            attempt=0,
+            generation=0,
         )
         _run_program(words, {**environment, **own}, REPOSITORY, log)
         os._exit(0)

@@ -1,5 +1,6 @@
 """Several replicas on several machines, with spare machines (`train --nnodes --replicas`)."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -44,4 +45,27 @@ def test_a_spare_machine_completes_the_replica_of_a_killed_one(
         assert "generation 2" not in "".join(
             line for line in run.text("rendezvous").splitlines(True) if "replica 0:" in line
         )
+        assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("names", "num_training"), [("abc", 2), ("abcde", 4)], ids=["one machine each", "two each"]
+)
+def test_a_spare_machine_takes_the_place_of_one_that_gets_sigterm(
+    names: str, num_training: int, tmp_path: Path
+) -> None:
+    expected = undisturbed_losses(tmp_path / "undisturbed", _STEPS)
+    stopped, spare = names[num_training - 1], names[-1]
+    with machines(tmp_path, *names, steps=_STEPS, num_training=num_training, num_replicas=2) as run:
+        run.train(*names, RANK_FAULTS=f"slow={_STEP_S}")
+        survivor = run.rank("a")
+        run.wait_for_step(12)
+        agent = run.agents.pop(stopped)
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(120) == 0, run.report()
+        assert "was asked to stop" in run.text("rendezvous")
+        run.wait(lambda: launch.steps_of(run.output)[-1]["num_replicas"] == 2)
+        run.wait(lambda: run.writers(spare))
+        assert run.rank("a") == survivor
         assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)

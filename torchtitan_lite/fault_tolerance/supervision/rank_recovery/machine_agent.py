@@ -106,6 +106,8 @@ class MachineAgent(ProcessAgent):
         """Last generation that its ranks were ordered to leave for a resize."""
         self._stop_s = math.inf
         """When this machine was asked to stop."""
+        self._has_saved = False
+        """Whether its ranks had finished when they were stopped: they have saved."""
 
     def join(self) -> RendezvousInfo:
         """Block until this machine has a node rank in a new generation. Raises
@@ -135,7 +137,8 @@ class MachineAgent(ProcessAgent):
             self._report_stop()
             if self._requests and not self._stop_waits(answer):
                 silent = f", and {self._link.problem}" if self._link.problem else ""
-                self._leave(0 if self._is_spare(answer) else 1, f"it was asked to stop{silent}")
+                is_saved = self._is_spare(answer) or self._has_saved
+                self._leave(0 if is_saved else 1, f"it was asked to stop{silent}")
             if answer is not None and answer.state is RunState.ENDED:
                 self._finish(answer)
                 raise RendezvousGracefulExitError
@@ -373,7 +376,7 @@ class MachineAgent(ProcessAgent):
             super()._stop_workers(worker_group)
             return
         has_lost_lease = not self._link.has_lease
-        has_left = self._has_left()
+        has_left, self._has_saved = self._has_left(), self._has_finished()
         # First of all: what they write must end with the lease, too.
         self._kill_writers_without_lease()
         for process in self._ranks.values():

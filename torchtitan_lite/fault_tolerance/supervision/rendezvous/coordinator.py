@@ -5,6 +5,9 @@ members when a machine is lost or a rank fails. The next one is decided when eve
 still answers has its ranks on standby: members keep their node ranks, spare machines fill the
 others.
 
+When a machine is asked to stop, all ranks save and exit. A run of one replica ends with that; one
+of several replicas is without the machine in its next generation, for which it waits.
+
 A resize, which any member may request, has three phases: all members start missing processes, all
 ranks leave the training after the same step, and the next generation is on the new mesh. If that
 generation ends before all ranks have committed a step, the next one is on the former mesh.
@@ -125,6 +128,8 @@ class Coordinator:
         """Generation in which all ranks of a node rank finished before its machine left."""
         self._lost: list[str] = []
         """Names of the members that were lost in this generation."""
+        self._departed: list[str] = []
+        """Names of those that have left it because they were asked to stop."""
         self._suspects: dict[str, int] = {}
         """Failures since the run was last healthy, by machine."""
         self._progress_since_s: float | None = None
@@ -149,8 +154,8 @@ class Coordinator:
         return self._answer(report.machine)
 
     def leave(self, report: Report, reason: str, now_s: float) -> None:
-        """Forget a machine, all of whose ranks have ended; `reason` is why if the run must end with
-        it. `report` is its last one."""
+        """Forget a machine, all of whose ranks have ended; `reason` is why if they could not save.
+        `report` is its last one."""
         machine = report.machine
         self._left_s = {m: s for m, s in self._left_s.items() if now_s - s <= LOST_S}
         self._left_s[machine] = now_s
@@ -158,9 +163,11 @@ class Coordinator:
         has_finished = report.phase is NodeState.ENDED and not reason
         if has_finished and self._state in (RunState.REBUILDING, RunState.RUNNING):
             self._finished[report.node_rank] = report.generation
+            if report.is_stopping:
+                self._departed.append(report.name)
         if not is_known or machine not in self._members or self._state is RunState.ENDED:
             return
-        if reason:
+        if reason and report.num_replicas == 1:
             self._end(1, f"{report.name}: {reason}")
             return
         if not has_finished:
@@ -249,7 +256,7 @@ class Coordinator:
         machines; negative if there are more. A generation that runs, or a replica that has ended,
         needs none."""
         is_forming = self._state in (RunState.REBUILDING, RunState.FORMING)
-        return (size if is_forming else 0) - len(self._machines)
+        return (size if is_forming else 0) - len([*self._ranked()])
 
     @property
     def num_members(self) -> int:
@@ -355,7 +362,7 @@ class Coordinator:
             member.was_joined = member.was_joined or member.report.generation == self._generation
         if len(living) == len(members):
             if all(self._has_ended(member.report) for member in living):
-                self._end(0, "all ranks have finished")
+                self._end_training([member.report for member in living], now_s)
                 return
             if all(member.report.has_progress and member.was_joined for member in living):
                 self._policy.made_progress(now_s)
@@ -364,6 +371,17 @@ class Coordinator:
             if self._continues(living, now_s):
                 return
         self._state, self._is_judged = RunState.FORMING, False
+
+    def _end_training(self, members: list[Report], now_s: float) -> None:
+        """End the run, because all ranks have exited, or go on without the machines that were asked
+        to stop."""
+        stopping = [member for member in members if member.is_stopping]
+        names = ", ".join([*self._departed, *(member.name for member in stopping)])
+        if not names or members[0].num_replicas == 1:
+            self._end(0, "all ranks have finished")
+            return
+        self._state, self._not_before_s = RunState.FORMING, now_s
+        self._blamed, self._reason = "", f"{names} was asked to stop"
 
     def _continues(self, members: list[_Machine], now_s: float) -> bool:
         """Return whether all members train, or their ranks are still leaving to resize the run."""
@@ -441,10 +459,13 @@ class Coordinator:
         if self._state is not RunState.FORMING or now_s < self._not_before_s:
             return
         size = self.reports[0].machines_per_replica
+        # Ranks that have left to resize the run save in the next generation.
+        stopping = [report for report in self.reports if report.is_stopping and not report.has_left]
+        departing = {report.machine for report in stopping if report.num_replicas > 1}
         seats: dict[int, str] = {
             node_rank: machine
             for node_rank, machine in enumerate(self._members)
-            if machine in self._machines
+            if machine in self._machines and machine not in departing
         }
         spares = [machine for machine in self._ranked() if machine not in seats.values()]
         if len(seats) + len(spares) < size:
@@ -455,15 +476,16 @@ class Coordinator:
         seen = max(report.seen_generation for report in self.reports)
         self._generation = max(self._generation, seen) + 1
         self._members = [seats[node_rank] for node_rank in range(size)]
-        self._state, self._lost = RunState.RUNNING, []
+        self._state, self._lost, self._departed = RunState.RUNNING, [], []
         self._policy.started()
         self._progress_since_s = None
         for member in self._machines.values():
             member.was_joined = False
 
     def _ranked(self) -> Iterable[str]:
-        """Return the machines, those first that have not failed."""
-        return sorted(self._machines, key=lambda machine: self._suspects.get(machine, 0))
+        """Return the machines that were not asked to stop, those first that have not failed."""
+        staying = [report.machine for report in self.reports if not report.is_stopping]
+        return sorted(staying, key=lambda machine: self._suspects.get(machine, 0))
 
     def _judge(self, former: list[_Machine], now_s: float) -> None:
         """Find why the generation ended, and whether there is a next one."""
@@ -528,7 +550,7 @@ class Coordinator:
             resize.num_failures += 1
             if resize.num_failures == _FAILED_LEAVES:
                 self._end_resize(ResizeState.FAILED, self._reason)
-        if stopping is not None:
+        if stopping is not None and stopping.num_replicas == 1:
             self._end(failure.status or 1, f"{self._reason}; {stopping.name} was asked to stop")
             return
         if not suspects and not self._lost:

@@ -83,7 +83,8 @@ class RunCoordinator:
             former = self._replicas[report.replica]
             if former in going_on:
                 return former
-        if owner is not None and (owner.is_member(report.machine) or owner.num_missing(size) >= 0):
+        stays = report.is_stopping or (owner is not None and owner.is_member(report.machine))
+        if owner is not None and (stays or owner.num_missing(size) >= 0):
             return owner
         needy = [replica for replica in going_on if replica.num_missing(size) > 0]
         if needy:

@@ -144,6 +144,17 @@ def stand_by(rig: Rig, *names: str) -> None:
         rig.machines[name] = replace(rig.machines[name], phase=NodeState.STANDBY)
 
 
+def depart(rig: Rig, name: str, *, others: str) -> None:
+    """Let a machine be asked to stop: all ranks of its replica, on it and on `others`, save and
+    exit."""
+    rig.send(name, is_stopping=True)
+    for machine in (*others, name):
+        is_stopping = machine == name
+        rig.machines[machine] = replace(
+            rig.machines[machine], phase=NodeState.ENDED, is_stopping=is_stopping
+        )
+
+
 def fail(
     rig: Rig,
     name: str,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, fail
+from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, depart, fail
 from torchtitan_lite.core.errors import MACHINE_FAULT
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import Busy, Rejected
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
@@ -190,6 +190,77 @@ def test_a_machine_that_has_left_is_late() -> None:
     rig.leave("c")
     with pytest.raises(Rejected, match="late"):
         rig.send("c")
+
+
+def test_another_machine_takes_the_place_of_one_that_was_asked_to_stop() -> None:
+    rig = _rig("abcde")
+    rig.train(*"abcd")
+    others = _generations(rig, "cd")
+    depart(rig, "b", others="a")
+    rig.run(3)
+    assert sorted(map(sorted, _members(rig))) == [["a", "e"], ["c", "d"]]
+    assert rig.answers["b"].node_rank < 0 and rig.answers["a"].reason == "b was asked to stop"
+    # The other replica trains on.
+    assert _generations(rig, "cd") == others
+    before = _generations(rig, "acd")
+    rig.leave("b")
+    rig.run(3)
+    assert _generations(rig, "acd") == before and rig.machines["e"].phase is NodeState.JOINED
+
+
+def test_a_replica_waits_for_a_machine_while_others_train() -> None:
+    rig = _rig("abcd")
+    rig.train(*"abcd")
+    depart(rig, "b", others="a")
+    rig.run(3)
+    assert rig.answers["a"].state is RunState.FORMING and rig.answers["a"].num_joined == 2
+    assert rig.answers["c"].state is RunState.RUNNING
+    rig.leave("b")
+    del rig.answers["b"]
+    rig.add("e", num_machines=4, num_replicas=2)
+    rig.run(3)
+    assert sorted(map(sorted, _members(rig))) == [["a", "e"], ["c", "d"]]
+    assert rig.machines["e"].phase is NodeState.JOINED
+
+
+def test_a_machine_that_was_asked_to_stop_may_leave_before_the_others_have_saved() -> None:
+    rig = _rig("abcde")
+    depart(rig, "b", others="")
+    rig.leave("b")
+    rig.run(1)
+    assert rig.answers["a"].state is RunState.RUNNING
+    rig.machines["a"] = replace(rig.machines["a"], phase=NodeState.ENDED)
+    del rig.answers["b"]
+    rig.run(3)
+    assert sorted(map(sorted, _members(rig))) == [["a", "e"], ["c", "d"]]
+    assert rig.answers["a"].reason == "b was asked to stop"
+
+
+def test_a_failure_while_a_machine_stops_does_not_end_its_replica() -> None:
+    rig = _rig("abcde")
+    fail(rig, "a", FailureKind.DEATH, "rank 0: killed", age_s=1.0)
+    rig.send("b", is_stopping=True)
+    rig.run(5)
+    assert sorted(map(sorted, _members(rig))) == [["a", "e"], ["c", "d"]]
+    assert rig.answers["b"].node_rank < 0
+
+
+def test_a_spare_machine_that_was_asked_to_stop_is_for_no_replica() -> None:
+    rig = _rig("abcd", machines=2)
+    rig.send("c", is_stopping=True)
+    _lose(rig, "b")
+    assert _members(rig) == [["a"], ["d"]]
+
+
+def test_a_machine_that_cannot_save_before_it_stops_is_lost() -> None:
+    """The replica was forming when the machine was asked to stop."""
+    rig = _rig("abcde")
+    fail(rig, "a", FailureKind.DEATH, "rank 0: killed")
+    rig.silent.add("b")
+    rig.coordinator.leave(replace(rig.machines["b"], is_stopping=True), "asked to stop", rig.now_s)
+    del rig.answers["b"]
+    rig.run(3)
+    assert sorted(map(sorted, _members(rig))) == [["a", "e"], ["c", "d"]]
 
 
 @pytest.mark.parametrize(
