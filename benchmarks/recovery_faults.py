@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from benchmarks.processes import ChildFailed, ChildTimeout, wait_for
 from benchmarks.recovery_variants import NUM_REPLICAS, Running, Variant, Workload
 from torchtitan_lite.core.outputs import RECEIVES_STATE
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import Tail
+from torchtitan_lite.fault_tolerance.supervision.logs import Tail
 
 _Found = TypeVar("_Found")
 _TIMEOUT_S = 120.0

@@ -15,7 +15,7 @@ from tests.chaos.job_view import CommittedStep, committed_steps
 from torchtitan_lite.checkpoint import StoredSnapshot, read_tensor, verify
 from torchtitan_lite.checkpoint.storage import open_storage, parse_step_name
 from torchtitan_lite.core.outputs import METRICS
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import records
+from torchtitan_lite.fault_tolerance.supervision.logs import records
 from torchtitan_lite.tools.report import check_samples
 
 _MAX_SHOWN = 5

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, region_files
 from torchtitan_lite.checkpoint.storage import parse_step_name
 from torchtitan_lite.core.outputs import METRICS, replica_folder
 from torchtitan_lite.core.rank.processes import is_writer
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import Tail, is_step
+from torchtitan_lite.fault_tolerance.supervision.logs import Tail, is_step
 
 _Result = TypeVar("_Result")
 _POLL_S = 0.02

@@ -10,7 +10,7 @@ import psutil
 
 from tests.chaos.job_view import FaultNotApplicable, JobView
 from torchtitan_lite.core.outputs import METRICS
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import records
+from torchtitan_lite.fault_tolerance.supervision.logs import records
 
 _MIB = 2**20
 _MIN_SAMPLES = 3

@@ -25,7 +25,7 @@ from tests.diagnosis.small_model import FLAVOR
 from tests.harness.launch import SMALL
 from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.core.outputs import METRICS, replica_folder
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import is_step, records
+from torchtitan_lite.fault_tolerance.supervision.logs import is_step, records
 
 _ENDLESS = 1_000_000
 _READY_S, _EXIT_S = 400.0, 60.0

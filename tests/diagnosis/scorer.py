@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_lite.core.diagnosis import LAUNCHER_FILE, RANK, Cause
 from torchtitan_lite.core.outputs import LAUNCH_LOGS
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import records
+from torchtitan_lite.fault_tolerance.supervision.logs import records
 
 
 @dataclass(frozen=True, kw_only=True)

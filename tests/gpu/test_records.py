@@ -19,7 +19,7 @@ from torchtitan_lite.core.phases import Phase
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import start_mesh
 from torchtitan_lite.fault_tolerance.replica.hang_handling import FLIGHT_SIGNAL, FlightRecorder
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import flight_record_file
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import flight_record_file
 
 pytestmark = pytest.mark.gpu
 

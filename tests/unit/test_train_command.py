@@ -15,7 +15,7 @@ from torchtitan_lite.cli.train_rank import _errors_outlive_sigterm
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import TRANSIENT, ConfigError
 from torchtitan_lite.core.run_lease import FolderInUse
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     ResizeRequest,
     RunMesh,
 )

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     ACCEPT_S,
     ResizeRequest,
     ResizeState,

@@ -6,14 +6,14 @@ from torchtitan_lite.cli.train_options import TrainOptions, checked_config
 from torchtitan_lite.cli.train_processes import agent_environment, received_signals
 from torchtitan_lite.config import Config, check_live_resize, check_resize_arguments
 from torchtitan_lite.core.outputs import output_folder
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_agent import RankAgent
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     RequestInbox,
     ResizeRequest,
     RunMesh,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import RestartPolicy
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_agent import RankAgent
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import RestartPolicy
 
 _MAX_RESTARTS = 10
 """Replacements of ranks in a row, without 20 s of progress between them."""

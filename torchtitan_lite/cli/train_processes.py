@@ -11,8 +11,8 @@ from torchtitan_lite.cli.train_options import TrainOptions
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.rank.processes import die_with_parent
 from torchtitan_lite.core.run_lease import supervisor_environment
-from torchtitan_lite.fault_tolerance.supervision.launcher.local_ranks import run_ranks
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import TRAIN_OPTIONS
+from torchtitan_lite.fault_tolerance.supervision.local_ranks import run_ranks
 
 _PARENT = "TORCHTITAN_LITE_PARENT_PID"
 """Environment variable: the process of --nproc; its ranks die with it."""

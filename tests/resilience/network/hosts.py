@@ -22,7 +22,7 @@ from tests.harness.replicas import ENDLESS, Replicas
 from tests.harness.tolerances import FAULTS_FLOAT64
 from tests.resilience.network.namespaces import Network
 from torchtitan_lite.core.outputs import METRICS
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import records
+from torchtitan_lite.fault_tolerance.supervision.logs import records
 
 ARGUMENTS: tuple[str, ...] = (
     *ENDLESS,

@@ -15,7 +15,7 @@ from tests.harness.ranks import REPOSITORY
 from tests.harness.tolerances import FAULTS_FLOAT64, RESIZED_FLOAT32_LOSS
 from tests.resilience.network.machines import STEP_S, Machines, machines, undisturbed_losses
 from tests.resilience.network.namespaces import unavailable_reason
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import ResizeState
+from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 _REASON = unavailable_reason()
 pytestmark = [

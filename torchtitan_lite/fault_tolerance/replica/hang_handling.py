@@ -3,7 +3,8 @@ ends the process with its stacks, and a flight recorder of the pending collectiv
 
 The watchdog's timer is faulthandler's, in a native thread that does not take the GIL: it also fires
 where Python cannot run, as in compiled code that hangs. A stopped process is detected from outside,
-by the launcher (launcher/hang_detection.py), which has more evidence and therefore acts first.
+by the launcher (supervision/failures/hang_detection.py), which has more evidence and therefore acts
+first.
 
 The flight recorder's thread waits for a request of the launcher and for the end of a phase's limit,
 and wakes about once per `hang_timeout_s`. It needs the GIL, so that a rank that hangs while it
@@ -26,7 +27,7 @@ from torchtitan_lite.core.phases import Phase, PhaseListener
 from torchtitan_lite.core.rank.heartbeat import HEARTBEATS, HeartbeatWriter
 from torchtitan_lite.core.rank.supervised import FLIGHT_SIGNAL, RANK_LOGS
 from torchtitan_lite.distributed.torch_compat import flight_record
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import (
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import (
     flight_record_file,
     read_flight_record,
 )

@@ -23,7 +23,7 @@ from torchtitan_lite.fault_tolerance.replica.hang_handling import (
     HangWatchdog,
     phase_limits_s,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import (
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import (
     flight_record_file,
     read_flight_record,
 )

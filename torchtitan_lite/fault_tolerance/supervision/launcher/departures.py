@@ -19,8 +19,8 @@ from pathlib import Path
 
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.core.rank.processes import ExitStatus, kill_process_group, spawn
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import open_log
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
+from torchtitan_lite.fault_tolerance.supervision.logs import open_log
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     GiveUp,
     RestartPolicy,
     failure_of,

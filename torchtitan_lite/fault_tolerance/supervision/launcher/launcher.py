@@ -16,12 +16,11 @@ from torchtitan_lite.core.diagnosis import NOTIFIER, Cause, Diagnosis
 from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.core.rank.processes import Subreaper, become_subreaper, wait_readable
 from torchtitan_lite.core.rank.supervised import GENERATION, LIGHTHOUSE
+from torchtitan_lite.fault_tolerance.supervision.failures.link_monitor import LinkMonitor
 from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
     LighthouseProcess,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.link_monitor import LinkMonitor
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import last_lines
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan
 from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import (
     ReplicaProcess,
@@ -32,13 +31,14 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize import (
     Resizer,
     SlotsFile,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RequestInbox
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
+from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import StatusView
+from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
+from torchtitan_lite.fault_tolerance.supervision.logs import last_lines
+from torchtitan_lite.fault_tolerance.supervision.resize_request import RequestInbox
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     GiveUp,
     RestartPolicy,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import StatusView
-from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
 
 _POLL_S = 0.05
 _FAILURE_LINES = 25

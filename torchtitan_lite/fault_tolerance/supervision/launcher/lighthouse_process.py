@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 from torchtitan_lite.core.diagnosis import LIGHTHOUSE, Cause, Diagnosis
 from torchtitan_lite.core.rank.processes import ExitStatus, kill_process_group, spawn
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import TorchftLogFilter, open_log
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
+from torchtitan_lite.fault_tolerance.supervision.logs import TorchftLogFilter, open_log
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     GiveUp,
     RestartPolicy,
     failure_of,

@@ -14,20 +14,21 @@ from torchtitan_lite.core.diagnosis import Diagnosis
 from torchtitan_lite.core.errors import TRANSIENT
 from torchtitan_lite.core.outputs import quorum_name
 from torchtitan_lite.core.rank.processes import state_of
-from torchtitan_lite.fault_tolerance.supervision.launcher.failure_cause import (
+from torchtitan_lite.fault_tolerance.supervision.failures.failure_cause import (
     LOG_LINES,
     diagnose_failure,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import FlightRecord
-from torchtitan_lite.fault_tolerance.supervision.launcher.hang_detection import STOPPED
-from torchtitan_lite.fault_tolerance.supervision.launcher.hang_diagnosis import (
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import FlightRecord
+from torchtitan_lite.fault_tolerance.supervision.failures.hang_detection import STOPPED
+from torchtitan_lite.fault_tolerance.supervision.failures.hang_diagnosis import (
     HangMonitor,
     has_newer_flight_record,
     newer_flight_records,
     request_flight_record,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import ReplicaProgress, last_lines
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
+from torchtitan_lite.fault_tolerance.supervision.logs import ReplicaProgress, last_lines
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     Permission,
     ResizeAnswer,
     ResizeRequest,
@@ -35,13 +36,12 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import 
     read_answer,
     send_request,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     Failure,
     GiveUp,
     RestartAfter,
     RestartPolicy,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
 
 _MAX_LINE_CHARS = 300
 _STOPPED_BY_OTHERS = "saved and left, because a process other than the launcher asked it to stop"

@@ -20,7 +20,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import
     ReplicaProcess,
     ReplicaState,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     LEAVE_S,
     Permission,
     RequestInbox,

@@ -25,13 +25,13 @@ from torchtitan_lite.core.rank.processes import (
     wait_readable,
 )
 from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, RANK_LOGS, rank_log
-from torchtitan_lite.fault_tolerance.supervision.launcher.hang_detection import RankStatus
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import (
+from torchtitan_lite.fault_tolerance.supervision.failures.hang_detection import RankStatus
+from torchtitan_lite.fault_tolerance.supervision.logs import (
     last_lines,
     make_log_folder,
     open_log,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure, failure_of
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure, failure_of
 
 
 @dataclass

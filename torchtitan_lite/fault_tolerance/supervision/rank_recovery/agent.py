@@ -30,14 +30,14 @@ from torch.distributed.elastic.rendezvous import (
 from torchtitan_lite.core.errors import FAILED, TRANSIENT
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.rank.supervised import GENERATION, GENERATION_STARTED, rank_environment
-from torchtitan_lite.fault_tolerance.supervision.launcher.local_ranks import forwarded_signal
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import mask_numbers
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure
+from torchtitan_lite.fault_tolerance.supervision.local_ranks import forwarded_signal
+from torchtitan_lite.fault_tolerance.supervision.logs import mask_numbers
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
     RankState,
 )
+from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure
 
 _POLL_S = 0.02
 _CAUSE_S = 0.5

@@ -4,15 +4,25 @@ The agent renews it from its main loop, so that neither a cut network nor an age
 leaves a rank training in a place that another machine has taken.
 """
 
+import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Set
 
-from torchtitan_lite.core.rank.processes import children_of, command_line, is_writer, signal_process
+from torchtitan_lite.core.rank.processes import (
+    Subreaper,
+    become_subreaper,
+    children_of,
+    command_line,
+    is_writer,
+    signal_process,
+)
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import lease_clock_s
 
 _CHECK_S = 0.1
+_REAP_S = 0.5
 
 
 class Lease:
@@ -35,6 +45,34 @@ class Lease:
             if self.is_training and self._until_s is not None and lease_clock_s() > self._until_s:
                 kill_writers(os.getpid())
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+class AdoptedWriters:
+    """Checkpoint writers of an agent's ranks. They outlive their ranks, and must end with the lease
+    of the machine, too: another machine may take the place that they write for."""
+
+    def __init__(self) -> None:
+        become_subreaper()
+        self._subreaper, self._reaped_s, self._killed_s = Subreaper(), 0.0, -math.inf
+
+    def reap(self, started: Set[int]) -> None:
+        """Reap those that have ended; `started` are the ranks, which their agent waits for."""
+        if time.monotonic() - self._reaped_s > _REAP_S:
+            self._reaped_s = time.monotonic()
+            self._subreaper.reap(started, self._reaped_s)
+
+    def check(self, *, may_write: bool) -> None:
+        """Kill them if they may not write; again later, because ranks that are not on standby yet
+        may start others."""
+        if may_write:
+            self._killed_s = -math.inf
+        elif time.monotonic() - self._killed_s > _REAP_S:
+            self.kill()
+            self._killed_s = time.monotonic()
+
+    def kill(self) -> None:
+        """Kill them at once."""
+        kill_writers(os.getpid())
 
 
 def kill_writers(parent: int) -> None:

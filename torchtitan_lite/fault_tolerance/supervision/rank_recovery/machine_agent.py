@@ -19,16 +19,13 @@ from torch.distributed.elastic.rendezvous import (
 
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.log import logger
-from torchtitan_lite.core.rank.processes import Subreaper, become_subreaper
 from torchtitan_lite.distributed.stores import listening_store
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import ResizeState, RunMesh
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.agent import (
     AgentRendezvous,
     ProcessAgent,
     succeeded,
 )
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import kill_writers
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import AdoptedWriters
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
     RankState,
@@ -49,8 +46,8 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     STOP_S,
     lease_clock_s,
 )
-
-_REAP_S = 0.5
+from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState, RunMesh
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure
 
 
 class MachineAgent(ProcessAgent):
@@ -83,9 +80,7 @@ class MachineAgent(ProcessAgent):
         # All machines have equally many ranks, so that torchelastic need not compare them in a
         # store, where it would block.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-        # A checkpoint writer outlives its rank, and must end with the lease, too.
-        become_subreaper()
-        self._subreaper, self._reaped_s = Subreaper(), 0.0
+        self._writers = AdoptedWriters()
         self._started: set[int] = set()
         self._link, self._join_timeout_s = link, join_timeout_s
         self._replica_arguments = replica_arguments
@@ -93,8 +88,6 @@ class MachineAgent(ProcessAgent):
         self._generation_number = 0
         """Number of the present or last generation of this machine."""
         self._leased_s = 0.0
-        self._writers_killed_s = -math.inf
-        """When writers were last killed for want of a lease."""
         self._spare_generation = 0
         """Last generation in which this machine was found to be a spare one."""
         self._excepted: int | None = None
@@ -129,8 +122,8 @@ class MachineAgent(ProcessAgent):
                 process.poll()
             if answer is not None and self._is_spare(answer):
                 if answer.generation != self._spare_generation:
-                    # Another machine may have taken the place that they write for.
-                    kill_writers(os.getpid())
+                    self._writers.kill()
+                    logger.info("This is a spare machine: all places are taken.")
                 self._spare_generation = answer.generation
             if self._link.rejection:
                 self._leave(self._link.report.failure_status or 1, self._link.rejection)
@@ -234,15 +227,6 @@ class MachineAgent(ProcessAgent):
         lease_s = self._link.lease_until_s - lease_clock_s()
         return min(super()._standby_deadline_s(began_s), time.monotonic() + lease_s + STANDBY_S)
 
-    def _kill_writers_without_lease(self) -> None:
-        """Kill the checkpoint writers if there is no lease, unless all ranks have finished."""
-        if self._link.has_lease:
-            self._writers_killed_s = -math.inf
-        elif time.monotonic() - self._writers_killed_s > _REAP_S and not self._has_finished():
-            kill_writers(os.getpid())
-            # Again later, because ranks that are not on standby yet may start others.
-            self._writers_killed_s = time.monotonic()
-
     def _has_finished(self) -> bool:
         """Whether all ranks have finished their training."""
         ended = [rank for rank in self._ranks.values() if rank.state is RankState.ENDED]
@@ -251,7 +235,7 @@ class MachineAgent(ProcessAgent):
 
     def _pause(self) -> None:
         self._link.beat()
-        self._kill_writers_without_lease()
+        self._writers.check(may_write=self._link.has_lease or self._has_finished())
         answer = self._link.answer
         before, replica = self._link.report.seen_generation, self._link.report.seen_replica
         if answer is not None and (answer.generation > before or answer.replica != replica):
@@ -259,9 +243,7 @@ class MachineAgent(ProcessAgent):
             self._link.update(seen_generation=seen, seen_replica=answer.replica)
         if self._link.lease_until_s != self._leased_s:
             self._renew_leases()
-        if time.monotonic() - self._reaped_s > _REAP_S:
-            self._reaped_s = time.monotonic()
-            self._subreaper.reap(self._started, self._reaped_s)
+        self._writers.reap(self._started)
         super()._pause()
 
     def _renew_leases(self) -> None:
@@ -378,7 +360,7 @@ class MachineAgent(ProcessAgent):
         has_lost_lease = not self._link.has_lease
         has_left, self._has_saved = self._has_left(), self._has_finished()
         # First of all: what they write must end with the lease, too.
-        self._kill_writers_without_lease()
+        self._writers.check(may_write=self._link.has_lease or self._has_finished())
         for process in self._ranks.values():
             process.poll()
         self._lost = {n for n, process in self._ranks.items() if process.state is RankState.EXITED}
@@ -389,7 +371,7 @@ class MachineAgent(ProcessAgent):
             self._report_failure(self._exception(rank))
         super()._stop_workers(worker_group)
         if not self._link.has_lease:
-            kill_writers(os.getpid())
+            self._writers.kill()
         self._link.update(
             phase=NodeState.STANDBY, has_lost_lease=has_lost_lease, has_left=has_left and not failed
         )
@@ -487,8 +469,7 @@ class MachineAgent(ProcessAgent):
         self._inbox.is_open = False
         super()._shutdown(death_sig, timeout)
         if self._link.report.phase is not NodeState.ENDED:
-            # Another machine may take the place that they write for.
-            kill_writers(os.getpid())
+            self._writers.kill()
         self._inbox.close("the run has ended")
         self._link.leave("it was asked to stop" if self._requests and self.exit_status else "")
 

@@ -19,19 +19,6 @@ from torchtitan_lite.core.errors import FAILED
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.rank.supervised import RANK_LOGS, rank_log
 from torchtitan_lite.distributed.stores import listening_store
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
-    LEAVE_S,
-    Permission,
-    RequestInbox,
-    ResizeRequest,
-    ResizeState,
-    RunMesh,
-)
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
-    Failure,
-    GiveUp,
-    RestartPolicy,
-)
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.agent import (
     EXIT_S,
     UNLIMITED,
@@ -43,6 +30,19 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process impo
     RankState,
 )
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import refusal_of
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
+    LEAVE_S,
+    Permission,
+    RequestInbox,
+    ResizeRequest,
+    ResizeState,
+    RunMesh,
+)
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
+    Failure,
+    GiveUp,
+    RestartPolicy,
+)
 
 _ADDRESS = "127.0.0.1"
 _START_S, _START_JOINTLY_S = 60.0, 10.0

@@ -9,13 +9,13 @@ from queue import Empty, SimpleQueue
 
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.log import logger
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import MAX_CHARS
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     RequestInbox,
     ResizeRequest,
     ResizeState,
     RunMesh,
 )
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import MAX_CHARS
 
 _POLL_S = 0.25
 _CLOSE_S = 2.0

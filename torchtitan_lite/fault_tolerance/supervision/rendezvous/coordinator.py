@@ -23,13 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.core.errors import MACHINE_FAULT
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import LEAVE_S, ResizeState
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
-    HEALTHY_S,
-    Failure,
-    GiveUp,
-    RestartPolicy,
-)
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Answer,
     FailureKind,
@@ -42,6 +35,13 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     HOLD_S,
     LOST_S,
     OUTAGE_S,
+)
+from torchtitan_lite.fault_tolerance.supervision.resize_request import LEAVE_S, ResizeState
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
+    HEALTHY_S,
+    Failure,
+    GiveUp,
+    RestartPolicy,
 )
 
 _MAX_RESTARTS = 10

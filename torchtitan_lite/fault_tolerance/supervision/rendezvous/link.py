@@ -16,7 +16,6 @@ import grpc
 from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.rpc.client import RpcClient
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     PURPOSE,
     SERVICE,
@@ -30,6 +29,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     REPORT_S,
     lease_clock_s,
 )
+from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
 _LEAVE_S = 1.0
 

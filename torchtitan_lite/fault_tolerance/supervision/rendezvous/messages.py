@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
 
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import ResizeState
+from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 SERVICE = "torchtitan_lite.Rendezvous"
 PURPOSE = "rendezvous"

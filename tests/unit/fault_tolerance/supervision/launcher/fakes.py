@@ -18,9 +18,9 @@ from torchtitan_lite.core.rank.heartbeat import report_early_stop
 from torchtitan_lite.core.rank.processes import WRITER_MODULE
 from torchtitan_lite.core.rank.supervised import attach_to_launcher
 from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
-from torchtitan_lite.fault_tolerance.supervision.launcher.local_ranks import run_ranks
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import PlainLines
+from torchtitan_lite.fault_tolerance.supervision.local_ranks import run_ranks
 
 _SLEEP = "import time; time.sleep(600)"
 _WRITER = """

@@ -14,7 +14,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize import (
     Resizer,
     SlotsFile,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     Permission,
     RequestInbox,
     ResizeAnswer,

@@ -14,18 +14,18 @@ from torchtitan_lite.cli.rank_counts import main as check_config
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.outputs import PARTICIPATES, RECEIVES_STATE, STARTING
 from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import (
-    ReplicaProgress,
-    TorchftLogFilter,
-    last_lines,
-    mask_numbers,
-)
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import (
     LaunchPlan,
     dump_folder,
     training_plan,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import RunMesh
+from torchtitan_lite.fault_tolerance.supervision.logs import (
+    ReplicaProgress,
+    TorchftLogFilter,
+    last_lines,
+    mask_numbers,
+)
+from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
 CHATTER = b"2026-01-01T00:00:00.000 [INFO] [torchft::manager] - [Replica 0] start quorum"
 

@@ -18,12 +18,12 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import
     ReplicaProcess,
     ReplicaState,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     Permission,
     ResizeRequest,
     RunMesh,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     Failure,
     RestartPolicy,
 )

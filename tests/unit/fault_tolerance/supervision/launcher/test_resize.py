@@ -19,7 +19,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize import (
     parse_ranks,
     parse_slots,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     ResizeRequest,
     RunMesh,
 )

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.core.diagnosis import Cause
+from torchtitan_lite.fault_tolerance.supervision.failures.hang_detection import STOPPED, hang_cause
+from torchtitan_lite.fault_tolerance.supervision.failures.link_monitor import LinkMonitor
 from torchtitan_lite.fault_tolerance.supervision.launcher import launcher, replica_process
 from torchtitan_lite.fault_tolerance.supervision.launcher import plan as plan_module
 from torchtitan_lite.fault_tolerance.supervision.launcher import resize as resize_module
-from torchtitan_lite.fault_tolerance.supervision.launcher.hang_detection import STOPPED, hang_cause
 from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
-from torchtitan_lite.fault_tolerance.supervision.launcher.link_monitor import LinkMonitor
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan
 from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import (
     ReplicaProcess,
     ReplicaState,
 )
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize import Resizer, _all_train
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import ResizeState
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import PlainLines
 from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
+from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 _STATES = [state for state in ReplicaState if state is not ReplicaState.TRAINING]
 

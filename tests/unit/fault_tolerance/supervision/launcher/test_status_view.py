@@ -14,12 +14,10 @@ from rich.console import Console
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
     LighthouseProcess,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import ReplicaProgress
 from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import (
     ReplicaProcess,
     ReplicaState,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import RestartPolicy
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import (
     LiveTable,
     PlainLines,
@@ -27,6 +25,8 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import (
     describe,
     status_table,
 )
+from torchtitan_lite.fault_tolerance.supervision.logs import ReplicaProgress
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import RestartPolicy
 
 RECORD = {"step": 12, "loss": 3.14159, "tokens_per_second": 12345.6, "num_replicas": 2}
 

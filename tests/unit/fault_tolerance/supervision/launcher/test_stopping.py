@@ -15,11 +15,11 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import
     ReplicaProcess,
     ReplicaState,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
+from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import PlainLines
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     Failure,
     RestartPolicy,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import PlainLines
 
 
 class _Parts:

@@ -15,10 +15,10 @@ import pytest
 
 from torchtitan_lite.core.rank.heartbeat import HeartbeatMemory
 from torchtitan_lite.core.rank.processes import ExitStatus
+from torchtitan_lite.fault_tolerance.supervision.failures.failure_cause import diagnose_failure
 from torchtitan_lite.fault_tolerance.supervision.launcher import worker_group
-from torchtitan_lite.fault_tolerance.supervision.launcher.failure_cause import diagnose_failure
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure
 from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
-    RequestInbox,
-    RunMesh,
-)
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import RestartPolicy
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_agent import RankAgent
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
     RankState,
 )
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
+    RequestInbox,
+    RunMesh,
+)
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import RestartPolicy
 
 
 class _Agent(RankAgent):

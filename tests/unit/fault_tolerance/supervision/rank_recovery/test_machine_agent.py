@@ -19,15 +19,7 @@ from tests.unit.fault_tolerance.supervision.rank_recovery.conftest import FakePr
 from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rank.processes import WRITER_MODULE, ExitStatus, Subreaper, command_line
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
-    RequestInbox,
-    ResizeRequest,
-    ResizeState,
-    RunMesh,
-    read_answer,
-    send_request,
-)
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery import machine_agent
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery import lease, machine_agent
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
@@ -49,6 +41,14 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     LEASE_S,
     STANDBY_S,
     lease_clock_s,
+)
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
+    RequestInbox,
+    ResizeRequest,
+    ResizeState,
+    RunMesh,
+    read_answer,
+    send_request,
 )
 
 _SECRET = "a secret of the tests"
@@ -190,7 +190,7 @@ def writer() -> Iterator[subprocess.Popen[bytes]]:
 def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Agent]:
     """An agent without processes, which has a lease."""
     # The agents of other tests run in processes of their own.
-    monkeypatch.setattr(machine_agent, "become_subreaper", lambda: None)
+    monkeypatch.setattr(lease, "become_subreaper", lambda: None)
     # It would reap processes of other tests.
     monkeypatch.setattr(Subreaper, "reap", lambda *ignored: None)
     monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")

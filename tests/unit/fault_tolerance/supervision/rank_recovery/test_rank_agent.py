@@ -12,7 +12,13 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from tests.unit.fault_tolerance.supervision.rank_recovery.conftest import FakeProcess
 from torchtitan_lite.core.errors import GIVEN_UP, TRANSIENT, ConfigError
 from torchtitan_lite.core.rank.processes import ExitStatus
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery import agent, rank_agent
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_agent import RankAgent
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
+    RankProcess,
+    RankState,
+)
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     Permission,
     RequestInbox,
     ResizeRequest,
@@ -22,13 +28,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import 
     read_answer,
     send_request,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import RestartPolicy
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery import agent, rank_agent
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_agent import RankAgent
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
-    RankProcess,
-    RankState,
-)
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import RestartPolicy
 
 _MESH = RunMesh(3)
 
@@ -295,9 +295,7 @@ def test_an_answer_that_cannot_be_written_is_written_later(
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "torchtitan_lite.fault_tolerance.supervision.launcher.resize_request._write", full
-        )
+        patch.setattr("torchtitan_lite.fault_tolerance.supervision.resize_request._write", full)
         replica.tick()
     assert replica.answer() is ResizeState.ACCEPTED
     replica.tick()

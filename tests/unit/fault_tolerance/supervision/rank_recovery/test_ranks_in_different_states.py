@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import ResizeState
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.agent import (
     ProcessAgent,
     RankState,
     WorkerState,
 )
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
+from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 
 def _ranks(*values: dict[str, Any]) -> dict[int, Any]:

@@ -3,12 +3,12 @@
 import threading
 from typing import Any
 
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     ResizeRequest,
     ResizeState,
     RunMesh,
 )
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
 
 
 class _Inbox:

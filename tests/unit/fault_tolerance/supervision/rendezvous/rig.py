@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import ResizeState
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Answer,
     FailureKind,
@@ -14,6 +13,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
 )
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.run_coordinator import RunCoordinator
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import LOST_S, REPORT_S
+from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 
 class Rig:

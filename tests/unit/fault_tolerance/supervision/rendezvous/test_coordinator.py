@@ -8,7 +8,6 @@ import pytest
 
 from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, fail, stand_by
 from torchtitan_lite.core.errors import GIVEN_UP, MACHINE_FAULT
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import HEALTHY_S
 from torchtitan_lite.fault_tolerance.supervision.rendezvous import coordinator
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import Busy, Rejected
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
@@ -29,6 +28,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     STANDBY_S,
     STOP_S,
 )
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import HEALTHY_S
 
 
 def test_a_lease_ends_before_a_machine_counts_as_lost() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, fail, stand_by
 from torchtitan_lite.core.errors import MACHINE_FAULT
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import LEAVE_S, ResizeState
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     FailureKind,
     NodeState,
@@ -18,6 +17,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     LOST_S,
     REPORT_S,
 )
+from torchtitan_lite.fault_tolerance.supervision.resize_request import LEAVE_S, ResizeState
 
 _MESH = "2 --parallelism.tensor_parallel_degree=2"
 

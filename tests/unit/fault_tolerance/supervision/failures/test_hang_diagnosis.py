@@ -16,12 +16,12 @@ import pytest
 from torchtitan_lite.core.rank import supervised
 from torchtitan_lite.core.rank.processes import spawn
 from torchtitan_lite.core.rank.supervised import rank_log
-from torchtitan_lite.fault_tolerance.supervision.launcher import hang_diagnosis
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import flight_record_file
-from torchtitan_lite.fault_tolerance.supervision.launcher.hang_detection import RankStatus
-from torchtitan_lite.fault_tolerance.supervision.launcher.hang_diagnosis import HangMonitor
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure
+from torchtitan_lite.fault_tolerance.supervision.failures import hang_diagnosis
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import flight_record_file
+from torchtitan_lite.fault_tolerance.supervision.failures.hang_detection import RankStatus
+from torchtitan_lite.fault_tolerance.supervision.failures.hang_diagnosis import HangMonitor
 from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure
 
 
 def test_a_killed_diagnosis_has_ended() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan_lite.core.errors import DIVERGED, GIVEN_UP, MACHINE_FAULT, TRANSIENT
 from torchtitan_lite.core.rank.processes import ExitStatus
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import (
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     Failure,
     GiveUp,
     RestartAfter,

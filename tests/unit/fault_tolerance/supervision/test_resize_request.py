@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize_request import (
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     Permission,
     RequestInbox,
     ResizeAnswer,

@@ -16,13 +16,13 @@ import pytest
 from torchtitan_lite.core.diagnosis import Cause
 from torchtitan_lite.core.phases import Phase
 from torchtitan_lite.core.rank.heartbeat import Heartbeat, HeartbeatMemory, HeartbeatWriter, parse
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import (
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import (
     CollectiveCall,
     FlightRecord,
     find_mismatch,
     read_flight_record,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.hang_detection import (
+from torchtitan_lite.fault_tolerance.supervision.failures.hang_detection import (
     RankStatus,
     StallDetector,
     blocking_ranks,

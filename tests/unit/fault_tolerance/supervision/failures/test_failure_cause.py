@@ -8,12 +8,12 @@ import pytest
 from torchtitan_lite.core.diagnosis import Cause
 from torchtitan_lite.core.errors import DIVERGED, MACHINE_FAULT
 from torchtitan_lite.core.rank.processes import ExitStatus
-from torchtitan_lite.fault_tolerance.supervision.launcher.failure_cause import diagnose_failure
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import (
+from torchtitan_lite.fault_tolerance.supervision.failures.failure_cause import diagnose_failure
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import (
     CollectiveCall,
     FlightRecord,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure, failure_of
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure, failure_of
 
 
 def _failure(status: int, rank: int | None = 1, **given: object) -> Failure:

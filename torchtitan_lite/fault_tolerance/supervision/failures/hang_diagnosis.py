@@ -1,7 +1,7 @@
 """Monitor that detects a hung replica, has a subprocess examine its ranks, and reports why the
 replica must be ended.
 
-`python -m torchtitan_lite.fault_tolerance.supervision.launcher.hang_diagnosis FOLDER` is that
+`python -m torchtitan_lite.fault_tolerance.supervision.failures.hang_diagnosis FOLDER` is that
 subprocess: the launcher must not block. It reads the ranks from standard input and writes
 FOLDER/hang.txt, whose first line is the reason. Then follow, per rank: its phase, the collectives
 in which it waits, the stacks of its threads, and their state in the kernel. Each source has a time
@@ -21,18 +21,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torchtitan_lite.core.phases import Phase
 from torchtitan_lite.core.rank.heartbeat import Heartbeat
 from torchtitan_lite.core.rank.processes import kill_process_group, parent_of, signal_process, spawn
 from torchtitan_lite.core.rank.supervised import FLIGHT_SIGNAL, STACKS_SIGNAL, rank_log
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import (
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import (
     FlightRecord,
     flight_record_file,
     read_flight_record,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.hang_detection import (
+from torchtitan_lite.fault_tolerance.supervision.failures.hang_detection import (
     STOPPED,
     RankStatus,
     StallDetector,
@@ -41,8 +41,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.hang_detection import 
     hang_reason,
     rank_named_in,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure
-from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure
 
 REPORT = "hang.txt"
 TIMEOUT_S = 15.0
@@ -52,10 +51,27 @@ _STACKS_S = 6.0
 _MOST_THREADS = 64
 
 
+class MonitoredRanks(Protocol):
+    """The processes of one generation of a replica."""
+
+    folder: Path
+    """Where their logs are."""
+    environment: Mapping[str, str]
+
+    @property
+    def pid(self) -> int:
+        """The process that starts the ranks."""
+        ...
+
+    def rank_statuses(self) -> list[RankStatus]:
+        """Return what is known of each rank."""
+        ...
+
+
 class HangMonitor:
     """Hang detection for one generation of a replica."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: MonitoredRanks) -> None:
         self._group = group
         self._stalls = StallDetector()
         self._diagnosis: subprocess.Popen[bytes] | None = None
@@ -120,7 +136,7 @@ class HangMonitor:
         command = [
             sys.executable,
             "-m",
-            "torchtitan_lite.fault_tolerance.supervision.launcher.hang_diagnosis",
+            "torchtitan_lite.fault_tolerance.supervision.failures.hang_diagnosis",
         ]
         folder: Path = self._group.folder
         (folder / REPORT).unlink(missing_ok=True)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.core.rank.processes import ExitStatus
-from torchtitan_lite.fault_tolerance.supervision.launcher import local_ranks
-from torchtitan_lite.fault_tolerance.supervision.launcher.local_ranks import run_ranks
+from torchtitan_lite.fault_tolerance.supervision import local_ranks
+from torchtitan_lite.fault_tolerance.supervision.local_ranks import run_ranks
 
 _STORE = """
 import os, socket

@@ -8,8 +8,8 @@ from itertools import permutations
 import pytest
 
 from torchtitan_lite.core.diagnosis import Cause, Diagnosis
-from torchtitan_lite.fault_tolerance.supervision.launcher import link_monitor
-from torchtitan_lite.fault_tolerance.supervision.launcher.link_monitor import (
+from torchtitan_lite.fault_tolerance.supervision.failures import link_monitor
+from torchtitan_lite.fault_tolerance.supervision.failures.link_monitor import (
     Connection,
     LinkMonitor,
     RankId,

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan_lite.core.diagnosis import Cause
 from torchtitan_lite.core.errors import DIVERGED, GIVEN_UP, MACHINE_FAULT, TRANSIENT
 from torchtitan_lite.core.rank.processes import ExitStatus
-from torchtitan_lite.fault_tolerance.supervision.launcher.logs import last_lines, mask_numbers
+from torchtitan_lite.fault_tolerance.supervision.logs import last_lines, mask_numbers
 
 HEALTHY_S = 20.0
 """Duration of progress that resets the count of consecutive failures."""

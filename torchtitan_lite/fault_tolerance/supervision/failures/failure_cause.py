@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from torchtitan_lite.core.diagnosis import PARENT, RANK, Cause, Diagnosis, cause_in
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import (
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import (
     FlightRecord,
     find_mismatch,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.restart_policy import Failure
+from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure
 
 LOG_LINES = 40
 """Lines at the end of a log in which the error of a rank is looked for."""

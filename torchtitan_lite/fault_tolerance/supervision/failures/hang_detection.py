@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchtitan_lite.core.diagnosis import Cause
 from torchtitan_lite.core.phases import Phase
 from torchtitan_lite.core.rank.heartbeat import Heartbeat
-from torchtitan_lite.fault_tolerance.supervision.launcher.flight_records import (
+from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import (
     CollectiveCall,
     FlightRecord,
     find_mismatch,
