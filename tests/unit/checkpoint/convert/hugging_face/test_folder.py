@@ -199,9 +199,9 @@ def test_pickles_are_rejected_with_a_remedy(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 1}, "top_k is 1 in its config.json and 2 here"),
         (
             {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
-            "its architecture is ['MixtralForCausalLM']",
+            "model_type is 'mixtral', and qwen3 or qwen3_moe is needed",
         ),
-        ({"architectures": None, "model_type": None}, "its architecture is None"),
+        ({"model_type": None}, "model_type is None"),
     ],
 )
 def test_a_model_that_differs_from_the_folder_is_rejected(
