@@ -98,8 +98,8 @@ def read_hugging_face_config(folder: Path) -> dict[str, Any]:
 
 
 def folder_problem(path: Path) -> str | None:
-    """Return why a path that lacks a file of a Hugging Face folder is none; None for a folder
-    without GGUF files."""
+    """Return why a path without the files of a Hugging Face folder is not one: it is missing, a
+    file, or holds GGUF. None if it is another folder."""
     if not path.exists():
         return (
             f"{path} does not exist. Give a folder on this machine; hf download NAME --local-dir "

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -138,7 +138,7 @@ class HuggingFaceFolder:
         return tensors
 
 
-def check_counts(config: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+def check_counts(config: Mapping[str, Any], names: Collection[str], where: str) -> None:
     """Raise DamagedCheckpoint if the config.json in `where` has more layers or experts than the
     tensors `names` beside it: building them might not end."""
     text = config.get("text_config")
