@@ -109,7 +109,9 @@ def ours_in(source: Path, target: Path) -> None:
     model = hugging_face_model(read_hugging_face_config(source), str(source))
     HuggingFaceImport(
         source=HuggingFaceSnapshot(
-            *open_parent_storage(str(source)), model_spec(model), block_bytes=BLOCK_BYTES
+            HuggingFaceFolder(*open_parent_storage(str(source))),
+            model_spec(model),
+            block_bytes=BLOCK_BYTES,
         ),
         storage=open_storage(str(target)),
         dtype=None,
@@ -217,7 +219,9 @@ def measure_loads(source: str, rounds: int, port: int) -> dict[str, Any]:
         nonlocal num_read
         before = io_bytes("rchar")
         storage, name = open_parent_storage(source)
-        snapshot = HuggingFaceSnapshot(storage, name, spec, num_blocks=mesh.world_size)
+        snapshot = HuggingFaceSnapshot(
+            HuggingFaceFolder(storage, name), spec, num_blocks=mesh.world_size
+        )
         checkpoint.load(snapshot, dict(live), {"model"}, mesh)
         storage.close()
         num_read = io_bytes("rchar") - before

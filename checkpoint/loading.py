@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.convert.hugging_face.folder import is_hugging_face
+from torchtitan_lite.checkpoint.convert.hugging_face.folder import (
+    HuggingFaceFolder,
+    is_hugging_face,
+)
 from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.format import MANIFEST
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot, WeightsSnapshot
@@ -51,7 +54,7 @@ def open_snapshot(
     """
     is_ours = exists(storage, f"{name}/{MANIFEST}")
     if spec is not None and not is_ours and is_hugging_face(storage, name):
-        return HuggingFaceSnapshot(storage, name, spec, num_blocks=num_ranks)
+        return HuggingFaceSnapshot(HuggingFaceFolder(storage, name), spec, num_blocks=num_ranks)
     reject_external(storage, name)
     return StoredSnapshot(storage, name)
 

@@ -29,8 +29,10 @@ def checkpoint_root(folder: str, dump_folder: Path) -> str:
 def find_steps(path: str) -> tuple[str, list[str]]:
     """Return the folder or URL of the checkpoints that `path` names, and the names of their steps,
     ascending: one if `path` is the folder of a step, none if there is no checkpoint (as in a
-    Hugging Face folder). Raises OSError and CheckpointError as the storage does."""
+    Hugging Face folder, or a file). Raises OSError and CheckpointError as the storage does."""
     path = path.rstrip("/") or "/"
+    if (file := local_path(path)) is not None and file.is_file():
+        return path, []
     if is_step(path):
         root, name = split(path)
         return root, [name]

@@ -25,7 +25,7 @@ refuse_other_name(__name__)
 from torchtitan_lite.config.tables.model import ModelConfig  # noqa: E402
 from torchtitan_lite.core.errors import ConfigError  # noqa: E402
 from torchtitan_lite.core.registry import REGISTRY, import_module, unknown_name  # noqa: E402
-from torchtitan_lite.nn.hugging_face.config import find_architecture  # noqa: E402
+from torchtitan_lite.nn.hugging_face.config import find_architecture, naming  # noqa: E402
 from torchtitan_lite.nn.spec import ModelSpec  # noqa: E402
 
 
@@ -83,47 +83,85 @@ def read_hugging_face_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
-            f"{path} cannot be read: {error}. It describes the model of a Hugging Face folder."
+            folder_problem(folder)
+            or f"{path} is missing. It describes the model of a Hugging Face folder."
         ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}. Download it again.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a JSON object.")
     return values
 
 
-def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the family and the sizes, as in `[model] dims`, of a config.json. Raises ConfigError
-    for an unknown architecture, with the known ones, and for unsupported values."""
-    given, model_type = values.get("architectures"), values.get("model_type")
+def folder_problem(path: Path) -> str | None:
+    """Return why a path without the files of a Hugging Face folder is not one: it is missing, a
+    file, or holds GGUF. None if it is another folder."""
+    if not path.exists():
+        return (
+            f"{path} does not exist. Give a folder on this machine; hf download NAME --local-dir "
+            "DIR gets one of the hub."
+        )
+    gguf = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if gguf and gguf[0].suffix == ".gguf":
+        return (
+            f"{gguf[0]} is a GGUF file, which is not supported. Give the folder of the model's "
+            "safetensors, or convert it with transformers: AutoModelForCausalLM.from_pretrained("
+            "DIR, gguf_file=NAME).save_pretrained(OUT)."
+        )
+    return None if path.is_dir() else f"{path} is a file. Give its folder, {path.parent}."
+
+
+def hugging_face_dims(
+    values: Mapping[str, Any], file: str = "config.json"
+) -> tuple[str, dict[str, Any]]:
+    """Return the family and the sizes, as in `[model] dims`, of the config.json `file`. Raises
+    ConfigError with its name for an unknown architecture, with the known ones, and for unsupported
+    values."""
     of_families = {name: getattr(family(name), "ARCHITECTURES", {}) for name in families()}
     known = {name: kind for of_family in of_families.values() for name, kind in of_family.items()}
-    architecture = find_architecture(values, known)
-    if architecture is not None and _is_text_model(given, known):
+    with naming(file):
+        architecture = _architecture(values, known)
         name = next(name for name, of_family in of_families.items() if architecture in of_family)
         return name, plain_dims(family(name).dims_of_hugging_face(values))
+
+
+def _architecture(values: Mapping[str, Any], known: Mapping[str, str]) -> str:
+    """Return the architecture of a config.json. Raises ConfigError if it is not known, or not of a
+    model that predicts the next token."""
     # Families import this module.
     from torchtitan_lite.models.auto.missing_parts import missing_part
 
+    model_type, given = values.get("model_type"), values.get("architectures")
     if part := missing_part(model_type):
         raise ConfigError(
-            f"config.json is of architecture {given!r:.200} (model_type {model_type!r:.60}), which "
-            f"needs {part}: that is not supported. docs/models.md lists what is."
+            f"model_type {model_type!r:.60} (architectures {given!r:.200}) needs {part}: that is "
+            "not supported. docs/models.md lists what is."
         )
-    raise ConfigError(
-        f"config.json is of architecture {given!r:.200}. Known are: {', '.join(sorted(known))}."
-    )
+    architecture = find_architecture(values, known)
+    if architecture is None:
+        types = sorted(set(known.values()))
+        raise ConfigError(
+            f"{unknown_name('model_type', str(model_type or '')[:60], types)} It decides, as in "
+            f"transformers; architectures ({given!r:.200}) does for code of the folder (auto_map)."
+        )
+    names = given if isinstance(given, list) else [given]
+    if any(names) and not any(name in known or str(name).endswith("ForCausalLM") for name in names):
+        raise ConfigError(
+            f"architectures is {given!r:.200}, which does not predict the next token. Known are: "
+            f"{', '.join(sorted(known))}."
+        )
+    return architecture
 
 
-def _is_text_model(given: Any, known: Mapping[str, str]) -> bool:
-    """Whether `architectures` is absent, or has one that predicts the next token."""
-    names = given if isinstance(given, list) else []
-    return not names or any(name in known or str(name).endswith("ForCausalLM") for name in names)
-
-
-def hugging_face_model(values: Mapping[str, Any], hf_assets_path: str) -> ModelConfig:
-    """Return the model section for a config.json. Raises as `hugging_face_dims` does."""
-    family, dims = hugging_face_dims(values)
+def hugging_face_model(
+    values: Mapping[str, Any], hf_assets_path: str, file: str = "config.json"
+) -> ModelConfig:
+    """Return the model section for the config.json `file`. Raises as `hugging_face_dims` does."""
+    family, dims = hugging_face_dims(values, file)
     return ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=hf_assets_path)
 
 

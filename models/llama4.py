@@ -245,7 +245,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:
     if named_architecture(values, ARCHITECTURES) == _VISION:
         text = config.given("text_config")
         if not isinstance(text, dict):
-            raise ConfigError("config.json has no text_config, which describes the text model.")
+            raise ConfigError("text_config, which describes the text model, is absent.")
         config.only("tie_word_embeddings", False)
         config.ignore("text_config", "vision_config", *_OF_IMAGES)
         config.check()

@@ -136,7 +136,9 @@ def _observe(
 
     # The other ranks send nothing, so the run's identity does not arrive from rank 0.
     identity = b'["00000000000000000000000000000000", "000000000000"]'
-    leader = patch("torchtitan_lite.checkpoint.save_context.broadcast_bytes", lambda _: identity)
+    leader = patch(
+        "torchtitan_lite.checkpoint.history.identity.broadcast_bytes", lambda _: identity
+    )
     # Without a driver, inductor cannot generate kernels.
     kernel = patch("torchtitan_lite.nn.attention.compiled_flex", lambda: flex_attention)
     sinks = patch("torchtitan_lite.nn.attention_sinks.compiled_flex", lambda: flex_attention)

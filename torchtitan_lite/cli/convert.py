@@ -32,14 +32,15 @@ from torchtitan_lite.checkpoint import (
 from torchtitan_lite.checkpoint.convert.dcp import DcpFolder, convert_from_dcp, convert_to_dcp
 from torchtitan_lite.checkpoint.convert.hugging_face import (
     BLOCK_BYTES,
+    CONFIG,
     AdapterExport,
     FolderExport,
     HuggingFaceExport,
+    HuggingFaceFolder,
     HuggingFaceImport,
     HuggingFaceSnapshot,
     check_disk_space,
     is_hugging_face,
-    read_config,
 )
 from torchtitan_lite.checkpoint.storage import (
     MANIFEST,
@@ -53,7 +54,7 @@ from torchtitan_lite.core.log import configure_logging, logger
 from torchtitan_lite.core.urls import local_path
 from torchtitan_lite.data.tokenizer import special_ids
 from torchtitan_lite.distributed.device import detect_device
-from torchtitan_lite.models import hugging_face_model, model_spec
+from torchtitan_lite.models import folder_problem, hugging_face_model, model_spec
 from torchtitan_lite.optim import WarmupStableDecay, build_lr_scheduler, build_optimizer
 from torchtitan_lite.serving.inference.weights import Weights, config_of_snapshot, find_tokenizer
 from torchtitan_lite.training.run_config import parse_command_line
@@ -82,21 +83,25 @@ def from_hugging_face(options: argparse.Namespace, arguments: Sequence[str]) -> 
 
 
 def _prepare(options: argparse.Namespace) -> HuggingFaceImport:
-    folder = options.hf_dir
-    storage, name = open_parent_storage(str(folder))
+    storage, name = open_parent_storage(str(options.hf_dir))
     if not is_hugging_face(storage, name):
         raise CheckpointError(
-            f"{folder} is not a Hugging Face folder: it has neither model.safetensors nor "
-            "model.safetensors.index.json."
+            folder_problem(options.hf_dir)
+            or f"{options.hf_dir} is not a Hugging Face folder: it has neither model.safetensors "
+            "nor model.safetensors.index.json."
         )
+    folder = HuggingFaceFolder(storage, name)
+    # Raises DataError for a damaged tokenizer, before anything is written.
+    special_ids(options.hf_dir)
     # Assets are read from a local folder, so they cannot be in an object store.
     folder_here = local_path(options.out_dir)
     assets = None if folder_here is None else folder_here.expanduser().absolute() / "assets"
-    model = hugging_face_model(read_config(storage, name), str(assets or folder))
+    config_file = f"{folder.where}/{CONFIG}"
+    model = hugging_face_model(folder.config, str(assets or options.hf_dir), config_file)
     if options.mtp_depth:
         model = model.model_copy(update={"mtp_depth": options.mtp_depth})
     return HuggingFaceImport(
-        source=HuggingFaceSnapshot(storage, name, model_spec(model), block_bytes=BLOCK_BYTES),
+        source=HuggingFaceSnapshot(folder, model_spec(model), block_bytes=BLOCK_BYTES),
         storage=open_storage(options.out_dir),
         dtype=_dtype(options),
         run_config=to_record(Config(model=model)),

@@ -243,6 +243,8 @@ def _require_file(folder: Path) -> Path:
         if folder.is_dir():
             names = sorted(path.name for path in folder.iterdir())[:8]
             problem = f"that folder contains {', '.join(names) or 'nothing'}"
+        elif folder.exists():
+            problem = "that is a file"
         raise DataError(
             f'model.hf_assets_path = "{folder}" has no tokenizer.json ({problem}). Set it to a '
             f"folder with the tokenizer files of a Hugging Face model, or omit it to train a "

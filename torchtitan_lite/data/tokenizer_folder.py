@@ -21,14 +21,14 @@ SPECIAL_TOKENS = tuple(
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json; in folders of early releases, where it does not list the added
     tokens, also special_tokens_map.json and added_tokens.json. Raises DataError."""
-    config = _read_object(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     if "added_tokens_decoder" in config:
         return config
-    config |= _read_object(folder / "special_tokens_map.json")
+    config |= read_object(folder / "special_tokens_map.json")
     special = {token_text(config[key]) for key in SPECIAL_TOKENS if config.get(key) is not None}
     added = {
         str(id): {"content": text, "special": text in special, "normalized": text not in special}
-        for text, id in _read_object(folder / "added_tokens.json").items()
+        for text, id in read_object(folder / "added_tokens.json").items()
     }
     return {**config, "added_tokens_decoder": added} if added else config
 
@@ -48,8 +48,8 @@ def token_text(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) and "content" in token else str(token)
 
 
-def _read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if there is no file."""
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if there is no file. Raises DataError."""
     try:
         # The bytes, because they may begin with a byte order mark.
         values = json.loads(file.read_bytes()) if file.is_file() else {}

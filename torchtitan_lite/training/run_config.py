@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config import Config, loading
-from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.errors import CheckpointError, ConfigError
 
 _AUTO = "auto"
 """The family of a folder, whichever it is."""
@@ -58,9 +58,13 @@ def _find_initial_weights(tables: dict[str, Any]) -> str | None:
         return f"{asked} loads the weights in model.hf_assets_path, which is not set. Set either."
     weights = Path(folder).expanduser()
     if not any((weights / name).is_file() for name in _WEIGHTS):
+        # Importing a model family imports torch, which takes seconds.
+        from torchtitan_lite.models import folder_problem
+
+        problem = folder_problem(weights) or f"{folder} has neither {' nor '.join(_WEIGHTS)}."
         return (
-            f"{asked} loads the weights in model.hf_assets_path, and {folder} has neither "
-            f"{' nor '.join(_WEIGHTS)}. Set initial_load_path to the folder that has them."
+            f"{asked} loads the weights in model.hf_assets_path, and {problem} Set "
+            "initial_load_path to the folder that has them."
         )
     checkpoint["initial_load_path"] = folder
     return None
@@ -85,11 +89,15 @@ def _read_hugging_face_dims(tables: dict[str, Any]) -> str | None:
             "Set it to the Hugging Face folder."
         )
     # Importing a model family imports torch, which takes seconds.
+    from torchtitan_lite.checkpoint.convert.hugging_face import check_counts_of
     from torchtitan_lite.models import hugging_face_dims, read_hugging_face_config
 
+    path = Path(folder).expanduser()
     try:
-        family, dims = hugging_face_dims(read_hugging_face_config(Path(folder).expanduser()))
-    except ConfigError as error:
+        values = read_hugging_face_config(path)
+        check_counts_of(path, values)
+        family, dims = hugging_face_dims(values, str(path / "config.json"))
+    except (CheckpointError, ConfigError) as error:
         return str(error)
     if model.get("name", _AUTO) not in (family, _AUTO):
         return (

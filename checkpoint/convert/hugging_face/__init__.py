@@ -3,10 +3,11 @@
 from torchtitan_lite.checkpoint.convert.conversion import TargetExists, check_disk_space
 from torchtitan_lite.checkpoint.convert.hugging_face.export import FolderExport
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import (
+    CONFIG,
     GENERATION,
     HuggingFaceFolder,
+    check_counts_of,
     is_hugging_face,
-    read_config,
     save_assets,
     saved_assets,
 )
@@ -22,6 +23,7 @@ from torchtitan_lite.checkpoint.convert.hugging_face.to_peft import AdapterExpor
 
 __all__ = [
     "BLOCK_BYTES",
+    "CONFIG",
     "GENERATION",
     "AdapterExport",
     "FolderExport",
@@ -30,6 +32,7 @@ __all__ = [
     "HuggingFaceImport",
     "HuggingFaceSnapshot",
     "TargetExists",
+    "check_counts_of",
     "check_disk_space",
     "expand_key",
     "export_on_all_ranks",
@@ -37,7 +40,6 @@ __all__ = [
     "is_hugging_face",
     "match_key",
     "peft_module_name",
-    "read_config",
     "save_assets",
     "saved_assets",
 ]

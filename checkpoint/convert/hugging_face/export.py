@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.convert.hugging_face.earlier_releases import (
     TOKENIZER_CONFIG,
     rewrite_tokenizer_config,
 )
-from torchtitan_lite.checkpoint.convert.hugging_face.folder import copy_assets
+from torchtitan_lite.checkpoint.convert.hugging_face.folder import check_assets, copy_assets
 from torchtitan_lite.checkpoint.convert.hugging_face.partial_folder import (
     PartialFolder,
     check_absent,
@@ -197,10 +197,13 @@ class FolderExport(ABC):
 
 
 def check_target(target: Path, assets: Path | None) -> None:
-    """Raise TargetExists if `target` exists, and CheckpointError if `assets` is not a folder."""
+    """Raise TargetExists if `target` exists, and CheckpointError if `assets` is not a folder, or
+    has damaged files."""
     check_absent(target)
     if assets is not None and not assets.is_dir():
         raise CheckpointError(f"The tokenizer folder {assets} is not a folder.")
+    if assets is not None:
+        check_assets(assets)
 
 
 def _pieces(

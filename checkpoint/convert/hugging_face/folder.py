@@ -8,26 +8,35 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.storage.base import Storage, exists
+from torchtitan_lite.checkpoint.storage.base import Storage, exists, open_parent_storage
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.tensors import DTYPES
 from torchtitan_lite.core.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.urls import local_path
+from torchtitan_lite.models import folder_problem
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors", re.ASCII)
+_COUNTS = {
+    "num_hidden_layers": re.compile(r"\.(\d{1,9})\.", re.ASCII),
+    "*n*_experts": re.compile(r"experts\.(\d{1,9})\.", re.ASCII),
+}
+"""Keys of config.json, as patterns, and the numbers in the names of tensors that they count: the
+first one in a name is that of its layer."""
 _SHOWN = 20
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
@@ -73,9 +82,10 @@ class HuggingFaceFolder:
         missing or contradict the index or their headers."""
         self.storage, self.name = storage, name
         self.where = f"{storage.root}/{name}"
-        self.config = read_config(storage, name)
+        self.config = _read_json(storage, f"{name}/{CONFIG}")
         # Same precedence as transformers.
         self.tensors = self._read_one(WEIGHTS) if self._has(WEIGHTS) else self._read_index()
+        check_counts(self.config, self.tensors, self.where)
 
     def path(self, file: str) -> str:
         """Return the path in the storage."""
@@ -128,14 +138,57 @@ class HuggingFaceFolder:
         return tensors
 
 
-def read_config(storage: Storage, name: str) -> Mapping[str, Any]:
-    """Read the folder's config.json. Raises CheckpointError and DamagedCheckpoint."""
-    return _read_json(storage, f"{name}/{CONFIG}")
+def check_counts(config: Mapping[str, Any], names: Collection[str], where: str) -> None:
+    """Raise DamagedCheckpoint if the config.json in `where` has more layers or experts than the
+    tensors `names` beside it: building them might not end."""
+    text = config.get("text_config")
+    values = text if isinstance(text, dict) else config
+    for pattern, number in _COUNTS.items():
+        numbers = (int(found[1]) for name in names if (found := number.search(name)))
+        held = 1 + max(numbers, default=-1)
+        for key in values:
+            value = values[key] if fnmatchcase(key, pattern) else None
+            if type(value) is int and value > held > 0:
+                raise DamagedCheckpoint(
+                    f"{where}/{CONFIG}: {key} is {value!r:.100}, and the weights beside it are of "
+                    f"{held}. Correct it, or download the folder again."
+                )
+
+
+def check_counts_of(folder: Path, config: Mapping[str, Any]) -> None:
+    """Compare a local folder with its config.json as `check_counts` does, if it has weights that
+    can be read."""
+    storage, name = open_parent_storage(str(folder))
+    names: Any = None
+    # Damage is reported where the weights are loaded, which a run need not do.
+    with suppress(CheckpointError, OSError):
+        if exists(storage, f"{name}/{WEIGHTS}"):
+            names = read_header(storage, f"{name}/{WEIGHTS}")
+        else:
+            names = _read_json(storage, f"{name}/{INDEX}").get("weight_map")
+    if isinstance(names, Mapping):
+        check_counts(config, names, str(folder))
+
+
+def check_assets(folder: Path) -> None:
+    """Raise DamagedCheckpoint if one of the assets in a folder is not JSON of an object, or not
+    text, as its name says."""
+    for name in _assets_in(folder):
+        content = (folder / name).read_bytes()
+        try:
+            if name.endswith(".json") and not isinstance(json.loads(content), dict):
+                raise ValueError("it is not a JSON object")
+            if name.endswith((".jinja", ".txt")):
+                content.decode()
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpoint(
+                f"{folder / name} is damaged: {error}. Download it again."
+            ) from None
 
 
 def is_hugging_face(storage: Storage, name: str) -> bool:
     """Return whether `name` is a Hugging Face folder with safetensors. Raises CheckpointError if
-    its weights are pickled."""
+    its weights are in another format, or if it is a file."""
     has = {file: exists(storage, f"{name}/{file}") for file in (WEIGHTS, INDEX)}
     if any(has.values()):
         return True
@@ -147,6 +200,9 @@ def is_hugging_face(storage: Storage, name: str) -> bool:
             "transformers import AutoModelForCausalLM as M; M.from_pretrained('DIR', dtype='auto')"
             ".save_pretrained('OUT')\"; or take the model's safetensors."
         )
+    path = local_path(f"{storage.root}/{name}")
+    if path is not None and path.exists() and (problem := folder_problem(path)):
+        raise CheckpointError(problem)
     return False
 
 
@@ -241,7 +297,7 @@ def _read_json(storage: Storage, path: str) -> Mapping[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{where} is missing: a Hugging Face folder requires it.") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{where} is damaged: {error}") from None
+        raise DamagedCheckpoint(f"{where} is damaged: {error}. Download it again.") from None
     if not isinstance(values, dict):
         raise DamagedCheckpoint(f"{where} is damaged: it is not a JSON object.")
     return values

@@ -27,7 +27,11 @@ from torchtitan_lite.checkpoint.convert.conversion import (
     run_workers,
     unsharded_part,
 )
-from torchtitan_lite.checkpoint.convert.hugging_face.folder import CONFIG, copy_assets
+from torchtitan_lite.checkpoint.convert.hugging_face.folder import (
+    CONFIG,
+    check_assets,
+    copy_assets,
+)
 from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.format import step_name, tensor_file_name
 from torchtitan_lite.checkpoint.storage import attempts
@@ -84,6 +88,7 @@ class HuggingFaceImport:
         and OSError from reading and writing; nothing is left then. After KeyboardInterrupt complete
         files remain, from which the next run resumes.
         """
+        check_assets(Path(self.source.where))
         if _STEP in self.storage.steps():
             raise TargetExists(f"{self.where} already exists. Delete it, or use another folder.")
         token = self._token()

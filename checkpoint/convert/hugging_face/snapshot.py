@@ -16,13 +16,14 @@ from math import prod
 import torch
 
 from torchtitan_lite.checkpoint.convert.conversion import expected_shapes
-from torchtitan_lite.checkpoint.convert.hugging_face.folder import HuggingFaceFolder
+from torchtitan_lite.checkpoint.convert.hugging_face.folder import CONFIG, HuggingFaceFolder
 from torchtitan_lite.checkpoint.snapshots import SavedValues
-from torchtitan_lite.checkpoint.storage.base import Storage, read_error
+from torchtitan_lite.checkpoint.storage.base import read_error
 from torchtitan_lite.checkpoint.tensors import tensor_bytes, tensor_from_bytes
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.distributed.redistribute import Layout, TensorSpec
 from torchtitan_lite.distributed.redistribute.planning.placements import Holder
+from torchtitan_lite.nn.hugging_face.config import naming
 from torchtitan_lite.nn.spec import HuggingFaceForm, HuggingFaceKey, ModelSpec
 
 _SMALL_BYTES = 1 << 20
@@ -71,8 +72,7 @@ class HuggingFaceSnapshot:
 
     def __init__(
         self,
-        storage: Storage,
-        name: str,
+        folder: HuggingFaceFolder,
         spec: ModelSpec,
         *,
         num_blocks: int = 1,
@@ -81,23 +81,23 @@ class HuggingFaceSnapshot:
         """Each parameter has at least `num_blocks` holders, so that as many ranks read a part of
         it, or enough to keep blocks below `block_bytes`.
 
-        Raises CheckpointError if the folder holds another model than `spec`, and the errors of
-        `HuggingFaceFolder`.
+        Raises CheckpointError if the folder holds another model than `spec`.
         """
         if spec.hugging_face is None:
             raise CheckpointError(
-                f"{spec.name} {spec.flavor} is unknown to transformers: {storage.root}/{name} "
-                "cannot be loaded into it. Choose another model.name or model.flavor."
+                f"{spec.name} {spec.flavor} is unknown to transformers: {folder.where} cannot be "
+                "loaded into it. Choose another model.name or model.flavor."
             )
-        self.folder = folder = HuggingFaceFolder(storage, name)
+        self.folder = folder
         self.where = folder.where
-        if differences := spec.hugging_face.differences(folder.config):
+        with naming(f"{self.where}/{CONFIG}"):
+            differences = spec.hugging_face.differences(folder.config)
+        if differences:
             raise CheckpointError(
                 f"{self.where} is another model than {spec.name} {spec.flavor}: "
                 f'{"; ".join(differences)}. Set model.flavor = "hf" and model.hf_assets_path to '
                 "the folder, which takes the model from there."
             )
-        self._storage = storage
         patterns = spec.hugging_face.ignored
         self.ignored = [
             key for key in folder.tensors if any(fnmatchcase(key, pattern) for pattern in patterns)
@@ -168,14 +168,16 @@ class HuggingFaceSnapshot:
             return
         file, first, _ = self._place(name, holder)
         try:
-            self._storage.read_into(self.folder.path(file), first, tensor_bytes(into), _ignore)
+            self.folder.storage.read_into(
+                self.folder.path(file), first, tensor_bytes(into), _ignore
+            )
         except OSError as error:
             raise self._read_error(file, error) from None
 
     def _read(self, file: str, first: int, end: int) -> bytes | memoryview:
         """Read bytes [first, end) of a file."""
         try:
-            raw = self._storage.read(self.folder.path(file), first, end)
+            raw = self.folder.storage.read(self.folder.path(file), first, end)
         except OSError as error:
             raise self._read_error(file, error) from None
         if len(raw) != end - first:

@@ -503,10 +503,10 @@ def test_the_config_json_of_a_release_is_read(release: str) -> None:
 @pytest.mark.parametrize("release", RELEASES)
 def test_keys_that_are_not_understood_are_named_all_at_once(release: str) -> None:
     values, _ = RELEASES[release]
-    more = {"mystery": 1, "attention_twist": False, "absent_feature": None, "num_beams": 4}
+    more = {"mystery": 1, "a_twist": False, "absent_feature": None, "num_beams": 4}
     with pytest.raises(ConfigError) as caught:
         hugging_face_dims(values | more)
-    expected = f"attention_twist (False), mystery (1) of model_type '{values['model_type']}' is not"
+    expected = f"a_twist (False), mystery (1) of model_type '{values['model_type']}' is not"
     assert expected in str(caught.value)
     assert "absent_feature" not in str(caught.value) and "num_beams" not in str(caught.value)
 
@@ -622,10 +622,98 @@ def test_the_model_type_decides() -> None:
     assert expected[0] == "llama3"
     assert hugging_face_dims(values | {"architectures": ["MistralForCausalLM"]}) == expected
     assert hugging_face_dims(values | {"architectures": None}) == expected
-    with pytest.raises(ConfigError, match="'LlamaForSequenceClassification'.*Known are"):
-        hugging_face_dims(values | {"architectures": ["LlamaForSequenceClassification"]})
-    # Of code in the folder.
-    assert hugging_face_dims(values | {"model_type": "my_llama"}) == expected
+    for other in (["LlamaForSequenceClassification"], "LlamaForSequenceClassification"):
+        with pytest.raises(ConfigError, match="'LlamaForSequenceClassification'.*Known are"):
+            hugging_face_dims(values | {"architectures": other})
+    code = {"auto_map": {"AutoConfig": "configuration_my.MyConfig"}}
+    assert hugging_face_dims(values | code | {"model_type": "my_llama"}) == expected
+
+
+@pytest.mark.parametrize("more", [{}, {"auto_map": {"AutoModel": "modeling_my.MyModel"}}])
+@pytest.mark.parametrize("model_type", ["my_llama", "", None, 7, ["llama"]])
+def test_a_known_architecture_beside_another_model_type_is_refused(
+    model_type: Any, more: dict[str, Any]
+) -> None:
+    values = RELEASES["Llama 3.1 8B"][0] | more | {"model_type": model_type}
+    with pytest.raises(
+        ConfigError, match=r'^here/config.json: model_type = ".*" is not one of'
+    ) as e:
+        hugging_face_dims(values, "here/config.json")
+    assert ('Did you mean "llama"?' in str(e.value)) == (model_type not in ("", None, 7))
+    with pytest.raises(ConfigError, match="model_type 'gpt2'.* needs learned or sinusoidal"):
+        hugging_face_dims(values | {"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize("release", ["Llama 3.1 8B", "Qwen3 30B-A3B", "DeepSeek-V2-Lite"])
+def test_sizes_that_no_machine_holds_are_refused_at_once(release: str) -> None:
+    values, _ = RELEASES[release]
+    sizes = [
+        *("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("num_hidden_layers", "intermediate_size", "moe_intermediate_size", "num_experts"),
+        *("num_local_experts", "n_routed_experts", "kv_lora_rank", "qk_rope_head_dim"),
+    ]
+    for key in sizes:
+        for value in (10**12, 10**30):
+            message = f"^config.json: {key} is {value}, and at most [0-9,]+ fit into the .* GB"
+            with pytest.raises(ConfigError, match=message):
+                hugging_face_dims(values | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("release", "change", "message"),
+    [
+        ("Llama 3.1 8B", {"rope_tetha": 1.0}, "rope_tetha .1.0. of"),
+        ("Llama 3.1 8B", {"head_dims": 128}, "head_dims .128; did you mean head_dim.. of"),
+        (
+            "Llama 3.1 8B",
+            {"rope_scaling": {"rope_type": "linear", "facto": 4.0}},
+            "facto .4.0; did you mean factor.. of RoPE .linear.",
+        ),
+    ],
+)
+def test_a_similar_key_that_is_absent_is_named_beside_an_unknown_one(
+    release: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hugging_face_dims(RELEASES[release][0] | change)
+
+
+@pytest.mark.parametrize(
+    ("release", "change", "message"),
+    [
+        (
+            "Llama 3.1 8B",
+            {"num_hidden_layers": 32.0},
+            "32.0, and a whole number above 0 is .*: write 32",
+        ),
+        (
+            "Llama 3.1 8B",
+            {"num_hidden_layers": 2.5},
+            "2.5, and a whole number above 0 is needed[.]",
+        ),
+        (
+            "Llama 3.1 8B",
+            {"num_hidden_layers": None},
+            "absent, and a whole number above 0 is needed",
+        ),
+        ("Llama 3.1 8B", {"pad_token_id": 3.0}, "3.0, and a whole number is needed: write 3"),
+        (
+            "Qwen3 30B-A3B",
+            {"num_experts": None, "num_local_experts": 8.0},
+            "num_local_experts is 8.0",
+        ),
+        (
+            "Llama 3.1 8B",
+            {"rope_scaling": {**_ROPE_3_1, "original_max_position_embeddings": 2.5}},
+            "2.5, and a whole number",
+        ),
+    ],
+)
+def test_whole_numbers_have_no_point_as_in_transformers(
+    release: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hugging_face_dims(RELEASES[release][0] | change)
 
 
 def test_a_window_without_a_width_is_none() -> None:
@@ -654,9 +742,9 @@ def test_the_length_of_pretraining_of_phi_3_has_a_default() -> None:
 
 def test_what_an_unsupported_architecture_needs_is_named() -> None:
     values = {"architectures": ["MptForCausalLM"], "model_type": "mpt"}
-    with pytest.raises(ConfigError, match=r"'mpt'\), which needs ALiBi.*docs/models.md lists what"):
+    with pytest.raises(ConfigError, match=r"'mpt' .*needs ALiBi.*docs/models.md lists what"):
         hugging_face_dims(values)
-    with pytest.raises(ConfigError, match="Known are: ArceeForCausalLM, "):
+    with pytest.raises(ConfigError, match='model_type = "new" is not one of arcee, '):
         hugging_face_dims({"architectures": ["NewForCausalLM"], "model_type": "new"})
     unsupported = [name for names in _MODEL_TYPES.values() for name in names.split()]
     assert len(set(unsupported)) == len(unsupported)

@@ -31,6 +31,7 @@ from tests.harness.tolerances import (
 )
 from tests.unit.models.tiny import DEEPSEEK, DEEPSEEK_V2, tiny_samples, tiny_targets
 from torchtitan_lite.checkpoint.convert.dcp.keys import RELEASES, KeyMap
+from torchtitan_lite.checkpoint.convert.hugging_face.folder import HuggingFaceFolder
 from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import (
     HuggingFaceSnapshot,
     expand_key,
@@ -300,11 +301,11 @@ def test_weights_of_further_predictions_are_read_if_they_are_trained(tmp_path: P
         assert actual.keys() == expected.keys()
         assert all(torch.equal(actual[key], value) for key, value in expected.items())
 
-    opened = open_parent_storage(str(folder))
-    ignoring = HuggingFaceSnapshot(*opened, deepseek_v3.spec_of(dims, "hf"))
+    opened = HuggingFaceFolder(*open_parent_storage(str(folder)))
+    ignoring = HuggingFaceSnapshot(opened, deepseek_v3.spec_of(dims, "hf"))
     assert not any(f"layers.{dims.num_layers}." in name for name in ignoring.tensors)
     spec = deepseek_v3.spec_of(replace(dims, mtp_depth=1), "hf")
-    reading = HuggingFaceSnapshot(*opened, spec)
+    reading = HuggingFaceSnapshot(opened, spec)
     ours = f"model.layers.{dims.num_layers}"
     for name, their in (
         ("eh_proj.weight", "eh_proj.weight"),
@@ -316,7 +317,7 @@ def test_weights_of_further_predictions_are_read_if_they_are_trained(tmp_path: P
     assert spec.hugging_face is not None
     assert spec.hugging_face.config["num_nextn_predict_layers"] == 1
     with pytest.raises(CheckpointError, match=r"layers.3.enorm.weight is missing"):
-        HuggingFaceSnapshot(*opened, deepseek_v3.spec_of(replace(dims, mtp_depth=2), "hf"))
+        HuggingFaceSnapshot(opened, deepseek_v3.spec_of(replace(dims, mtp_depth=2), "hf"))
 
 
 @BOTH

@@ -59,6 +59,7 @@ def test_a_release_with_vision_holds_the_text_model(tmp_path: Path) -> None:
     save_file(whole, released / "model.safetensors", {"format": "pt"})
     config = {
         "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
         "text_config": json.loads((text / "config.json").read_text()),
     }
     (released / "config.json").write_text(json.dumps(config))

@@ -1,8 +1,11 @@
 """Strict reading of a transformers config.json: an unknown setting that changes the mathematics is
 an error."""
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +60,15 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 """Features that no architecture here has, and their values without effect."""
+_SIZES = (
+    *("vocab_size", "*hidden_size", "*intermediate_size*", "*head_dim", "*_rank"),
+    *("*num_*heads", "*num_*experts*", "*n_*_experts"),
+)
+"""Keys of the sizes of a layer, as patterns."""
+_UNIT_BYTES, _UNIT_LAYER_BYTES = 64, 8
+"""Bytes per unit of a size, at least: 16 weights, and in each layer the counter of an expert."""
+_LAYER_BYTES = 32 << 10
+"""Bytes of the modules of a layer without weights, as measured for Llama and Qwen3."""
 _NOT_OF_THE_FILE = {
     # No config.json has one.
     "capacity_factor",
@@ -69,13 +81,25 @@ _EFFECTIVE = {"head_dim": "head_size"}
 """Dimensions that may be unset, and the property with the value that is used."""
 
 
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Name the file in each ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
 def find_architecture(values: Mapping[str, Any], known: Mapping[str, str]) -> str | None:
     """Return the architecture of a config.json, one of `known`, which are model types by
-    architecture. The model type decides, as in transformers; one that is unknown, of code in the
-    folder, leaves it to `architectures`."""
+    architecture. The model type decides, as in transformers. One of code in the folder, which
+    `auto_map` names, leaves it to `architectures`."""
     for name, model_type in known.items():
         if values.get("model_type") == model_type:
             return name
+    code = values.get("auto_map")
+    if not isinstance(code, dict) or "AutoConfig" not in code:
+        return None
     given = values.get("architectures")
     names = given if isinstance(given, list) else []
     return next((name for name in names if name in known), None)
@@ -87,8 +111,8 @@ def named_architecture(values: Mapping[str, Any], known: Mapping[str, str]) -> s
     name = find_architecture(values, known)
     if name is None:
         raise ConfigError(
-            f"config.json is of a model that cannot be built here: its architecture is "
-            f"{values.get('architectures')!r:.200}, and {' or '.join(known)} is needed."
+            f"model_type is {values.get('model_type')!r:.60}, and "
+            f"{' or '.join(dict.fromkeys(known.values()))} is needed."
         )
     return name
 
@@ -98,6 +122,8 @@ class HuggingFaceConfig:
     nothing has read and that may change the mathematics."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
+        """Raises ConfigError for sizes that do not fit into the memory of this machine."""
+        _check_capacity(values)
         self._values = values
         self._understood: set[str] = set()
         self._quantization: str | None = None
@@ -128,10 +154,18 @@ class HuggingFaceConfig:
         # null means the default, too.
         value = default if value is None else value
         if type(value) is not int or value < least:
-            wanted = "a number above 0" if least == 1 else f"a whole number of at least {least}"
-            self.problems.append(f"{key} is {value!r:.100}, and {wanted} is needed")
+            self.not_whole(key, value, "above 0" if least == 1 else f"of at least {least}")
             return 1
         return value
+
+    def not_whole(self, key: str, value: Any, limit: str = "") -> None:
+        """Record that a value is not a whole number within a limit. 4.0 is none in transformers,
+        either."""
+        given = "absent" if value is None else f"{value!r:.100}"
+        wanted = f"a whole number {limit}".rstrip()
+        is_whole = isinstance(value, float) and value.is_integer()
+        hint = f": write {value:.0f}" if is_whole else ""
+        self.problems.append(f"{key} is {given}, and {wanted} is needed{hint}")
 
     def number(self, key: str, default: float | None = None) -> float:
         """Read a finite positive number."""
@@ -192,7 +226,7 @@ class HuggingFaceConfig:
                 "from_pretrained(DIR, dtype=torch.bfloat16), dequantize(), save_pretrained(OUT)"
             )
         unknown = [
-            f"{key} ({value!r:.60})"
+            f"{key} ({value!r:.60}{similar_key(key, self._understood - self._values.keys())})"
             for key, value in sorted(self._values.items())
             # null is the absence of a feature.
             if key not in self._understood and value is not None and not is_irrelevant(key, value)
@@ -200,12 +234,16 @@ class HuggingFaceConfig:
         if unknown:
             self.problems.append(
                 f"{', '.join(unknown)} of model_type {self._values.get('model_type')!r:.60} is not "
-                "understood; delete from config.json what does not change the model"
+                "understood; delete what does not change the model"
             )
         if self.problems:
-            raise ConfigError(
-                f"config.json is of a model that cannot be built here: {'; '.join(self.problems)}."
-            )
+            raise ConfigError(f"the model cannot be built here: {'; '.join(self.problems)}.")
+
+
+def similar_key(key: str, absent: Iterable[str]) -> str:
+    """Return a question after a similar key that is absent; empty if there is none."""
+    nearest = get_close_matches(key, sorted(absent), n=1, cutoff=0.8)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def differences(ours: "DataclassInstance", theirs: "DataclassInstance") -> list[str]:
@@ -240,3 +278,22 @@ def is_irrelevant(key: str, value: Any) -> bool:
     if key in _OFF:
         return value in _OFF[key]
     return any(fnmatchcase(key, pattern) for pattern in _ANY_VALUE)
+
+
+def _check_capacity(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for sizes of which even the modules do not fit into the memory of this
+    machine: building them would not end."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    given = values.get("num_hidden_layers")
+    num_layers = given if type(given) is int and given > 0 else 1
+    limits = {"num_hidden_layers": memory // _LAYER_BYTES}
+    for key in values:
+        if any(fnmatchcase(key, pattern) for pattern in _SIZES):
+            limits[key] = memory // max(_UNIT_BYTES, _UNIT_LAYER_BYTES * num_layers)
+    for key, limit in limits.items():
+        value = values.get(key)
+        if type(value) is int and value > limit:
+            raise ConfigError(
+                f"{key} is {value!r:.100}, and at most {limit:,} fit into the "
+                f"{memory / 1e9:.1f} GB of memory of this machine. Correct it."
+            )

@@ -42,16 +42,18 @@ class Value:
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         default: Any = self.default(dims) if callable(self.default) else self.default
-        if self.former is not None and config.given(self.former) is not None:
-            default = config.given(self.former)
-        if self.null is not None and config.has(self.theirs) and config.given(self.theirs) is None:
+        key = self.theirs
+        former = None if self.former is None else config.given(self.former)
+        if self.former is not None and former is not None and config.given(key) is None:
+            key = self.former
+        if self.null is not None and config.has(key) and config.given(key) is None:
             default = self.null(dims)
         if self.kind == "integer":
-            dims[self.ours] = config.integer(self.theirs, default, least=self.least)
+            dims[self.ours] = config.integer(key, default, least=self.least)
         elif self.kind == "number":
-            dims[self.ours] = config.number(self.theirs, default)
+            dims[self.ours] = config.number(key, default)
         else:
-            dims[self.ours] = config.flag(self.theirs, default=default)
+            dims[self.ours] = config.flag(key, default=default)
 
     def write(self, dims: Any) -> dict[str, Any]:
         return {self.theirs: attrgetter(self.ours)(dims)}
@@ -254,6 +256,8 @@ class PadToken:
         given, vocab_size = config.given("pad_token_id"), dims["vocab_size"]
         if not config.has("pad_token_id"):
             given = self.default
+        if given is not None and type(given) is not int:
+            config.not_whole("pad_token_id", given)
         is_input = type(given) is int and -vocab_size <= given < vocab_size
         dims["pad_token_id"] = given % vocab_size if is_input else None
 

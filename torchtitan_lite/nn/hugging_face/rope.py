@@ -7,7 +7,7 @@ the scaling under `rope_scaling`, which wins if both are there.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtitan_lite.nn.hugging_face.config import HuggingFaceConfig
+from torchtitan_lite.nn.hugging_face.config import HuggingFaceConfig, similar_key
 from torchtitan_lite.nn.rope import (
     AlphaScaling,
     DynamicScaling,
@@ -123,7 +123,11 @@ def read_table(
         given = {key: value for key, value in given.items() if key not in _BESIDE_ALPHA}
     made, names = _NAMES.get(kind, (None, {}))
     known = {*names.values(), "rope_type", "type", "rope_theta", _PARTIAL, _ORIGINAL}
-    unknown = sorted(key for key in given.keys() - known if given[key] is not None)
+    unknown = [
+        f"{key} ({given[key]!r:.60}{similar_key(key, known - given.keys())})"
+        for key in sorted(given.keys() - known)
+        if given[key] is not None
+    ]
     if unknown:
         config.problems.append(f"{', '.join(unknown)} of RoPE ({kind}) is not supported")
     if made is None:
@@ -192,4 +196,8 @@ def _value(config: HuggingFaceConfig, key: str, value: Any) -> Any:
     if key in _LISTS and isinstance(value, list):
         return tuple(config.checked_number(key, item) for item in value)
     number = config.checked_number(key, value)
-    return int(number) if key in (_ORIGINAL, _MAX) else number
+    if key not in (_ORIGINAL, _MAX):
+        return number
+    if number % 1:
+        config.not_whole(key, value)
+    return int(number)

@@ -1,6 +1,5 @@
 """Trained weights in files, with their model and tokenizer."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +19,11 @@ from torchtitan_lite.checkpoint import (
     reject_external,
 )
 from torchtitan_lite.checkpoint.convert.hugging_face import (
+    CONFIG,
     GENERATION,
+    HuggingFaceFolder,
     HuggingFaceSnapshot,
     is_hugging_face,
-    read_config,
     saved_assets,
 )
 from torchtitan_lite.checkpoint.storage import (
@@ -33,6 +33,7 @@ from torchtitan_lite.checkpoint.storage import (
 )
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.tables.lora import LoRAConfig
+from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.core.errors import CheckpointError, DataError, UserError
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import (
@@ -41,6 +42,7 @@ from torchtitan_lite.data.tokenizer import (
     open_tokenizer,
     trained_tokenizer,
 )
+from torchtitan_lite.data.tokenizer_folder import read_object
 from torchtitan_lite.distributed.host_collectives import broadcast_bytes
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
@@ -137,8 +139,8 @@ def open_saved(folder: str, *, ema: bool = False) -> StoredSnapshot | HuggingFac
                 f"{folder} is a Hugging Face folder, which has no moving average of the weights. "
                 "Leave out --ema (in Python ema=True), or give the folder of a step."
             )
-        model = hugging_face_model(read_config(storage, name), f"{storage.root}/{name}")
-        return HuggingFaceSnapshot(storage, name, model_spec(model))
+        opened = HuggingFaceFolder(storage, name)
+        return HuggingFaceSnapshot(opened, model_spec(_model_of(opened)))
     reject_external(storage, name)
     raise CheckpointError(
         f"{folder} contains no checkpoint. Give {WAYS}; or a Hugging Face folder."
@@ -183,7 +185,7 @@ def config_of_snapshot(snapshot: StoredSnapshot, *, needs_flavor: bool = False) 
 
 def _hugging_face(snapshot: HuggingFaceSnapshot) -> Weights:
     """Return a Hugging Face folder with the config of a run that would train it."""
-    model = hugging_face_model(snapshot.folder.config, snapshot.where)
+    model = _model_of(snapshot.folder)
     weights = Weights(snapshot=snapshot, spec=model_spec(model), config=Config(model=model))
     dtype = str(weights.dtype).removeprefix("torch.")
     # Computing in float16 is not supported.
@@ -192,15 +194,16 @@ def _hugging_face(snapshot: HuggingFaceSnapshot) -> Weights:
     return replace(weights, config=Config.model_validate(tables))
 
 
+def _model_of(folder: HuggingFaceFolder) -> ModelConfig:
+    return hugging_face_model(folder.config, folder.where, f"{folder.where}/{CONFIG}")
+
+
 def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
     """Return the ids that end a text: the end-of-document token of the tokenizer in `folder`, and
-    those in `generation_config.json` beside it (a chat model has several)."""
+    those in `generation_config.json` beside it (a chat model has several). Raises DataError if that
+    is damaged."""
     stops = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-    try:
-        settings = json.loads((folder / GENERATION).read_bytes())
-    except (OSError, ValueError):
-        return stops
-    named = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    named = read_object(folder / GENERATION).get("eos_token_id")
     ids = named if isinstance(named, list) else [named]
     return stops | {id_ for id_ in ids if type(id_) is int}
 

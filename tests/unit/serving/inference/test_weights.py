@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint import to_record
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import save_assets
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import Config
-from torchtitan_lite.core.errors import CheckpointError, UserError
+from torchtitan_lite.core.errors import CheckpointError, DataError, UserError
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import open_tokenizer
 from torchtitan_lite.distributed.mesh import Mesh
@@ -139,6 +139,11 @@ def test_a_hugging_face_folder_is_read_directly(mesh: Mesh, tmp_path: Path) -> N
     settings = {"eos_token_id": [7, 9]}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     assert stop_ids(tokenizer, folder) == {tokenizer.eos_id, 7, 9}
+    (folder / "generation_config.json").write_text('{"eos_token_id": ')
+    with pytest.raises(DataError, match=r"generation_config.json is not JSON: .* column 18"):
+        stop_ids(tokenizer, folder)
+    (folder / "generation_config.json").unlink()
+    assert stop_ids(tokenizer, folder) == {tokenizer.eos_id}
 
 
 def test_the_tokenizer_of_the_run_is_used_or_requested(

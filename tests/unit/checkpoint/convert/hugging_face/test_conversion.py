@@ -26,6 +26,7 @@ from tests.harness.ranks import exit_status
 from tests.unit.checkpoint.faulty_writer import CrashingFiles
 from torchtitan_lite.checkpoint import recorded_config
 from torchtitan_lite.checkpoint.convert.hugging_face import save_assets, to_hf
+from torchtitan_lite.checkpoint.convert.hugging_face.folder import HuggingFaceFolder
 from torchtitan_lite.checkpoint.convert.hugging_face.from_hf import HuggingFaceImport
 from torchtitan_lite.checkpoint.convert.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.convert.hugging_face.to_hf import HuggingFaceExport
@@ -209,7 +210,7 @@ def conversions(folder: Path, tmp_path: Path) -> dict[str, Callable[[Files], Any
     def importer(files: Files) -> HuggingFaceImport:
         return HuggingFaceImport(
             source=HuggingFaceSnapshot(
-                *open_parent_storage(str(folder)), spec, block_bytes=1 << 16
+                HuggingFaceFolder(*open_parent_storage(str(folder))), spec, block_bytes=1 << 16
             ),
             storage=open_storage(str(tmp_path / "in"), files),
             dtype=None,

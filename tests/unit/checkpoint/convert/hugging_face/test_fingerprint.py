@@ -6,14 +6,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.harness.hugging_face import make_folder
-from torchtitan_lite.checkpoint.convert.hugging_face import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.convert.hugging_face import HuggingFaceFolder, HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.storage import open_parent_storage
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 
 
 def fingerprint(folder: Path) -> str:
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
-    return HuggingFaceSnapshot(*open_parent_storage(str(folder)), spec).fingerprint()
+    return HuggingFaceSnapshot(
+        HuggingFaceFolder(*open_parent_storage(str(folder))), spec
+    ).fingerprint()
 
 
 def test_it_is_that_of_the_tensors_and_not_of_their_files(tmp_path: Path) -> None:

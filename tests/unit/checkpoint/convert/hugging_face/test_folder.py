@@ -1,6 +1,7 @@
 """Hugging Face folders that are damaged, incomplete, hostile or unsupported."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.harness.hugging_face import make_folder, our_model
+from tests.harness.hugging_face import add_tokenizer, make_folder, our_model
 from tests.unit.conftest import Fsyncs
 from torchtitan_lite.checkpoint.convert.hugging_face import snapshot
+from torchtitan_lite.checkpoint.convert.hugging_face.export import check_target
 from torchtitan_lite.checkpoint.convert.hugging_face.folder import (
     INDEX,
+    HuggingFaceFolder,
     copy_assets,
     is_hugging_face,
 )
@@ -26,6 +29,7 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.cli import main
 from torchtitan_lite.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, UserError
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
+from torchtitan_lite.training.run_config import config_from
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +191,103 @@ def test_quantized_folders_are_rejected_by_every_command(
     assert "dequantize()" in capsys.readouterr().err
 
 
+def refusal(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what both an import of a folder and a run of its model say; nothing is written."""
+    out = path.parent / "out"
+    assert main(["convert", "from-hf", str(path), str(out)]) == 1
+    assert not out.exists()
+    said = capsys.readouterr().err.partition("ERROR ")[2].strip()
+    tables = {"model": {"flavor": "hf", "hf_assets_path": str(path)}}
+    with pytest.raises(ConfigError) as caught:
+        config_from(tables, "run.toml")
+    assert said in str(caught.value)
+    return said
+
+
+@pytest.mark.parametrize("is_one_file", [True, False])
+@pytest.mark.parametrize(
+    ("key", "wanted", "message"),
+    [
+        ("num_hidden_layers", 10**9, "is 1000000000, and the weights beside it are of 2"),
+        ("num_hidden_layers", 3, "is 3, and the weights beside it are of 2"),
+        ("num_local_experts", 10**9, "is 1000000000, and the weights beside it are of 4"),
+        ("vocab_size", 10**30, "is 1000000000000000000000000000000, and at most"),
+    ],
+)
+def test_sizes_are_compared_with_the_weights_and_the_memory(
+    key: str,
+    wanted: int,
+    message: str,
+    is_one_file: bool,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if is_one_file:
+        (folder / INDEX).unlink()
+        tensors: dict[str, torch.Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            tensors |= load_file(file)
+        save_file(tensors, folder / "model.safetensors")
+    edit(folder / "config.json", lambda values: values.update({key: wanted}))
+    said = refusal(folder, capsys)
+    assert said.startswith(f"{folder / 'config.json'}: {key} {message}")
+
+
+def test_damaged_weights_do_not_prevent_a_run_that_does_not_load_them(folder: Path) -> None:
+    (folder / INDEX).write_text("{")
+    tables = {"model": {"flavor": "hf", "hf_assets_path": str(folder)}}
+    assert config_from(tables, "run.toml").model.name == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "{} does not exist. Give a folder on this machine; hf download"),
+        ("config.json", "{} is a file. Give its folder, "),
+        ("model.gguf", "{} is a GGUF file, which is not supported. "),
+        ("only_gguf", "{}/a.gguf is a GGUF file, which is not supported. "),
+    ],
+)
+def test_paths_that_are_no_folder_of_safetensors_are_told_apart(
+    name: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    (folder / "only_gguf").mkdir()
+    (folder / "only_gguf" / "a.gguf").write_bytes(b"GGUF")
+    path = folder / name
+    assert refusal(path, capsys).startswith(message.format(path))
+    # Beside safetensors, it is not used.
+    our_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", '{"version": "1.0"', "EOF while parsing an object at line 1 column 17"),
+        ("tokenizer.json", "{}", "line 1 column 2"),
+        ("tokenizer_config.json", '{"eos_token": ', "line 1 column 15"),
+        ("tokenizer_config.json", "[]", "is not a JSON object"),
+        ("generation_config.json", '{"eos_token_id": ', "damaged: .* line 1 column 18"),
+        ("generation_config.json", "[]", "damaged: it is not a JSON object"),
+        ("vocab.json", '{"a"', "damaged: .* line 1 column 5"),
+        ("merges.txt", b"\xff", "damaged: .* byte 0xff in position 0"),
+        ("chat_template.jinja", b"a\xff", "damaged: .* byte 0xff in position 1"),
+    ],
+)
+def test_damaged_assets_are_named_before_anything_is_written(
+    name: str, content: Any, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_tokenizer(folder)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    out = folder.parent / "out"
+    assert main(["convert", "from-hf", str(folder), str(out)]) == 1
+    assert not out.exists()
+    assert re.search(f"{folder / name}.*{message}", capsys.readouterr().err)
+    if "damaged" in message:
+        with pytest.raises(DamagedCheckpoint, match=f"{folder / name} is {message}"):
+            check_target(out, folder)
+
+
 def test_pickles_are_rejected_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle.*save_pretrained"):
@@ -199,9 +300,9 @@ def test_pickles_are_rejected_with_a_remedy(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 1}, "top_k is 1 in its config.json and 2 here"),
         (
             {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
-            "its architecture is ['MixtralForCausalLM']",
+            "config.json: model_type is 'mixtral', and qwen3 or qwen3_moe is needed",
         ),
-        ({"architectures": None, "model_type": None}, "its architecture is None"),
+        ({"model_type": None}, "model_type is None"),
     ],
 )
 def test_a_model_that_differs_from_the_folder_is_rejected(
@@ -222,8 +323,10 @@ def test_blocks_cover_every_parameter(
     monkeypatch.setattr(snapshot, "_SMALL_BYTES", 0)
     folder = make_folder(tmp_path / "hf", family)
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
-    one = HuggingFaceSnapshot(*open_parent_storage(str(folder)), spec)
-    split = HuggingFaceSnapshot(*open_parent_storage(str(folder)), spec, num_blocks=num_blocks)
+    one = HuggingFaceSnapshot(HuggingFaceFolder(*open_parent_storage(str(folder))), spec)
+    split = HuggingFaceSnapshot(
+        HuggingFaceFolder(*open_parent_storage(str(folder))), spec, num_blocks=num_blocks
+    )
     for name, placed in split.tensors.items():
         holders = placed.layout.mesh.holders
         assert len(holders) >= num_blocks * split.is_weight(name)
