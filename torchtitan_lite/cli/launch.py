@@ -18,6 +18,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launch
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan, training_plan
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize import parse_ranks
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import RecordedView, open_view
+from torchtitan_lite.fault_tolerance.supervision.local_ranks import check_process_count
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -125,6 +126,10 @@ def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
         if value < minimum:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} is {value}, but must be at least {minimum}.")
+    check_process_count(
+        options.replicas * (max(ranks) + options.spares),
+        "--replicas, --nproc-per-replica and --spares",
+    )
     if options.slots_file is not None and len(ranks) == 1:
         raise ConfigError(
             "--slots-file has no effect while every replica has one fixed number of processes: "

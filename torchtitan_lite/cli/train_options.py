@@ -11,6 +11,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.config.problems import tables_with
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
+from torchtitan_lite.fault_tolerance.supervision.local_ranks import check_process_count
 from torchtitan_lite.training.run_config import parse_command_line
 
 
@@ -95,6 +96,11 @@ def split_options(argv: Sequence[str]) -> tuple[TrainOptions, list[str]]:
         ),
     )
     _check_endpoint(options, values)
+    local_replicas = 1 if options.endpoint else options.num_replicas
+    check_process_count(
+        local_replicas * (options.num_ranks + options.num_spares),
+        "--nproc, --spares and --replicas",
+    )
     return options, rest
 
 

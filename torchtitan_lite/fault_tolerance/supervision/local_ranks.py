@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rank.processes import (
     ExitStatus,
     exit_status_of,
@@ -19,6 +20,8 @@ from torchtitan_lite.core.rank.processes import (
 )
 from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, STORE_LISTENER, rank_environment
 
+_PROCESS_BYTES = 147 << 20
+"""Memory that a process with torch shares with no other, before it has a model."""
 _ADDRESS = "127.0.0.1"
 _POLL_S = 0.1
 _LEAVE_S = 30.0
@@ -33,6 +36,18 @@ class _Rank:
     process: subprocess.Popen[bytes]
     descriptor: int
     """pidfd, readable once the process has exited."""
+
+
+def check_process_count(number: int, options: str) -> None:
+    """Raise ConfigError if the memory of this machine is too small for `number` processes, which
+    `options` of the command line ask for, before they have any weights."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if number > memory // _PROCESS_BYTES:
+        raise ConfigError(
+            f"{options} are {number:,} processes on this machine, whose {memory / 1e9:.0f} GB of "
+            f"memory are enough for {memory // _PROCESS_BYTES:,} at most, without a model: lower "
+            "them."
+        )
 
 
 def run_ranks(

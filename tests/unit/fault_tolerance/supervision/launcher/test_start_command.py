@@ -128,3 +128,14 @@ def test_the_script_is_started_by_torchrun_if_it_has_several_ranks(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     first, *rest = start_command(["--config", "c.toml"], world_size)
     assert Path(first).name == program and rest == [*options, "train.py", "--config", "c.toml"]
+
+
+@pytest.mark.parametrize("words", ["--replicas 1000000", "--nproc=200000 --spares=800000"])
+def test_more_processes_than_the_memory_holds_are_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match="--replicas are 1,000,000 processes on this machine"):
+        split_options(words.split())
+    # On several machines, each has its part.
+    options, _ = split_options(
+        ["--rdzv-endpoint=10.0.0.1:1", "--replicas=1000000", "--nnodes=1000000"]
+    )
+    assert options.world_size == 1
