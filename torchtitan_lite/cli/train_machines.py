@@ -33,6 +33,7 @@ def train_on_machines(
         num_replicas=options.num_replicas,
         num_ranks=options.num_ranks,
         fingerprint=config_fingerprint(config, options.world_size),
+        dump_folder=config.job.dump_folder,
     )
     inbox = ResizeInbox(
         *resizing(arguments, options, config), check_arguments=check_resize_arguments

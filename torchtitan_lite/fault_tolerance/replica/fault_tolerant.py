@@ -97,6 +97,8 @@ class FaultTolerantReplicas:
         self._was_rolled_back = False
         """Whether the run was rolled back since the last quorum."""
         self._quorum_id: int | None = None
+        self._reported = "", 0.0
+        """The last reason for which there was no quorum, and when it was logged."""
         self._num_aborted = 0
         self._num_heals = 0
         self._is_first_step = False
@@ -163,7 +165,11 @@ class FaultTolerantReplicas:
         newer step, and the replicas that wrote it do not return."""
         if self._manager.connected_s() >= _BEHIND_AFTER_S:
             self._check_not_behind_storage(self._newest_stored_step())
-        logger.warning("No quorum yet, %s.", why)
+        # A call that fails at once fails ten times per second.
+        now_s, (before, reported_s) = time.monotonic(), self._reported
+        if why != before or now_s - reported_s >= _CHECK_INTERVAL_S:
+            self._reported = why, now_s
+            logger.warning("No quorum yet, %s.", why)
 
     def _check_timeout(self, since_s: float, reason: str) -> None:
         """Check for a stop request and for the time limit. Raises LeaveRequested or

@@ -142,10 +142,16 @@ def test_a_newer_checkpoint_ends_a_replica_that_waits_for_a_quorum(
         replicas.agree()
 
 
-def test_a_failed_request_is_repeated(run: Run, mesh: Mesh) -> None:
-    manager = _Manager([TimeoutError("no answer"), _quorum(size=3)])
+def test_a_failed_request_is_repeated(
+    run: Run, mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [TimeoutError(text) for text in ("no answer", "no answer", "refused")]
+    manager = _Manager([*errors, _quorum(size=3)])
     assert _replicas(run, mesh, manager).agree().count == 3
-    assert manager.num_requests == 2
+    assert manager.num_requests == 4
+    # The same failure is not logged each time.
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [f"No quorum yet, requesting again: {why}." for why in ("no answer", "refused")]
 
 
 def test_a_replica_does_not_train_with_too_few_others(run: Run, mesh: Mesh) -> None:

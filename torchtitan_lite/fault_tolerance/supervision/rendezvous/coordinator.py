@@ -663,6 +663,7 @@ def _difference(expected: Report, report: Report) -> tuple[str, object, object] 
         ("--nnodes", expected.num_machines, report.num_machines),
         ("--replicas", expected.num_replicas, report.num_replicas),
         ("--nproc", expected.num_ranks, report.num_ranks),
+        ("job.dump_folder", expected.dump_folder, report.dump_folder),
         ("the configuration's fingerprint", expected.fingerprint, report.fingerprint),
     ):
         if theirs != own:

@@ -17,6 +17,7 @@ from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.rpc.client import RpcClient
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
+    MAX_CHARS,
     PURPOSE,
     SERVICE,
     Answer,
@@ -49,6 +50,7 @@ class RendezvousLink:
         num_replicas: int = 1,
         num_ranks: int,
         fingerprint: str,
+        dump_folder: str = "",
     ) -> None:
         """See `Report`."""
         self._client = RpcClient(endpoint, SERVICE, secret, PURPOSE)
@@ -63,6 +65,7 @@ class RendezvousLink:
             num_ranks=num_ranks,
             mesh=RunMesh(num_ranks).to_text(),
             fingerprint=fingerprint,
+            dump_folder=dump_folder[:MAX_CHARS],
         )
         """The report that is sent next, except for its number."""
         self._sequence = 0

@@ -94,6 +94,8 @@ class Report(_Message):
     """Ranks per machine with which it was started."""
     fingerprint: str
     """Fingerprint of the configuration."""
+    dump_folder: str = ""
+    """As configured. Its machines share it."""
     phase: NodeState = NodeState.STANDBY
     generation: int = 0
     """The last generation of which it was a member; 0 if there is none."""

@@ -271,6 +271,7 @@ def test_a_machine_that_cannot_save_before_it_stops_is_lost() -> None:
         ({"num_machines": 8}, "--nnodes is 8"),
         ({"num_replicas": 4}, "--replicas is 4"),
         ({"fingerprint": "other"}, "fingerprint"),
+        ({"dump_folder": "runs/b"}, "job.dump_folder is runs/b here"),
     ],
 )
 def test_machines_of_another_run_are_rejected(changes: dict[str, object], text: str) -> None:
