@@ -3,7 +3,9 @@
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
-GOODPUT_FILE = "books.json"
+GOODPUT_FILE = "goodput.json"
+EARLIER_GOODPUT_FILE = "books.json"
+"""What `GOODPUT_FILE` was called; a resumed run renames it."""
 LEDGER_SESSION, LEDGER_PLACED = "session", "placed"
 """Lines of the sample ledger: start of a process of the replica, and a received state."""
 LEDGER_SAMPLES, LEDGER_OUTCOME = "samples", "outcome"
