@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.copier import Copier
     from torchtitan_lite.checkpoint.frozen_weights import load_base, open_merged
     from torchtitan_lite.checkpoint.history.fencing_tokens import (
-        HistoryClaim,
-        RunHistory,
+        FencingTokens,
         SupersededError,
+        TokenClaim,
         name_in_replica_id,
         superseded_message,
     )
@@ -72,16 +72,16 @@ __all__ = [
     "CheckpointManager",
     "Checkpointable",
     "Copier",
+    "FencingTokens",
     "FrozenBase",
-    "HistoryClaim",
     "Manifest",
     "MergedSnapshot",
-    "RunHistory",
     "SavePlan",
     "SavedValues",
     "Snapshot",
     "StoredSnapshot",
     "SupersededError",
+    "TokenClaim",
     "adapted_layers",
     "checkpoint_root",
     "copy_back",
@@ -120,8 +120,8 @@ _MODULES = {
     "frozen_weights": ("load_base", "open_merged"),
     "loading": ("load", "load_some", "open_snapshot", "reject_external"),
     "history.fencing_tokens": (
-        "HistoryClaim",
-        "RunHistory",
+        "TokenClaim",
+        "FencingTokens",
         "SupersededError",
         "name_in_replica_id",
         "superseded_message",

@@ -127,6 +127,7 @@ def _open(
     """Allocate the region and start the writer. Raises OSError, RuntimeError or CheckpointError and
     releases everything."""
     config, plan = context.config, plan_save(context.state.tensors(), context.mesh)
+    tokens = context.fencing_tokens
     settings = WriterSettings(
         nice=config.writer_nice,
         bytes_per_s=config.writer_mib_per_s * 2**20 or None,
@@ -134,8 +135,8 @@ def _open(
         keep_latest_k=config.keep_latest_k,
         keep_every=config.keep_every,
         recovers=not context.is_shared,
-        shared_run_folder="" if context.history is None else str(context.history.run_folder),
-        replica=0 if context.history is None else context.history.replica,
+        shared_run_folder="" if tokens is None else str(tokens.run_folder),
+        replica=0 if tokens is None else tokens.replica,
         leases=context.leases,
         storages={
             scheme: f"{filesystem.__module__}:{filesystem.__qualname__}"

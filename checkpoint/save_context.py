@@ -8,7 +8,7 @@ import torch
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.background.save import WriterGroup, attempt_token
-from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
+from torchtitan_lite.checkpoint.history.fencing_tokens import FencingTokens
 from torchtitan_lite.checkpoint.history.identity import RunIdentity
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json
@@ -63,7 +63,7 @@ class SaveContext:
     run_config: Mapping[str, Any]
     spec: ModelSpec | None = None
     """The model, if it may be loaded from a Hugging Face folder."""
-    history: RunHistory | None = None
+    fencing_tokens: FencingTokens | None = None
     """Fencing tokens of the run, if other replicas save to the same storage."""
     leases: tuple[str, ...] = ()
     """Leases of the run's folders, as paths or URLs."""
@@ -73,7 +73,7 @@ class SaveContext:
     @property
     def is_shared(self) -> bool:
         """Whether other replicas save to the same storage."""
-        return self.history is not None
+        return self.fencing_tokens is not None
 
     def describe(self, plan: SavePlan) -> RegionDescription:
         """Describe the tensors that this rank holds and the boxes that it writes."""

@@ -166,7 +166,7 @@ class SynchronousSaver:
         def commit() -> None:
             if committed is not None:
                 announced = _wait_for_parts(storage, committed, step, token)
-                self._writer_group.check(context.history, context.leases)
+                self._writer_group.check(context.fencing_tokens, context.leases)
                 commit_parts(storage, committed, step, token, announced)
 
         failed, problem = self._together(write)

@@ -113,7 +113,10 @@ class VisibleRanks:
             if rank not in self.saves and rank < about.world_size:
                 with suppress(CheckpointError, OSError):
                     save = RankSave(Region.open(path), self.own.storage)
-                    save.history, save.writer_group = self.own.history, self.own.writer_group
+                    save.fencing_tokens, save.writer_group = (
+                        self.own.fencing_tokens,
+                        self.own.writer_group,
+                    )
                     if (save.about.session, save.about.rank) == (about.session, rank):
                         self.saves[rank] = save
         return len(self.saves) == about.world_size
@@ -179,7 +182,7 @@ def flush(
     """
     ranks = VisibleRanks(own)
     try:
-        own.check_history()
+        own.check_fencing()
         stored = _newest_stored(own)
         if ranks.refresh():
             wanted = _decide(ranks, pending, grace.since + others_s)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, parse_writer, tensor_file_name
-from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory, SupersededError
+from torchtitan_lite.checkpoint.history.fencing_tokens import FencingTokens, SupersededError
 from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.storage import attempts
@@ -41,7 +41,7 @@ class WriterGroup:
     """Hexadecimal digits, equal on all replicas of the group and unique to the period in which they
     train together. Empty if one replica writes alone."""
     fencing_token: int = 0
-    """Fencing token of the quorum, see `history`; 0 without one."""
+    """Fencing token of the quorum, see `history.fencing_tokens`; 0 without one."""
     is_claimed: bool = True
     """Whether that token is the quorum's own, and not one under which it continues."""
     same_state: bool = True
@@ -63,14 +63,14 @@ class WriterGroup:
         """Whether this replica writes: without a token only the first does, for all."""
         return self.index == 0 or bool(self.token)
 
-    def check(self, history: RunHistory | None, leases: Sequence[str]) -> None:
-        """Raise SupersededError if others have taken the run over from this replica; `history` is
-        that of the run, if it has other replicas, `leases` those of its folders. Raises as
-        `RunHistory.check`."""
+    def check(self, fencing_tokens: FencingTokens | None, leases: Sequence[str]) -> None:
+        """Raise SupersededError if others have taken the run over from this replica;
+        `fencing_tokens` are those of the run, if it has other replicas, `leases` those of its
+        folders. Raises as `FencingTokens.check`."""
         if reason := taken_over(leases):
             raise SupersededError(reason)
-        if history is not None:
-            history.check(self.fencing_token, is_claimed=self.is_claimed)
+        if fencing_tokens is not None:
+            fencing_tokens.check(self.fencing_token, is_claimed=self.is_claimed)
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "WriterGroup":
@@ -145,8 +145,8 @@ class RankSave:
         self.region, self.storage = region, storage
         self.about = RegionDescription.from_dict(region.description, slot_bytes=region.slot_bytes)
         self._writes_values = True
-        self.history: RunHistory | None = None
-        """History of the run, if it has other replicas."""
+        self.fencing_tokens: FencingTokens | None = None
+        """Those of the run, if it has other replicas."""
         self.leases: tuple[str, ...] = ()
         """Leases of the run's folders."""
         self.writer_group = SINGLE_REPLICA
@@ -244,13 +244,13 @@ class RankSave:
 
     def commit(self, step: int, token: str, announced: Announcements) -> None:
         """Merge the parts, which must all be announced, and commit the step. For the leader. Raises
-        as `check_history`."""
-        self.check_history()
+        as `check_fencing`."""
+        self.check_fencing()
         commit_parts(self.storage, self.about, step, token, announced)
 
-    def check_history(self) -> None:
+    def check_fencing(self) -> None:
         """Raise SupersededError if others have taken the run over from this replica."""
-        self.writer_group.check(self.history, self.leases)
+        self.writer_group.check(self.fencing_tokens, self.leases)
 
     def _require(self, slot: int, step: int) -> None:
         header = self.region.slots()[slot]

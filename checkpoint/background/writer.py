@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.background.save import (
     delete_old_checkpoints,
     log_to_stderr,
 )
-from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
+from torchtitan_lite.checkpoint.history.fencing_tokens import FencingTokens
 from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
@@ -68,7 +68,7 @@ class Writer:
         self._save, self._settings, self._channel = save, settings, channel
         self._storage: Storage = save.storage
         if settings.shared_run_folder:
-            save.history = RunHistory(Path(settings.shared_run_folder), settings.replica)
+            save.fencing_tokens = FencingTokens(Path(settings.shared_run_folder), settings.replica)
         save.leases = tuple(settings.leases)
         self._rate = TokenBucket(settings.bytes_per_s)
         self._ranks = VisibleRanks(save)

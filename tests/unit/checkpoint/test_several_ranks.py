@@ -246,11 +246,13 @@ def test_a_takeover_that_the_leader_sees_removes_the_snapshots_of_all_machines(
         mesh = two_ranks()
         claim = SimpleNamespace(token=9) if mesh.is_leader and is_taken_over else None
         groups: list[Any] = []
-        history = SimpleNamespace(record_token=lambda token: None)
+        fencing_tokens = SimpleNamespace(record_token=lambda token: None)
         found: Any = SimpleNamespace(
-            _context=SimpleNamespace(history=history, identity=SimpleNamespace(run_id="run")),
+            _context=SimpleNamespace(
+                fencing_tokens=fencing_tokens, identity=SimpleNamespace(run_id="run")
+            ),
             _mesh=mesh,
-            _last_tokens=lambda history: (4 if mesh.is_leader else 0, claim),
+            _last_tokens=lambda fencing_tokens: (4 if mesh.is_leader else 0, claim),
             set_writer_group=groups.append,
         )
         has_lost = CheckpointManager._discard_superseded_snapshots(found)
