@@ -113,10 +113,8 @@ class VisibleRanks:
             if rank not in self.saves and rank < about.world_size:
                 with suppress(CheckpointError, OSError):
                     save = RankSave(Region.open(path), self.own.storage)
-                    save.fencing_tokens, save.writer_group = (
-                        self.own.fencing_tokens,
-                        self.own.writer_group,
-                    )
+                    save.fencing_tokens = self.own.fencing_tokens
+                    save.writer_group = self.own.writer_group
                     if (save.about.session, save.about.rank) == (about.session, rank):
                         self.saves[rank] = save
         return len(self.saves) == about.world_size
