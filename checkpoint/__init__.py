@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         name_in_replica_id,
         superseded_message,
     )
-    from torchtitan_lite.checkpoint.history.identity import run_id_in, shared_run_id
+    from torchtitan_lite.checkpoint.history.identity import RunIdentity, run_id_in, shared_run_id
     from torchtitan_lite.checkpoint.loading import (
         load,
         load_some,
@@ -76,6 +76,7 @@ __all__ = [
     "FrozenBase",
     "Manifest",
     "MergedSnapshot",
+    "RunIdentity",
     "SavePlan",
     "SavedValues",
     "Snapshot",
@@ -126,7 +127,7 @@ _MODULES = {
         "name_in_replica_id",
         "superseded_message",
     ),
-    "history.identity": ("run_id_in", "shared_run_id"),
+    "history.identity": ("RunIdentity", "run_id_in", "shared_run_id"),
     "location": ("WAYS", "checkpoint_root", "find_steps", "is_step", "newest_step"),
     "manager": ("CheckpointManager",),
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),

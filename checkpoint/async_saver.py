@@ -90,7 +90,7 @@ class AsynchronousSaver:
         self._snapshot_step = 0
         self._save: _Save | None = None
         self._writer_group = SINGLE_REPLICA
-        self._tokens = AttemptTokens(context.identity.session)
+        self._tokens = AttemptTokens(context.identity.generation_id)
         self._save_pending = False
         self._backoff = RetryBackoff()
         self.saved_step: int | None = None
@@ -137,19 +137,21 @@ class AsynchronousSaver:
 
     def slots_to_keep(self, origin: SnapshotOrigin | None) -> dict[Position, int]:
         """Return the slots of this region that `resume_from` keeps. After machines were swapped,
-        the region may belong to another session with different steps."""
+        the region may belong to another generation with different steps."""
         region = self._region
         if origin is None:
             return {}
-        wanted = {origin.position: origin.session}
+        wanted = {origin.position: origin.generation_id}
         if self.buddies is not None and origin.copied_position is not None:
-            wanted.setdefault(origin.copied_position, origin.copied_session or origin.session)
-        sessions = {*region.earlier_sessions, *region.sessions}
+            wanted.setdefault(
+                origin.copied_position, origin.copied_generation_id or origin.generation_id
+            )
+        generation_ids = {*region.earlier_generation_ids, *region.generation_ids}
         complete = region.complete_slots()
         return {
             position: complete[position.step]
-            for position, session in wanted.items()
-            if session in sessions
+            for position, generation_id in wanted.items()
+            if generation_id in generation_ids
             and position.step in complete
             and HeldPart(region.rank, False, position) not in origin.damaged
         }
@@ -226,7 +228,7 @@ class AsynchronousSaver:
         if self.buddies is not None and self.buddies.apply(
             CopySignals(all_ranks.buddy_pending, all_ranks.buddy_failed, all_ranks.buddy_stuck)
         ):
-            # Until now, older copies may have belonged to the earlier session alone.
+            # Until now, older copies may have belonged to the earlier generation alone.
             self._region.finish_takeover()
         self._interval.update(all_ranks.copy_s, all_ranks.step_s)
         save = self._save

@@ -105,10 +105,10 @@ def pair_buddies(context: SaveContext) -> BuddyPairing | None:
 
 
 def open_buddies(
-    context: SaveContext, pairing: BuddyPairing, region: Path, resumed_session: str | None
+    context: SaveContext, pairing: BuddyPairing, region: Path, resumed_generation_id: str | None
 ) -> "BuddyCopies | None":
     """Start the process that copies this rank's snapshots; None, with a warning, if that fails on
-    any rank. Copies of `resumed_session` are taken over. Every rank must call it."""
+    any rank. Copies of `resumed_generation_id` are taken over. Every rank must call it."""
     listener: socket.socket | None = None
     about = {"url": "", "problem": ""}
     address = ""
@@ -123,7 +123,7 @@ def open_buddies(
     except (OSError, ValueError) as error:
         about["problem"] = f"rank {context.mesh.rank} cannot listen: {error!r}"
     peers = [json.loads(text) for text in all_gather_bytes(json.dumps(about).encode())]
-    # Known to this session's ranks only; with a token, also useless without that.
+    # Known to this generation's ranks only; with a token, also useless without that.
     secret = broadcast_bytes(secrets.token_hex(16).encode()).decode()
     problem = next((peer["problem"] for peer in peers if peer["problem"]), "")
     found = None
@@ -133,11 +133,11 @@ def open_buddies(
             address=address,
             listener_fd=listener.fileno(),
             secret=secret + os.environ.get(TOKEN, ""),
-            purpose=f"buddies {identity.run_id} {identity.session}",
+            purpose=f"buddies {identity.run_id} {identity.generation_id}",
             sources={rank: peers[rank]["url"] for rank in pairing.sources},
             bytes_per_s=config.buddy_mib_per_s * 2**20,
             nice=config.writer_nice,
-            resumed_session=resumed_session,
+            resumed_generation_id=resumed_generation_id,
         )
         found = BuddyCopies(context, BuddyProcess(region, settings, listener))
         try:

@@ -54,16 +54,16 @@ _WRONG = (CheckpointError, LayoutError, LookupError, TypeError, ValueError)
 class SnapshotOrigin:
     """The snapshot in shared memory that a run resumes from."""
 
-    session: str
-    """Session of the run that took it."""
+    generation_id: str
+    """Generation of the run that took it."""
     step: int
     segment: int = 0
     """Segment of the run's history, see `lineage`."""
     copied_position: Position | None = None
-    """Newest position, of any session, of which each part exists twice: with its own rank and as a
-    copy."""
-    copied_session: str | None = None
-    """Session of `copied_position`."""
+    """Newest position, of any generation, of which each part exists twice: with its own rank and as
+    a copy."""
+    copied_generation_id: str | None = None
+    """Generation of `copied_position`."""
     damaged: frozenset[HeldPart] = frozenset()
     """Parts found to be damaged before, which must not be used again."""
 
@@ -73,10 +73,10 @@ class SnapshotOrigin:
         return Position(self.segment, self.step)
 
     @property
-    def session_to_keep(self) -> str:
-        """Session that regions must still belong to when they are taken over: that of the copies,
-        if there are any."""
-        return self.copied_session or self.session
+    def generation_id_to_keep(self) -> str:
+        """Generation that regions must still belong to when they are taken over: that of the
+        copies, if there are any."""
+        return self.copied_generation_id or self.generation_id
 
 
 class LeftoverSnapshot:
@@ -194,7 +194,7 @@ def newest_leftover(
         for (saver, is_copy), region in regions.items()
         if rank in found.reach[saver]
         and is_copy == (saver in found.copies)
-        and found.session in region.sessions
+        and found.generation_id in region.generation_ids
         and found.position in region.slots
     }
     kept = {id(region) for region in mine.values()}
@@ -229,15 +229,15 @@ class _OpenRegion:
     """Position -> slot, for steps with intact values."""
 
     @property
-    def sessions(self) -> list[str]:
-        """Sessions that the region belongs to: two while some ranks have taken their regions over
-        and others have not."""
-        return self.region.sessions
+    def generation_ids(self) -> list[str]:
+        """Generations that the region belongs to: two while some ranks have taken their regions
+        over and others have not."""
+        return self.region.generation_ids
 
     def held(self, saver: int, is_copy: bool) -> HeldRegion:
         """Return the report of the region."""
         world_size = int(self.region.description.get("world_size", 0))
-        return HeldRegion(saver, is_copy, self.sessions, world_size, list(self.slots))
+        return HeldRegion(saver, is_copy, self.generation_ids, world_size, list(self.slots))
 
 
 def region_name(rank: Holder) -> Holder:
@@ -263,7 +263,7 @@ def _regions(run_id: str) -> dict[tuple[int, bool], _OpenRegion]:
         return found
     for key, path in paths.items():
         try:
-            # Opened writable only because torch warns about read-only memory.
+            # Opened writable only because tensors on read-only memory would be copies.
             found[key] = _seen(Region.open(path, writable=True), is_copy=key[1])
         except (DamagedSnapshot, OSError) as error:
             logger.warning("%s", error)
@@ -349,11 +349,11 @@ def _snapshot(
     }
     return LeftoverSnapshot(
         SnapshotOrigin(
-            found.session,
+            found.generation_id,
             step,
             found.position.segment,
             found.copied_position,
-            found.copied_session,
+            found.copied_generation_id,
             frozenset(excluded),
         ),
         SavedValues(

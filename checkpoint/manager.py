@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.history.fencing_tokens import (
     TokenClaim,
     superseded_message,
 )
-from torchtitan_lite.checkpoint.history.identity import agree_on_identity
+from torchtitan_lite.checkpoint.history.identity import RunIdentity, agree_on_identity
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage, lineage_name
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.location import checkpoint_root
@@ -98,6 +98,11 @@ class CheckpointManager:
         """Whether the snapshots that are taken now belong to a segment of the history."""
         self._is_final = False
         self._step_ended = time.perf_counter()
+
+    @property
+    def identity(self) -> RunIdentity:
+        """Identity of the run and of this generation."""
+        return self._context.identity
 
     def restore(self) -> str | None:
         """Load the state that this run resumes from and return its location; None to start from
@@ -198,7 +203,7 @@ class CheckpointManager:
 
     def _start_async_saver(self, due: bool) -> bool:
         """Try to switch to asynchronous saves and return whether a save is due now. If the writer
-        of an earlier session is still running, the next save that is `due` tries again."""
+        of an earlier generation is still running, the next save that is `due` tries again."""
         if self._has_tried_async and not due:
             return due
         is_first_try, self._has_tried_async = not self._has_tried_async, True

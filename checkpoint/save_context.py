@@ -79,7 +79,7 @@ class SaveContext:
         """Describe the tensors that this rank holds and the boxes that it writes."""
         return RegionDescription(
             run_id=self.identity.run_id,
-            session=self.identity.session,
+            generation_id=self.identity.generation_id,
             rank=self.mesh.rank,
             world_size=self.mesh.world_size,
             root=self.storage.root,
@@ -138,17 +138,18 @@ NUM_SAVE_SIGNALS = len(SaveSignals().to_list())
 class AttemptTokens:
     """Tokens of save attempts: unique per attempt, and equal on all writers of a group."""
 
-    def __init__(self, session: str) -> None:
-        self._session = session
+    def __init__(self, prefix: str) -> None:
+        """`prefix` is that of attempts of a single writer group, unique to the generation."""
+        self._prefix = prefix
         self._counts: dict[tuple[str, int], int] = {}
 
     def next(self, writer_group: WriterGroup, step: int) -> str:
         """Return the token of the next attempt at `step`. All writers of a group attempt the same
         steps."""
-        session = writer_group.token or self._session
+        prefix = writer_group.token or self._prefix
         # Never reused, even if the run rolls back and reaches the step again.
-        self._counts[session, step] = self._counts.get((session, step), 0) + 1
-        return attempt_token(session, step, self._counts[session, step])
+        self._counts[prefix, step] = self._counts.get((prefix, step), 0) + 1
+        return attempt_token(prefix, step, self._counts[prefix, step])
 
 
 class RetryBackoff:

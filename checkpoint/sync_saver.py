@@ -54,7 +54,7 @@ class SynchronousSaver:
         self._context = context
         self._writer_group = SINGLE_REPLICA
         # Distinguishes these attempts from those of the writer process.
-        self._tokens = AttemptTokens(f"{context.identity.session}s")
+        self._tokens = AttemptTokens(f"{context.identity.generation_id}s")
         self._outcome = ""
         self._is_first = True
         self._backoff = RetryBackoff()
@@ -126,7 +126,7 @@ class SynchronousSaver:
         mesh, storage, step = context.mesh, context.storage, state.step
         if self._is_first and mesh.is_leader and not context.is_shared:
             # No other process writes here, so leftovers of earlier ones can be removed.
-            capture_error(lambda: attempts.recover(storage, context.identity.session))
+            capture_error(lambda: attempts.recover(storage, context.identity.generation_id))
         self._is_first = False
         values = context.values()
         step_values = values["values"]

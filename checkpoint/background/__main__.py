@@ -44,7 +44,7 @@ def main(region_path: str, files: Files | None = None) -> int:
             channel.listen_to_signals(settings.signals_fd)
         region = Region.open(Path(region_path), writable=True)
         lock = RankLock(region.path.parent, region.rank)
-        # A writer of an earlier session may still be flushing.
+        # A writer of an earlier generation may still be flushing.
         if not lock.acquire(max_wait_s(settings.preemption_grace_s)):
             raise CheckpointError(f"Process {lock.owner()} holds {lock.path}.")
         lower_priority(settings.nice, io_idle=settings.io_idle)

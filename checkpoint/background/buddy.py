@@ -73,8 +73,8 @@ class BuddySettings:
     """Maximum rate of each copy; None for no limit."""
     timeout_s: float = 30.0
     """Time without progress after which a copy fails."""
-    resumed_session: str | None = None
-    """Session whose copies are taken over and kept until there is a newer one."""
+    resumed_generation_id: str | None = None
+    """Generation whose copies are taken over and kept until there is a newer one."""
     nice: int = 10
     """Increment of the process's niceness."""
 
@@ -324,29 +324,29 @@ class _Receiver(_Worker):
 
     def _check_origin(self, content: "_Content", order: CopyOrder) -> None:
         about, own = content.about, self._own
-        given = (about.run_id, about.session, about.rank, about.world_size, content.position)
+        given = (about.run_id, about.generation_id, about.rank, about.world_size, content.position)
         wanted = (
-            own.run_id, own.session, self._source, own.world_size, (order.segment, order.step)
+            own.run_id, own.generation_id, self._source, own.world_size, (order.segment, order.step)
         )  # fmt: skip
         if given != wanted:
             raise CheckpointError(
-                f"Rank {self._source} serves {given}, but {wanted} is ordered (run, session, rank, "
-                "number of ranks, segment and step)."
+                f"Rank {self._source} serves {given}, but {wanted} is ordered (run, generation, "
+                "rank, number of ranks, segment and step)."
             )
 
     def _open(self, content: "_Content") -> Region:
-        """Return the region of the copies; take over that of an earlier session."""
+        """Return the region of the copies; take over that of an earlier generation."""
         if self._region is not None:
             return self._region
-        # The process of an earlier session may still be ending.
+        # The process of an earlier generation may still be ending.
         if not self._lock.acquire(self._settings.timeout_s):
             raise CheckpointError(f"Process {self._lock.owner()} holds {self._lock.path}.")
         description, slot_bytes = content.description, content.slot_bytes
         values_bytes = content.values_bytes + len(json.dumps(content.digests))
         rank = self._source
         self._region = Region.adopt(
-            self._folder, rank, description, slot_bytes, num_slots=NUM_COPIES,
-            values_bytes=values_bytes, session=self._settings.resumed_session, kind=COPY,
+            self._folder, rank, description, slot_bytes, num_slots=NUM_COPIES, kind=COPY,
+            values_bytes=values_bytes, generation_id=self._settings.resumed_generation_id,
         )  # fmt: skip
         if self._region is None:
             # Serialized with the ranks and the other copies, so that each sees what those before it

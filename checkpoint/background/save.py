@@ -103,7 +103,7 @@ def rank_share(about: RegionDescription, writer_group: WriterGroup) -> RegionDes
     owners = assign_tensors(about.tensors, writer_group.count)
     return replace(
         about,
-        session=writer_group.token,
+        generation_id=writer_group.token,
         rank=first + about.rank,
         world_size=about.world_size * writer_group.count,
         is_leader=about.is_leader and writer_group.index == 0,
@@ -131,10 +131,11 @@ def _moved(layout: Any, first: int) -> Any:
     return {**layout, "mesh": {**layout["mesh"], "holders": files}}
 
 
-def attempt_token(session: str, step: int, attempt: int = 1) -> str:
-    """Return the token of an attempt at a step, which begins with the session. Trainers and writers
-    derive it equally, so a writer without an order still writes its part of the first attempt."""
-    return f"{session}-{step}x{attempt}"
+def attempt_token(prefix: str, step: int, attempt: int = 1) -> str:
+    """Return the token of an attempt at a step. The prefix is the generation id, or the token of a
+    writer group. Trainers and writers derive it equally, so a writer without an order still writes
+    its part of the first attempt."""
+    return f"{prefix}-{step}x{attempt}"
 
 
 class RankSave:

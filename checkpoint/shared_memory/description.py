@@ -52,8 +52,9 @@ class RegionDescription:
     """Contents of one rank's region."""
 
     run_id: str
-    session: str
-    """Common to all ranks of one session (start) of the run, and unique to it."""
+    generation_id: str
+    """Id of the generation that the rank belongs to; the token of the writer group for its share
+    of the writes of several replicas."""
     rank: int
     world_size: int
     root: str
@@ -70,7 +71,7 @@ class RegionDescription:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], *, slot_bytes: int) -> "RegionDescription":
-        """Parse the form of `to_dict`. A missing `session` defaults to the run id.
+        """Parse the form of `to_dict`.
 
         Raises DamagedSnapshot, with the field, if something is missing, has a wrong type, or lies
         outside of a slot of `slot_bytes`.
@@ -78,7 +79,7 @@ class RegionDescription:
         try:
             read = cls(
                 run_id=_token(given["run_id"]),
-                session=_token(given.get("session", given["run_id"])),
+                generation_id=_token(given["generation_id"]),
                 rank=_size(given["rank"]),
                 world_size=_size(given["world_size"]),
                 root=_text(given["root"]),
@@ -101,7 +102,7 @@ class RegionDescription:
         """Return the description as JSON values."""
         return {
             "run_id": self.run_id,
-            "session": self.session,
+            "generation_id": self.generation_id,
             "rank": self.rank,
             "world_size": self.world_size,
             "root": self.root,

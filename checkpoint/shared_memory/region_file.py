@@ -21,9 +21,9 @@ MAX_SLOTS = 64
 SUPERBLOCK_OFFSETS = (0, 1024)
 """File offsets of the superblocks."""
 _MAGIC = b"TTLsnap\x00"
-_VERSION = 2
+_VERSION = 3
 _MAX_BYTES = 1 << 62
-# magic, version, rank, slots, generation, slot bytes, values bytes, description capacity,
+# magic, version, rank, slots, takeovers, slot bytes, values bytes, description capacity,
 # description bytes, file bytes, checksum of the description, token of this file
 _FIELDS = struct.Struct("<8sIIIIQQQQQQ16s")
 _CHECKSUM = struct.Struct("<Q")
@@ -40,7 +40,7 @@ class Superblock:
 
     rank: int
     num_slots: int
-    generation: int
+    num_takeovers: int
     """Number of takeovers. The highest with a valid description counts."""
     slot_bytes: int
     values_bytes: int
@@ -71,7 +71,7 @@ class Superblock:
         """Return the superblock's bytes with their checksum."""
         return add_checksum(
             _FIELDS.pack(
-                *(_MAGIC, _VERSION, self.rank, self.num_slots, self.generation),
+                *(_MAGIC, _VERSION, self.rank, self.num_slots, self.num_takeovers),
                 *(self.slot_bytes, self.values_bytes, self.description_capacity),
                 *(self.description_bytes, self.file_bytes),
                 *(self.description_sum, self.token),
@@ -206,7 +206,7 @@ def _read(path: Path, mapped: mmap.mmap, start: int) -> Superblock:
         content = verify_checksum(view[start : start + SUPERBLOCK_BYTES])
     if content is None:
         raise DamagedSnapshot(f"{path} is damaged: its superblock's checksum is wrong.")
-    _, version, rank, num_slots, generation, *sizes, file_bytes, description_sum, token = (
+    _, version, rank, num_slots, num_takeovers, *sizes, file_bytes, description_sum, token = (
         _FIELDS.unpack(content)
     )
     if version != _VERSION:
@@ -215,7 +215,7 @@ def _read(path: Path, mapped: mmap.mmap, start: int) -> Superblock:
     found = Superblock(
         rank=rank,
         num_slots=num_slots,
-        generation=generation,
+        num_takeovers=num_takeovers,
         slot_bytes=slot_bytes,
         values_bytes=values_bytes,
         description_capacity=description_capacity,
