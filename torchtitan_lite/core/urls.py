@@ -47,7 +47,7 @@ def local_path(location: str) -> Path | None:
     return Path(location.removeprefix("file://"))
 
 
-def join(folder: str, name: str) -> str:
+def join_location(folder: str, name: str) -> str:
     """Return the location of `name` in a folder or at a URL."""
     start, mark, path = folder.rpartition("://")
     return f"{start}{mark}{path.rstrip('/')}/{name}"

@@ -87,7 +87,7 @@ def with_adapters(spec: ModelSpec, config: LoRAConfig) -> ModelSpec:
     )
 
 
-def adapted_layers(spec: ModelSpec) -> list[str]:
+def layers_with_adapters(spec: ModelSpec) -> list[str]:
     """Return the names of the layers that have an adapter in the model of a spec."""
     with torch.device("meta"):
         model = spec.build()

@@ -32,7 +32,7 @@ from torchtitan_lite.serving.publish.sources import (
     RankSource,
     ServerSource,
     SharedMemorySource,
-    read_header,
+    read_served_header,
 )
 
 _ANSWER_S = 30.0
@@ -158,7 +158,7 @@ def open_publication(source: str, secret: str) -> Publication:
 def _served(url: str, secret: str) -> Publication:
     first = PeerEndpoint(url, secret, PURPOSE, _ANSWER_S)
     with closing(StateConnection(first, INDEX_VERSION)) as connection:
-        index = read_header(connection)
+        index = read_served_header(connection)
     try:
         ranks = tuple(
             ServerSource(

@@ -341,7 +341,7 @@ class ServerSource:
 
     def versions(self) -> list[int]:
         """Return the complete versions. Raises PublishError if the server does not answer."""
-        status = read_header(self._status)
+        status = read_served_header(self._status)
         self._generation_id = status.get("generation_id")
         return [int(version) for version in status.get("versions", ())]
 
@@ -436,7 +436,7 @@ def _requests(rows: Sequence[ByteRows]) -> Iterator[tuple[int, int]]:
         yield first, len(rows)
 
 
-def read_header(connection: StateConnection) -> Mapping[str, Any]:
+def read_served_header(connection: StateConnection) -> Mapping[str, Any]:
     """Read the index of a server (descriptions and URLs of all ranks), or its status (generation
     and versions). Raises PublishError."""
     try:

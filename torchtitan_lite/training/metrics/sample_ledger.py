@@ -21,7 +21,7 @@ from torchtitan_lite.core.outputs import (
     LEDGER_PLACED,
     LEDGER_SAMPLES,
 )
-from torchtitan_lite.training.metrics.jsonl import cut_torn_line, rotate
+from torchtitan_lite.training.metrics.jsonl import cut_torn_line, rotate_file
 
 
 class StepLedger(Protocol):
@@ -135,4 +135,4 @@ def _prepare(path: Path, *, continues: bool) -> None:
         if continues:
             cut_torn_line(path)
         else:
-            rotate(path)
+            rotate_file(path)
