@@ -407,22 +407,22 @@ class SnapshotInterval:
     All ranks apply the same summed measurements, so they compute the same interval.
     """
 
-    def __init__(self, given: int) -> None:
-        """`given`: -1 derives the interval from the cost; 0 disables snapshots."""
-        self._given = given
+    def __init__(self, configured: int) -> None:
+        """`configured`: -1 derives the interval from the cost; 0 disables snapshots."""
+        self._configured = configured
         self._copy_s = self._step_s = 0.0
         """Seconds per copy and per step, summed over ranks; a decaying minimum of recent values,
         because other load on a machine makes single ones longer."""
-        self.steps = max(given, 1)
+        self.steps = max(configured, 1)
 
     @property
     def enabled(self) -> bool:
         """Whether snapshots are taken independently of saves."""
-        return self._given != 0
+        return self._configured != 0
 
     def update(self, copy_s: float, step_s: float) -> None:
         """Record the seconds of a snapshot and of a step, both summed over all ranks."""
-        if self._given != -1 or copy_s <= 0 or step_s <= 0:
+        if self._configured != -1 or copy_s <= 0 or step_s <= 0:
             return
         self._copy_s = min(copy_s, self._copy_s * 1.1) if self._copy_s else copy_s
         self._step_s = min(step_s, self._step_s * 1.1) if self._step_s else step_s

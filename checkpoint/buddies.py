@@ -61,11 +61,11 @@ def buddies_of(machines: Sequence[int]) -> list[int] | None:
     # In the order of their first ranks.
     order = list(ranks)
     following = dict(zip(order, [*order[1:], order[0]], strict=True))
-    found = []
+    buddies = []
     for rank, machine in enumerate(machines):
         there = ranks[following[machine]]
-        found.append(there[ranks[machine].index(rank) % len(there)])
-    return found
+        buddies.append(there[ranks[machine].index(rank) % len(there)])
+    return buddies
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def open_buddies(
     # Known to this generation's ranks only; with a token, also useless without that.
     secret = broadcast_bytes(secrets.token_hex(16).encode()).decode()
     problem = next((peer["problem"] for peer in peers if peer["problem"]), "")
-    found = None
+    copies = None
     if not problem and listener is not None:
         config, identity = context.config, context.identity
         settings = BuddySettings(
@@ -139,16 +139,16 @@ def open_buddies(
             nice=config.writer_nice,
             resumed_generation_id=resumed_generation_id,
         )
-        found = BuddyCopies(context, BuddyProcess(region, settings, listener))
+        copies = BuddyCopies(context, BuddyProcess(region, settings, listener))
         try:
-            found.start()
+            copies.start()
         except OSError as error:
             problem = f"rank {context.mesh.rank} cannot start a process: {error}"
     problem = first_message(problem)
     if not problem:
-        return found
-    if found is not None:
-        found.close(free=False)
+        return copies
+    if copies is not None:
+        copies.close(free=False)
     elif listener is not None:
         listener.close()
     if context.mesh.is_leader:
@@ -305,8 +305,8 @@ class BuddyCopies:
 
     def events(self) -> list[StepEvent]:
         """Return the events since the last call."""
-        found, self._events = self._events, []
-        return found
+        events, self._events = self._events, []
+        return events
 
     def _report_failure(self, copy: _Copy) -> None:
         """Report the first of consecutive failures. Every rank must call it."""

@@ -242,14 +242,14 @@ class CheckpointManager:
         snapshots are discarded. Raises as `Restorer.restore_earlier` does."""
         self.wait_for_snapshot()
         has_snapshots = self._asynchronous is not None
-        found = Restorer(self._context, repairs=False, has_snapshots=has_snapshots).restore_earlier(
-            newest, accepts
-        )
-        if found is None:
+        restored = Restorer(
+            self._context, repairs=False, has_snapshots=has_snapshots
+        ).restore_earlier(newest, accepts)
+        if restored is None:
             return None
-        self._begin_segment(found.origin)
-        self._saver.rewind_to(found.origin)
-        return found.where
+        self._begin_segment(restored.origin)
+        self._saver.rewind_to(restored.origin)
+        return restored.where
 
     def discard_snapshots(self) -> None:
         """Discard this replica's snapshots: the run resumes from an earlier step, which the replica

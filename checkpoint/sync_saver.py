@@ -219,7 +219,7 @@ def _are_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
 def _weights(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
     """Return the model's tensors in the export dtype. Raises CheckpointError if one of their values
     overflows."""
-    found = {}
+    exported_tensors = {}
     for name, tensor in tensors.items():
         if name.startswith("model."):
             exported = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -229,8 +229,8 @@ def _weights(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch
                     f"{name} has values that overflow {dtype}: set checkpoint.export_dtype = "
                     '"bfloat16" or "float32".'
                 )
-            found[name] = exported
-    return found
+            exported_tensors[name] = exported
+    return exported_tensors
 
 
 def _wait_for_parts(

@@ -87,12 +87,12 @@ def cast(
 ) -> torch.Tensor:
     """Cast `tensor`. Raises CheckpointError, with its name, if a finite value overflows (65,504 in
     float16)."""
-    found = tensor.to(dtype, copy=copy)
-    if overflows(tensor, found):
+    converted = tensor.to(dtype, copy=copy)
+    if overflows(tensor, converted):
         raise CheckpointError(
             f"{name} has values that overflow float16. Pass --dtype bf16, or omit it."
         )
-    return found
+    return converted
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

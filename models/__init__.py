@@ -95,11 +95,11 @@ def read_hugging_face_config(folder: Path) -> dict[str, Any]:
 def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the family and the sizes, as in `[model] dims`, of a config.json. Raises ConfigError
     for an unknown architecture, with the known ones, and for unsupported values."""
-    given, model_type = values.get("architectures"), values.get("model_type")
+    architectures, model_type = values.get("architectures"), values.get("model_type")
     of_families = {name: getattr(family(name), "ARCHITECTURES", {}) for name in families()}
     known = {name: kind for of_family in of_families.values() for name, kind in of_family.items()}
     architecture = find_architecture(values, known)
-    if architecture is not None and _is_text_model(given, known):
+    if architecture is not None and _is_text_model(architectures, known):
         name = next(name for name, of_family in of_families.items() if architecture in of_family)
         return name, plain_dims(family(name).dims_of_hugging_face(values))
     # Families import this module.
@@ -107,17 +107,19 @@ def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
     if part := missing_part(model_type):
         raise ConfigError(
-            f"config.json is of architecture {given!r:.200} (model_type {model_type!r:.60}), which "
-            f"needs {part}: that is not supported. docs/models.md lists what is."
+            f"config.json is of architecture {architectures!r:.200} (model_type "
+            f"{model_type!r:.60}), which needs {part}: that is not supported. "
+            "docs/models.md lists what is."
         )
     raise ConfigError(
-        f"config.json is of architecture {given!r:.200}. Known are: {', '.join(sorted(known))}."
+        f"config.json is of architecture {architectures!r:.200}. Known are: "
+        f"{', '.join(sorted(known))}."
     )
 
 
-def _is_text_model(given: Any, known: Mapping[str, str]) -> bool:
+def _is_text_model(architectures: Any, known: Mapping[str, str]) -> bool:
     """Whether `architectures` is absent, or has one that predicts the next token."""
-    names = given if isinstance(given, list) else []
+    names = architectures if isinstance(architectures, list) else []
     return not names or any(name in known or str(name).endswith("ForCausalLM") for name in names)
 
 
@@ -213,8 +215,8 @@ def _parse_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
     return dims
 
 
-def _unknown_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in given.items():
+def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
         if key not in known:
             yield f"{key} is not one of {', '.join(known)}"
         elif isinstance(value, Mapping) and isinstance(known[key], Mapping):

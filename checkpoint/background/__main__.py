@@ -35,11 +35,11 @@ def main(region_path: str, files: Files | None = None) -> int:
     """Run a writer to its end and return the exit status. Tests pass `files`."""
     ignore_stop_signals()
     channel = WriterChannel(outgoing=own_output())
-    given = channel.next_order()
-    if given is None:
+    order = channel.next_order()
+    if order is None:
         return 0
     try:
-        settings = WriterSettings.from_json(given)
+        settings = WriterSettings.from_json(order)
         if settings.signals_fd >= 0:
             channel.listen_to_signals(settings.signals_fd)
         region = Region.open(Path(region_path), writable=True)

@@ -138,8 +138,8 @@ class VisibleRanks:
         """Return the steps requested by writers of this generation."""
         if not any(name.startswith(_REQUEST) for name in os.listdir(self.folder)):
             return set()
-        found = self.folder.glob(f"{self._request_prefix()}*")
-        steps = (path.name.rpartition("-")[2] for path in found)
+        requests = self.folder.glob(f"{self._request_prefix()}*")
+        steps = (path.name.rpartition("-")[2] for path in requests)
         return {int(step) for step in steps if step.isdigit()}
 
     def _request_prefix(self) -> str:
@@ -159,8 +159,8 @@ def read_decision(ranks: VisibleRanks) -> SaveAttempt | None:
             return None
         if not ranks.refresh():
             return None
-        given = json.loads(ranks.decision_path().read_bytes())
-        return int(given["step"]), str(given["token"])
+        decision = json.loads(ranks.decision_path().read_bytes())
+        return int(decision["step"]), str(decision["token"])
     except FileNotFoundError:
         return None
 

@@ -73,18 +73,18 @@ class WriterGroup:
             fencing_tokens.check(self.fencing_token, is_claimed=self.is_claimed)
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> "WriterGroup":
+    def from_json(cls, values: Mapping[str, Any]) -> "WriterGroup":
         """Parse the form of `to_json`. Raises ValueError or TypeError."""
-        found = cls(
-            int(given["index"]),
-            int(given["count"]),
-            str(given["token"]),
-            int(given.get("fencing_token", 0)),
-            bool(given.get("is_claimed", True)),
+        group = cls(
+            int(values["index"]),
+            int(values["count"]),
+            str(values["token"]),
+            int(values.get("fencing_token", 0)),
+            bool(values.get("is_claimed", True)),
         )
-        if not 0 <= found.index < found.count:
-            raise ValueError(f"replica {found.index} of {found.count}")
-        return found
+        if not 0 <= group.index < group.count:
+            raise ValueError(f"replica {group.index} of {group.count}")
+        return group
 
     def to_json(self) -> dict[str, Any]:
         """Return the group as JSON values."""
@@ -157,11 +157,11 @@ class RankSave:
 
     def for_group(self, writer_group: WriterGroup) -> "RankSave":
         """Return the save of this region as a member of a writer group."""
-        found = copy(self)
-        found.about = rank_share(self.about, writer_group)
-        found._writes_values = writer_group.index == 0
-        found.writer_group = writer_group
-        return found
+        member = copy(self)
+        member.about = rank_share(self.about, writer_group)
+        member._writes_values = writer_group.index == 0
+        member.writer_group = writer_group
+        return member
 
     def complete_slots(self) -> dict[int, int]:
         """Return step -> slot of this rank's complete steps, newest first."""

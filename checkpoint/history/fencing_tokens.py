@@ -73,8 +73,8 @@ class TokenClaim:
 
     def is_of(self, lighthouse: str, quorum_id: int, members: tuple[str, ...]) -> bool:
         """Return whether a quorum with these properties made the claim."""
-        given = (lighthouse, quorum_id, members)
-        return (self.lighthouse, self.quorum_id, self.members) == given
+        made_by = (lighthouse, quorum_id, members)
+        return (self.lighthouse, self.quorum_id, self.members) == made_by
 
 
 def name_in_replica_id(replica_id: str) -> str:
@@ -195,7 +195,7 @@ class FencingTokens:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        return [int(found[1]) for name in names if (found := _CLAIM.fullmatch(name))]
+        return [int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))]
 
     def _path(self, token: int) -> Path:
         return self.folder / f"{token:08d}.json"
@@ -213,8 +213,8 @@ def superseded_message(newest: TokenClaim, token: int) -> str:
 
 def _parse(content: bytes, token: int, path: Path) -> TokenClaim:
     try:
-        given: dict[str, Any] = json.loads(content)
-        claim = TokenClaim(**{**given, "members": tuple(given["members"])})
+        values: dict[str, Any] = json.loads(content)
+        claim = TokenClaim(**{**values, "members": tuple(values["members"])})
         numbers = (claim.token, claim.quorum_id, claim.last_takeover)
         texts = (claim.lighthouse, *claim.members)
         if (

@@ -46,9 +46,9 @@ class HeldRegion:
         return [self.saver, self.is_copy, self.generation_ids, self.world_size, self.positions]
 
     @classmethod
-    def from_json(cls, given: Sequence[Any]) -> "HeldRegion":
+    def from_json(cls, values: Sequence[Any]) -> "HeldRegion":
         """Parse the form of `to_json`."""
-        saver, is_copy, generation_ids, world_size, positions = given
+        saver, is_copy, generation_ids, world_size, positions = values
         return cls(
             saver,
             is_copy,
@@ -105,9 +105,9 @@ def newest_common(
         return at_most is None or position.step <= at_most
 
     known = [
-        found
+        newest_of_it
         for generation_id in generation_ids
-        if (found := _newest_of_generation(generation_id, seen, machines, is_usable))
+        if (newest_of_it := _newest_of_generation(generation_id, seen, machines, is_usable))
     ]
     if not known:
         return None

@@ -298,19 +298,21 @@ class Region:
 
     def slots(self) -> list[SlotHeader]:
         """Return the header of each slot; an invalid one counts as empty."""
-        found = []
+        headers = []
         for slot in range(self.num_slots):
             header = self._header(slot)
-            found.append(
+            headers.append(
                 _EMPTY_SLOT if header is None else SlotHeader(header[2], SlotState(header[0]))
             )
-        return found
+        return headers
 
     def complete_slots(self) -> dict[int, int]:
         """Return step -> slot of complete steps, newest first."""
         slots = enumerate(self.slots())
-        found = {header.step: slot for slot, header in slots if header.state == SlotState.COMPLETE}
-        return dict(sorted(found.items(), reverse=True))
+        complete = {
+            header.step: slot for slot, header in slots if header.state == SlotState.COMPLETE
+        }
+        return dict(sorted(complete.items(), reverse=True))
 
     def values(self, slot: int) -> dict[str, Any]:
         """Return the values of a complete slot. Raises DamagedSnapshot if their checksum does not

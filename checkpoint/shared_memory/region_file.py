@@ -82,17 +82,17 @@ class Superblock:
 def read_superblocks(path: Path, mapped: mmap.mmap) -> dict[int, Superblock]:
     """Return the valid superblocks by place, checked against the file's length. Raises
     DamagedSnapshot if there is none."""
-    found: dict[int, Superblock] = {}
+    superblocks: dict[int, Superblock] = {}
     problem = DamagedSnapshot(f"{path} is damaged: it does not begin like a snapshot.")
     for place, start in enumerate(SUPERBLOCK_OFFSETS):
         if mapped[start : start + len(_MAGIC)] == _MAGIC:
             try:
-                found[place] = _read(path, mapped, start)
+                superblocks[place] = _read(path, mapped, start)
             except DamagedSnapshot as error:
                 problem = error
-    if not found:
+    if not superblocks:
         raise problem
-    return found
+    return superblocks
 
 
 def page_aligned(size: int) -> int:
@@ -212,7 +212,7 @@ def _read(path: Path, mapped: mmap.mmap, start: int) -> Superblock:
     if version != _VERSION:
         raise DamagedSnapshot(f"{path} has version {version}; this version reads {_VERSION}.")
     slot_bytes, values_bytes, description_capacity, description_bytes = sizes
-    found = Superblock(
+    superblock = Superblock(
         rank=rank,
         num_slots=num_slots,
         num_takeovers=num_takeovers,
@@ -226,12 +226,12 @@ def _read(path: Path, mapped: mmap.mmap, start: int) -> Superblock:
     sound = 0 < num_slots <= MAX_SLOTS and max(sizes) < _MAX_BYTES
     sound = sound and not any(size % ALIGNMENT for size in sizes[:3])
     sound = sound and description_bytes <= description_capacity
-    if not sound or not found.file_bytes == file_bytes == len(mapped):
+    if not sound or not superblock.file_bytes == file_bytes == len(mapped):
         raise DamagedSnapshot(
             f"{path} is damaged: {num_slots} slots of {slot_bytes} bytes do not fit its "
             f"{len(mapped)} bytes."
         )
-    return found
+    return superblock
 
 
 def _free_on(folder: Path) -> int:

@@ -127,15 +127,15 @@ def load_completed_config(
 
 
 def completed_config_from(
-    given: dict[str, Any], source: str, overrides: Sequence[str], *, complete: Complete
+    values: dict[str, Any], source: str, overrides: Sequence[str], *, complete: Complete
 ) -> Config:
-    """Validate the tables `given` from `source` and apply command-line `overrides`. Raises as
+    """Validate the tables `values` from `source` and apply command-line `overrides`. Raises as
     `load_completed_config` does; a file for an unsupported feature of torchtitan is one problem,
     however many unknown keys it has."""
-    early = _with_overrides(given, overrides)
+    early = _with_overrides(values, overrides)
     schema = Config if unsupported_feature(early) else schema_for(early)
     messages: list[str] = []
-    tables = _known(given, schema, schema, (), source, messages)
+    tables = _known(values, schema, schema, (), source, messages)
     parsed = parse_overrides(overrides, schema)
     messages += [override.problem for override in parsed if override.problem]
     for override in parsed:

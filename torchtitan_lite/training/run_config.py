@@ -33,10 +33,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return loading.load_completed_config(path, overrides, complete=_complete)
 
 
-def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
-    """Validate the tables `given` from `source` and apply command-line `overrides`. Raises as
+def config_from(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
+    """Validate the tables `values` from `source` and apply command-line `overrides`. Raises as
     `load_config` does."""
-    return loading.completed_config_from(given, source, overrides, complete=_complete)
+    return loading.completed_config_from(values, source, overrides, complete=_complete)
 
 
 def _complete(tables: dict[str, Any]) -> str | None:

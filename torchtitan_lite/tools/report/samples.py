@@ -447,8 +447,8 @@ def _used(key: Key, attempts: Sequence[Sequence[_StepAttempt]], problems: list[s
     if used != list(range(start, start + size)):
         twice = sorted(sample for sample, times in Counter(used).items() if times > 1)
         missing = sorted(set(range(start, start + size)) - set(used))
-        foreign = sorted(set(used) - set(range(start, start + size)))
-        for name, some in (("used twice", twice), ("lost", missing), ("of other steps", foreign)):
+        of_others = sorted(set(used) - set(range(start, start + size)))
+        for name, some in (("used twice", twice), ("lost", missing), ("of other steps", of_others)):
             if some:
                 problems.append(f"step {key[1]}: samples {some[:_MAX_SHOWN]} are {name}")
     return used
