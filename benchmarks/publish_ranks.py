@@ -29,6 +29,7 @@ from benchmarks.checkpoint_state import sharded, sharding_mesh
 from benchmarks.processes import ChildFailed
 from benchmarks.state_dicts import STATES, tp
 from benchmarks.worker import alternate
+from torchtitan_lite.checkpoint import RunIdentity
 from torchtitan_lite.config.tables.publish import PublishConfig
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.redistribute import HolderMesh
@@ -188,7 +189,7 @@ class _Trainer(_Rank):
             ),
             self._tensors,
             mesh,
-            run_id=run_id,
+            identity=RunIdentity(run_id, generation_id="0"),
             folder=folder,
             model={},
             secret=SECRET,

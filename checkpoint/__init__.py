@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.copier import Copier
     from torchtitan_lite.checkpoint.frozen_weights import load_base, open_merged
     from torchtitan_lite.checkpoint.history.fencing_tokens import (
-        HistoryClaim,
-        RunHistory,
+        FencingTokens,
         SupersededError,
+        TokenClaim,
         name_in_replica_id,
         superseded_message,
     )
-    from torchtitan_lite.checkpoint.history.identity import run_id_in, shared_run_id
+    from torchtitan_lite.checkpoint.history.identity import RunIdentity, run_id_in, shared_run_id
     from torchtitan_lite.checkpoint.loading import (
         load,
         load_some,
@@ -72,16 +72,17 @@ __all__ = [
     "CheckpointManager",
     "Checkpointable",
     "Copier",
+    "FencingTokens",
     "FrozenBase",
-    "HistoryClaim",
     "Manifest",
     "MergedSnapshot",
-    "RunHistory",
+    "RunIdentity",
     "SavePlan",
     "SavedValues",
     "Snapshot",
     "StoredSnapshot",
     "SupersededError",
+    "TokenClaim",
     "adapted_layers",
     "checkpoint_root",
     "copy_back",
@@ -120,13 +121,13 @@ _MODULES = {
     "frozen_weights": ("load_base", "open_merged"),
     "loading": ("load", "load_some", "open_snapshot", "reject_external"),
     "history.fencing_tokens": (
-        "HistoryClaim",
-        "RunHistory",
+        "TokenClaim",
+        "FencingTokens",
         "SupersededError",
         "name_in_replica_id",
         "superseded_message",
     ),
-    "history.identity": ("run_id_in", "shared_run_id"),
+    "history.identity": ("RunIdentity", "run_id_in", "shared_run_id"),
     "location": ("WAYS", "checkpoint_root", "find_steps", "is_step", "newest_step"),
     "manager": ("CheckpointManager",),
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),

@@ -108,8 +108,8 @@ class MergedSnapshot:
         return self._base.reach(holder)
 
     def part(self, name: str, holder: Holder) -> torch.Tensor:
-        found = self._base.part(name, holder)
-        return self._merged(name, holder, found) if name in self._layers else found
+        weight = self._base.part(name, holder)
+        return self._merged(name, holder, weight) if name in self._layers else weight
 
     def read_part(self, name: str, holder: Holder, into: torch.Tensor) -> None:
         self._base.read_part(name, holder, into)

@@ -90,7 +90,7 @@ class AsynchronousSaver:
         self._snapshot_step = 0
         self._save: _Save | None = None
         self._writer_group = SINGLE_REPLICA
-        self._tokens = AttemptTokens(context.identity.session)
+        self._tokens = AttemptTokens(context.identity.generation_id)
         self._save_pending = False
         self._backoff = RetryBackoff()
         self.saved_step: int | None = None
@@ -137,19 +137,21 @@ class AsynchronousSaver:
 
     def slots_to_keep(self, origin: SnapshotOrigin | None) -> dict[Position, int]:
         """Return the slots of this region that `resume_from` keeps. After machines were swapped,
-        the region may belong to another session with different steps."""
+        the region may belong to another generation with different steps."""
         region = self._region
         if origin is None:
             return {}
-        wanted = {origin.position: origin.session}
+        wanted = {origin.position: origin.generation_id}
         if self.buddies is not None and origin.copied_position is not None:
-            wanted.setdefault(origin.copied_position, origin.copied_session or origin.session)
-        sessions = {*region.earlier_sessions, *region.sessions}
+            wanted.setdefault(
+                origin.copied_position, origin.copied_generation_id or origin.generation_id
+            )
+        generation_ids = {*region.earlier_generation_ids, *region.generation_ids}
         complete = region.complete_slots()
         return {
             position: complete[position.step]
-            for position, session in wanted.items()
-            if session in sessions
+            for position, generation_id in wanted.items()
+            if generation_id in generation_ids
             and position.step in complete
             and HeldPart(region.rank, False, position) not in origin.damaged
         }
@@ -226,7 +228,7 @@ class AsynchronousSaver:
         if self.buddies is not None and self.buddies.apply(
             CopySignals(all_ranks.buddy_pending, all_ranks.buddy_failed, all_ranks.buddy_stuck)
         ):
-            # Until now, older copies may have belonged to the earlier session alone.
+            # Until now, older copies may have belonged to the earlier generation alone.
             self._region.finish_takeover()
         self._interval.update(all_ranks.copy_s, all_ranks.step_s)
         save = self._save
@@ -405,22 +407,22 @@ class SnapshotInterval:
     All ranks apply the same summed measurements, so they compute the same interval.
     """
 
-    def __init__(self, given: int) -> None:
-        """`given`: -1 derives the interval from the cost; 0 disables snapshots."""
-        self._given = given
+    def __init__(self, configured: int) -> None:
+        """`configured`: -1 derives the interval from the cost; 0 disables snapshots."""
+        self._configured = configured
         self._copy_s = self._step_s = 0.0
         """Seconds per copy and per step, summed over ranks; a decaying minimum of recent values,
         because other load on a machine makes single ones longer."""
-        self.steps = max(given, 1)
+        self.steps = max(configured, 1)
 
     @property
     def enabled(self) -> bool:
         """Whether snapshots are taken independently of saves."""
-        return self._given != 0
+        return self._configured != 0
 
     def update(self, copy_s: float, step_s: float) -> None:
         """Record the seconds of a snapshot and of a step, both summed over all ranks."""
-        if self._given != -1 or copy_s <= 0 or step_s <= 0:
+        if self._configured != -1 or copy_s <= 0 or step_s <= 0:
             return
         self._copy_s = min(copy_s, self._copy_s * 1.1) if self._copy_s else copy_s
         self._step_s = min(step_s, self._step_s * 1.1) if self._step_s else step_s

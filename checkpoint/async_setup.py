@@ -42,7 +42,7 @@ _SHORT_WAIT_S = 1.0
 
 
 def wait_for_earlier_writers(context: SaveContext, *, is_first_try: bool) -> bool:
-    """Wait for the writers of an earlier session that still flush, one on behalf of another, and
+    """Wait for the writers of an earlier generation that still flush, one on behalf of another, and
     return whether all have ended. The first try waits as long as they may take; a warning names the
     remaining one. Every rank must call it: no new writer may take a lock that another rank waits
     for."""
@@ -55,8 +55,8 @@ def wait_for_earlier_writers(context: SaveContext, *, is_first_try: bool) -> boo
             break
     if held and mesh.is_leader:
         logger.warning(
-            "A checkpoint writer of an earlier session is still running: %s. Its storage may hang. "
-            "Until it ends, saves are synchronous; the next save checks again.",
+            "A checkpoint writer of an earlier generation is still running: %s. Its storage may "
+            "hang. Until it ends, saves are synchronous; the next save checks again.",
             held,
         )
     return not held
@@ -90,7 +90,7 @@ def open_async_saver(
     if origin is not None and mesh.any(_replaces_region(context, pairing)):
         store()
     try:
-        # Regions of ranks that an earlier session ran here, and this one runs elsewhere, waste
+        # Regions of ranks that an earlier generation ran here, and this one runs elsewhere, waste
         # memory.
         remove_regions(
             context.identity.run_id,
@@ -109,8 +109,8 @@ def open_async_saver(
         return None
     assert saver is not None
     if pairing is not None:
-        session = None if origin is None else origin.session_to_keep
-        saver.buddies = open_buddies(context, pairing, saver.region_path, session)
+        generation_id = None if origin is None else origin.generation_id_to_keep
+        saver.buddies = open_buddies(context, pairing, saver.region_path, generation_id)
     saver.resume_from(origin)
     return saver
 
@@ -127,6 +127,7 @@ def _open(
     """Allocate the region and start the writer. Raises OSError, RuntimeError or CheckpointError and
     releases everything."""
     config, plan = context.config, plan_save(context.state.tensors(), context.mesh)
+    tokens = context.fencing_tokens
     settings = WriterSettings(
         nice=config.writer_nice,
         bytes_per_s=config.writer_mib_per_s * 2**20 or None,
@@ -134,8 +135,8 @@ def _open(
         keep_latest_k=config.keep_latest_k,
         keep_every=config.keep_every,
         recovers=not context.is_shared,
-        shared_run_folder="" if context.history is None else str(context.history.run_folder),
-        replica=0 if context.history is None else context.history.replica,
+        shared_run_folder="" if tokens is None else str(tokens.run_folder),
+        replica=0 if tokens is None else tokens.replica,
         leases=context.leases,
         storages={
             scheme: f"{filesystem.__module__}:{filesystem.__qualname__}"
@@ -159,8 +160,8 @@ def _open(
 
 
 def _replaces_region(context: SaveContext, pairing: BuddyPairing | None) -> bool:
-    """Return whether this rank has a region of an earlier session that it does not take over. One
-    that has none, as on another machine, has resumed from copies."""
+    """Return whether this rank has a region of an earlier generation that it does not take over.
+    One that has none, as on another machine, has resumed from copies."""
     rank = context.mesh.rank
     with suppress(OSError, RuntimeError, CheckpointError):
         folder = shared_memory_folder(context.identity.run_id)
@@ -192,8 +193,8 @@ def _region(
     description: dict[str, Any],
     pairing: BuddyPairing | None,
 ) -> Region:
-    """Return the region of an earlier session if this run continues it unchanged; else a new one.
-    Raises OSError or CheckpointError."""
+    """Return the region of an earlier generation if this run continues it unchanged; else a new
+    one. Raises OSError or CheckpointError."""
     limit = context.config.snapshot_gib
     num_slots = _num_slots(pairing)
     # The states of other ranks are about as large.
@@ -212,7 +213,7 @@ def _region(
         slot_bytes,
         num_slots=num_slots,
         values_bytes=present,
-        session=None if origin is None else origin.session_to_keep,
+        generation_id=None if origin is None else origin.generation_id_to_keep,
     )
     if adopted is not None:
         return adopted

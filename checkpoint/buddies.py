@@ -61,11 +61,11 @@ def buddies_of(machines: Sequence[int]) -> list[int] | None:
     # In the order of their first ranks.
     order = list(ranks)
     following = dict(zip(order, [*order[1:], order[0]], strict=True))
-    found = []
+    buddies = []
     for rank, machine in enumerate(machines):
         there = ranks[following[machine]]
-        found.append(there[ranks[machine].index(rank) % len(there)])
-    return found
+        buddies.append(there[ranks[machine].index(rank) % len(there)])
+    return buddies
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ def pair_buddies(context: SaveContext) -> BuddyPairing | None:
 
 
 def open_buddies(
-    context: SaveContext, pairing: BuddyPairing, region: Path, resumed_session: str | None
+    context: SaveContext, pairing: BuddyPairing, region: Path, resumed_generation_id: str | None
 ) -> "BuddyCopies | None":
     """Start the process that copies this rank's snapshots; None, with a warning, if that fails on
-    any rank. Copies of `resumed_session` are taken over. Every rank must call it."""
+    any rank. Copies of `resumed_generation_id` are taken over. Every rank must call it."""
     listener: socket.socket | None = None
     about = {"url": "", "problem": ""}
     address = ""
@@ -123,32 +123,32 @@ def open_buddies(
     except (OSError, ValueError) as error:
         about["problem"] = f"rank {context.mesh.rank} cannot listen: {error!r}"
     peers = [json.loads(text) for text in all_gather_bytes(json.dumps(about).encode())]
-    # Known to this session's ranks only; with a token, also useless without that.
+    # Known to this generation's ranks only; with a token, also useless without that.
     secret = broadcast_bytes(secrets.token_hex(16).encode()).decode()
     problem = next((peer["problem"] for peer in peers if peer["problem"]), "")
-    found = None
+    copies = None
     if not problem and listener is not None:
         config, identity = context.config, context.identity
         settings = BuddySettings(
             address=address,
             listener_fd=listener.fileno(),
             secret=secret + os.environ.get(TOKEN, ""),
-            purpose=f"buddies {identity.run_id} {identity.session}",
+            purpose=f"buddies {identity.run_id} {identity.generation_id}",
             sources={rank: peers[rank]["url"] for rank in pairing.sources},
             bytes_per_s=config.buddy_mib_per_s * 2**20,
             nice=config.writer_nice,
-            resumed_session=resumed_session,
+            resumed_generation_id=resumed_generation_id,
         )
-        found = BuddyCopies(context, BuddyProcess(region, settings, listener))
+        copies = BuddyCopies(context, BuddyProcess(region, settings, listener))
         try:
-            found.start()
+            copies.start()
         except OSError as error:
             problem = f"rank {context.mesh.rank} cannot start a process: {error}"
     problem = first_message(problem)
     if not problem:
-        return found
-    if found is not None:
-        found.close(free=False)
+        return copies
+    if copies is not None:
+        copies.close(free=False)
     elif listener is not None:
         listener.close()
     if context.mesh.is_leader:
@@ -305,8 +305,8 @@ class BuddyCopies:
 
     def events(self) -> list[StepEvent]:
         """Return the events since the last call."""
-        found, self._events = self._events, []
-        return found
+        events, self._events = self._events, []
+        return events
 
     def _report_failure(self, copy: _Copy) -> None:
         """Report the first of consecutive failures. Every rank must call it."""

@@ -104,12 +104,12 @@ class Copier:
         # Batched calls, because per-tensor calls contend for the GIL.
         try:
             for chosen in _chunks(sources):
-                outs, given = targets[chosen], sources[chosen]
+                outs, inputs = targets[chosen], sources[chosen]
                 if self._stream is None:
-                    foreach_copy_(outs, given)
+                    foreach_copy_(outs, inputs)
                     continue
                 with torch.cuda.stream(self._stream):
-                    foreach_copy_(outs, given, non_blocking=True)
+                    foreach_copy_(outs, inputs, non_blocking=True)
         finally:
             # Also after an error: the memory must not be unlocked during a copy.
             if self._stream is not None:
@@ -119,13 +119,13 @@ class Copier:
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[slice]:
-    found, first, size = [], 0, 0
+    chunks, first, size = [], 0, 0
     for place, tensor in enumerate(tensors):
         size += tensor.nbytes
         if size >= _CHUNK_BYTES or place == len(tensors) - 1:
-            found.append(slice(first, place + 1))
+            chunks.append(slice(first, place + 1))
             first, size = place + 1, 0
-    return found
+    return chunks
 
 
 def _part(

@@ -42,10 +42,10 @@ def load_base(
                 "; ".join(differing),
             )
         load(snapshot, tensors, {"model"}, mesh)
-        found = run_on_all_ranks(lambda: snapshot.fingerprint() if mesh.is_leader else "")
+        actual = run_on_all_ranks(lambda: snapshot.fingerprint() if mesh.is_leader else "")
     finally:
         storage.close()
-    fingerprint = broadcast_bytes(found.encode()).decode()
+    fingerprint = broadcast_bytes(actual.encode()).decode()
     logger.info("Frozen weights loaded from %s (fingerprint %s)", snapshot.where, fingerprint)
     return FrozenBase(path=_absolute(path), fingerprint=fingerprint, scale=scale)
 
@@ -68,10 +68,10 @@ def open_merged(
             f"{error} If they were moved, merge them where they are: torchtitan-lite convert to-hf "
             f"{adapters.where} OUT_DIR --merge --base DIR."
         ) from None
-    if (found := base.fingerprint()) != recorded.fingerprint:
+    if (fingerprint := base.fingerprint()) != recorded.fingerprint:
         raise CheckpointError(
             f"{adapters.where} holds adapters of the weights that were in {recorded.path} "
-            f"(fingerprint {recorded.fingerprint}), and {path} holds others ({found})."
+            f"(fingerprint {recorded.fingerprint}), and {path} holds others ({fingerprint})."
         )
     return MergedSnapshot(base, adapters, recorded.scale)
 

@@ -54,16 +54,16 @@ _WRONG = (CheckpointError, LayoutError, LookupError, TypeError, ValueError)
 class SnapshotOrigin:
     """The snapshot in shared memory that a run resumes from."""
 
-    session: str
-    """Session of the run that took it."""
+    generation_id: str
+    """Generation of the run that took it."""
     step: int
     segment: int = 0
     """Segment of the run's history, see `lineage`."""
     copied_position: Position | None = None
-    """Newest position, of any session, of which each part exists twice: with its own rank and as a
-    copy."""
-    copied_session: str | None = None
-    """Session of `copied_position`."""
+    """Newest position, of any generation, of which each part exists twice: with its own rank and as
+    a copy."""
+    copied_generation_id: str | None = None
+    """Generation of `copied_position`."""
     damaged: frozenset[HeldPart] = frozenset()
     """Parts found to be damaged before, which must not be used again."""
 
@@ -73,10 +73,10 @@ class SnapshotOrigin:
         return Position(self.segment, self.step)
 
     @property
-    def session_to_keep(self) -> str:
-        """Session that regions must still belong to when they are taken over: that of the copies,
-        if there are any."""
-        return self.copied_session or self.session
+    def generation_id_to_keep(self) -> str:
+        """Generation that regions must still belong to when they are taken over: that of the
+        copies, if there are any."""
+        return self.copied_generation_id or self.generation_id
 
 
 class LeftoverSnapshot:
@@ -185,24 +185,24 @@ def newest_leftover(
         [HeldRegion.from_json(held_region) for held_region in json.loads(text or "[]")]
         for text in texts
     ]
-    found = newest_common(seen, machines, at_most, lineage.permitted(), before, excluded)
-    if found is None:
+    index = newest_common(seen, machines, at_most, lineage.permitted(), before, excluded)
+    if index is None:
         _close(regions)
         return None
     mine = {
         saver: region
         for (saver, is_copy), region in regions.items()
-        if rank in found.reach[saver]
-        and is_copy == (saver in found.copies)
-        and found.session in region.sessions
-        and found.position in region.slots
+        if rank in index.reach[saver]
+        and is_copy == (saver in index.copies)
+        and index.generation_id in region.generation_ids
+        and index.position in region.slots
     }
     kept = {id(region) for region in mine.values()}
     _close({key: region for key, region in regions.items() if id(region) not in kept})
     own: dict[str, Any] = {}
     try:
-        report = _describe(found, mine, rank)
-        own = _generators(found, mine, rank)
+        report = _describe(index, mine, rank)
+        own = _generators(index, mine, rank)
     except _WRONG as error:
         # Another process of the same run is active, or another version wrote them.
         report = {"problem": f"rank {rank}: {error!r}"}
@@ -212,7 +212,7 @@ def newest_leftover(
     try:
         if problems := [report["problem"] for report in reports if "problem" in report]:
             raise DamagedSnapshot("; ".join(problems))
-        return _snapshot(found, reports, mine, own, excluded)
+        return _snapshot(index, reports, mine, own, excluded)
     except _WRONG as error:
         # All ranks raise, because all have the same data.
         logger.warning("Snapshots in shared memory are not usable: %s", error)
@@ -229,15 +229,15 @@ class _OpenRegion:
     """Position -> slot, for steps with intact values."""
 
     @property
-    def sessions(self) -> list[str]:
-        """Sessions that the region belongs to: two while some ranks have taken their regions over
-        and others have not."""
-        return self.region.sessions
+    def generation_ids(self) -> list[str]:
+        """Generations that the region belongs to: two while some ranks have taken their regions
+        over and others have not."""
+        return self.region.generation_ids
 
     def held(self, saver: int, is_copy: bool) -> HeldRegion:
         """Return the report of the region."""
         world_size = int(self.region.description.get("world_size", 0))
-        return HeldRegion(saver, is_copy, self.sessions, world_size, list(self.slots))
+        return HeldRegion(saver, is_copy, self.generation_ids, world_size, list(self.slots))
 
 
 def region_name(rank: Holder) -> Holder:
@@ -248,9 +248,9 @@ def region_name(rank: Holder) -> Holder:
 def _regions(run_id: str) -> dict[tuple[int, bool], _OpenRegion]:
     """Return the regions by saving rank and whether they are copies. Never raises, because the
     other ranks continue."""
-    found: dict[tuple[int, bool], _OpenRegion] = {}
+    regions: dict[tuple[int, bool], _OpenRegion] = {}
     if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
-        return found
+        return regions
     paths: dict[tuple[int, bool], Path] = {}
     try:
         folder = existing_run_folder(run_id)
@@ -260,14 +260,14 @@ def _regions(run_id: str) -> dict[tuple[int, bool], _OpenRegion]:
                     paths[rank, kind == COPY] = path
     except (CheckpointError, OSError) as error:
         logger.warning("Shared memory cannot be listed: %s", error)
-        return found
+        return regions
     for key, path in paths.items():
         try:
-            # Opened writable only because torch warns about read-only memory.
-            found[key] = _seen(Region.open(path, writable=True), is_copy=key[1])
+            # Opened writable only because tensors on read-only memory would be copies.
+            regions[key] = _seen(Region.open(path, writable=True), is_copy=key[1])
         except (DamagedSnapshot, OSError) as error:
             logger.warning("%s", error)
-    return found
+    return regions
 
 
 def _seen(region: Region, *, is_copy: bool) -> _OpenRegion:
@@ -287,47 +287,47 @@ def _seen(region: Region, *, is_copy: bool) -> _OpenRegion:
     return _OpenRegion(region, slots)
 
 
-def _describe(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int) -> dict[str, Any]:
+def _describe(index: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int) -> dict[str, Any]:
     """Return this rank's report: each tensor whose first holder is a region it reports; the values,
     which are equal on all ranks, of the first region; and RNG states of ranks that cannot read
     their own. Empty if there is nothing."""
     report: dict[str, Any] = {}
     numbers: dict[str, int] = {}
-    for saver in sorted(found.reach):
-        if found.reporter(saver) != rank:
+    for saver in sorted(index.reach):
+        if index.reporter(saver) != rank:
             continue
         seen = mine[saver]
-        region, slot = seen.region, seen.slots[found.position]
+        region, slot = seen.region, seen.slots[index.position]
         about = RegionDescription.from_dict(region.description, slot_bytes=region.slot_bytes)
         texts = [
-            json.dumps(given) if layout_from_json(given).mesh.holders[0] == saver else None
-            for given in about.layouts
+            json.dumps(layout) if layout_from_json(layout).mesh.holders[0] == saver else None
+            for layout in about.layouts
         ]
         for held in about.tensors:
             if (text := texts[held.layout]) is not None:
                 number = numbers.setdefault(text, len(numbers))
                 report.setdefault("tensors", {})[held.name] = (number, held.shape, held.dtype)
-        if saver == min(found.reach):
+        if saver == min(index.reach):
             values = region.values(slot)["values"]
             dims = dict(model_dims(about.config))
             report |= {"values": values, "mesh": dict(about.mesh), "dims": dims}
-        if saver not in found.reach[saver]:
+        if saver not in index.reach[saver]:
             report.setdefault("rng", {})[str(saver)] = region.values(slot)["rng"]
     if numbers:
         report["layouts"] = [json.loads(text) for text in numbers]
     return report
 
 
-def _generators(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int) -> dict[str, Any]:
+def _generators(index: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int) -> dict[str, Any]:
     """Return the RNG state of this rank, if it can open its region."""
     if rank not in mine:
         return {}
     seen = mine[rank]
-    return {str(rank): seen.region.values(seen.slots[found.position])["rng"]}
+    return {str(rank): seen.region.values(seen.slots[index.position])["rng"]}
 
 
 def _snapshot(
-    found: SnapshotIndex,
+    index: SnapshotIndex,
     reports: Sequence[Mapping[str, Any]],
     mine: Mapping[int, _OpenRegion],
     own: Mapping[str, Any],
@@ -337,23 +337,23 @@ def _snapshot(
     tensors: dict[str, TensorSpec] = {}
     rng = dict(own)
     for report in reports:
-        layouts = [_on_regions(layout_from_json(given)) for given in report.get("layouts", ())]
+        layouts = [_on_regions(layout_from_json(layout)) for layout in report.get("layouts", ())]
         for name, (layout, shape, dtype) in report.get("tensors", {}).items():
             tensors[name] = TensorSpec(layouts[layout], tuple(shape), DTYPES[dtype])
         rng |= report.get("rng", {})
     first = next(report for report in reports if "values" in report)
-    step = found.position.step
+    step = index.position.step
     slots = {
-        region_name(saver): (region.region, region.slots[found.position])
+        region_name(saver): (region.region, region.slots[index.position])
         for saver, region in mine.items()
     }
     return LeftoverSnapshot(
         SnapshotOrigin(
-            found.session,
+            index.generation_id,
             step,
-            found.position.segment,
-            found.copied_position,
-            found.copied_session,
+            index.position.segment,
+            index.copied_position,
+            index.copied_generation_id,
             frozenset(excluded),
         ),
         SavedValues(
@@ -361,8 +361,8 @@ def _snapshot(
         ),
         tensors,
         slots,
-        {region_name(saver): able for saver, able in found.reach.items()},
-        found.copies,
+        {region_name(saver): able for saver, able in index.reach.items()},
+        index.copies,
     )
 
 

@@ -173,10 +173,10 @@ def _exchange(
     for number, batch in enumerate(batches):
         parts = [part for read in reading for part in read.values()]
         raise_on_all_ranks(_most_severe(error for part in parts if (error := part.exception())))
-        given = [{holder: future.result() for holder, future in read.items()} for read in reading]
+        sources = [{holder: future.result() for holder, future in read.items()} for read in reading]
         # Read and verify the next batch while this one is exchanged.
         reading = read(batches[number + 1]) if number + 1 < len(batches) else []
-        _fill([plans[name] for name in batch], given, [local.get(name) for name in batch])
+        _fill([plans[name] for name in batch], sources, [local.get(name) for name in batch])
 
 
 def _most_severe(errors: Iterable[BaseException]) -> BaseException | None:
@@ -221,7 +221,7 @@ def _read_plans(
     snapshot: Snapshot, wanted: Mapping[str, TensorSpec], world_size: int
 ) -> dict[str, ReadPlan]:
     everyone = range(world_size)
-    found: dict[str, ReadPlan] = {}
+    read_plans: dict[str, ReadPlan] = {}
     chosen: dict[tuple[Layout, Layout, int], dict[Holder, int]] = {}
     for number, (name, placed) in enumerate(wanted.items()):
         saved = snapshot.tensors[name]
@@ -238,8 +238,10 @@ def _read_plans(
             # Prefer readers of the tensor's own pipeline stage.
             ranks = [rank for rank in placed.layout.mesh.holders if isinstance(rank, int)]
             chosen[key] = assign_readers(saved.layout, ranks, turn, reach)
-        found[name] = ReadPlan(saved.layout, placed.layout, saved.shape, saved.dtype, chosen[key])
-    return found
+        read_plans[name] = ReadPlan(
+            saved.layout, placed.layout, saved.shape, saved.dtype, chosen[key]
+        )
+    return read_plans
 
 
 def _batches(plans: Mapping[str, ReadPlan], world_size: int) -> Iterator[list[str]]:
@@ -259,7 +261,7 @@ def _batches(plans: Mapping[str, ReadPlan], world_size: int) -> Iterator[list[st
 @torch.no_grad()
 def _fill(
     plans: Sequence[ReadPlan],
-    given: Sequence[Mapping[Holder, torch.Tensor]],
+    sources: Sequence[Mapping[Holder, torch.Tensor]],
     local: Sequence[torch.Tensor | None],
 ) -> None:
     """Exchange a batch, directly into live memory if it is on the CPU and of the saved dtype."""
@@ -269,7 +271,7 @@ def _fill(
         outs.append(
             torch.empty(live.shape, dtype=plan.dtype) if live is not None and staging else live
         )
-    distribute_reads(plans, given, outs)
+    distribute_reads(plans, sources, outs)
     for out, live in zip(outs, local, strict=True):
         if live is not None and out is not None and out is not live:
             live.copy_(out)

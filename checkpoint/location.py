@@ -12,7 +12,7 @@ import tomli
 from torchtitan_lite.checkpoint.format import MANIFEST, parse_step_name, step_name
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.core.log import logger
-from torchtitan_lite.core.urls import is_url, join, local_path, split
+from torchtitan_lite.core.urls import is_url, join_location, local_path, split
 
 WAYS = "the folder of a step, the folder of a run's checkpoints, or the run's output folder"
 """For messages and help."""
@@ -53,7 +53,7 @@ def newest_step(path: str) -> str:
     root, names = find_steps(path)
     if not names:
         return path
-    newest = join(root, names[-1])
+    newest = join_location(root, names[-1])
     if len(names) > 1:
         logger.info("Using %s, the newest of %d checkpoints.", newest, len(names))
     return newest
@@ -78,4 +78,4 @@ def _folders(path: str) -> Iterator[str]:
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             yield checkpoint_root(folder, run)
-    yield join(path, _DEFAULT_FOLDER)
+    yield join_location(path, _DEFAULT_FOLDER)

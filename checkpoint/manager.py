@@ -16,11 +16,11 @@ from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_ea
 from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.format import step_name
 from torchtitan_lite.checkpoint.history.fencing_tokens import (
-    HistoryClaim,
-    RunHistory,
+    FencingTokens,
+    TokenClaim,
     superseded_message,
 )
-from torchtitan_lite.checkpoint.history.identity import agree_on_identity
+from torchtitan_lite.checkpoint.history.identity import RunIdentity, agree_on_identity
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage, lineage_name
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.location import checkpoint_root
@@ -78,7 +78,7 @@ class CheckpointManager:
             lineage=SnapshotLineage(dump_folder / lineage_name(replica or 0), mesh),
             run_config=run_config,
             spec=spec,
-            history=None if replica is None else RunHistory(dump_folder, replica),
+            fencing_tokens=None if replica is None else FencingTokens(dump_folder, replica),
             leases=tuple(leases),
             last_step=last_step,
         )
@@ -99,6 +99,11 @@ class CheckpointManager:
         self._is_final = False
         self._step_ended = time.perf_counter()
 
+    @property
+    def identity(self) -> RunIdentity:
+        """Identity of the run and of this generation."""
+        return self._context.identity
+
     def restore(self) -> str | None:
         """Load the state that this run resumes from and return its location; None to start from
         scratch. Raises as `Restorer.restore` does."""
@@ -117,11 +122,11 @@ class CheckpointManager:
 
     def _discard_superseded_snapshots(self) -> bool:
         """Remove this replica's snapshots if other replicas have taken the run over since. Return
-        whether they have. Raises CheckpointError on all ranks if the history is damaged."""
-        history = self._context.history
-        if history is None:
+        whether they have. Raises CheckpointError on all ranks if a claim is damaged."""
+        fencing_tokens = self._context.fencing_tokens
+        if fencing_tokens is None:
             return False
-        last, taken_over = run_on_all_ranks(lambda: self._last_tokens(history))
+        last, taken_over = run_on_all_ranks(lambda: self._last_tokens(fencing_tokens))
         token = self._mesh.broadcast_int(last if taken_over is None else taken_over.token)
         has_lost = bool(self._mesh.broadcast_int(int(taken_over is not None)))
         if has_lost:
@@ -133,20 +138,20 @@ class CheckpointManager:
                 logger.warning("%s", superseded_message(taken_over, last))
             # Without it the claims tell.
             with suppress(OSError):
-                history.record_token(taken_over.token)
+                fencing_tokens.record_token(taken_over.token)
         # Until the first quorum.
         self.set_writer_group(WriterGroup(fencing_token=token))
         return has_lost
 
-    def _last_tokens(self, history: RunHistory) -> tuple[int, HistoryClaim | None]:
+    def _last_tokens(self, fencing_tokens: FencingTokens) -> tuple[int, TokenClaim | None]:
         """Return, on the leader, the last token of this replica, and the newest claim if a takeover
         has superseded it. A folder that cannot be read supersedes nothing. Raises
         CheckpointError."""
         last = 0
         if self._mesh.is_leader:
             with suppress(OSError):
-                last = history.last_token()
-                return last, history.superseded_by(last)
+                last = fencing_tokens.last_token()
+                return last, fencing_tokens.superseded_by(last)
         return last, None
 
     def set_writer_group(self, writer_group: WriterGroup) -> None:
@@ -198,7 +203,7 @@ class CheckpointManager:
 
     def _start_async_saver(self, due: bool) -> bool:
         """Try to switch to asynchronous saves and return whether a save is due now. If the writer
-        of an earlier session is still running, the next save that is `due` tries again."""
+        of an earlier generation is still running, the next save that is `due` tries again."""
         if self._has_tried_async and not due:
             return due
         is_first_try, self._has_tried_async = not self._has_tried_async, True
@@ -237,14 +242,14 @@ class CheckpointManager:
         snapshots are discarded. Raises as `Restorer.restore_earlier` does."""
         self.wait_for_snapshot()
         has_snapshots = self._asynchronous is not None
-        found = Restorer(self._context, repairs=False, has_snapshots=has_snapshots).restore_earlier(
-            newest, accepts
-        )
-        if found is None:
+        restored = Restorer(
+            self._context, repairs=False, has_snapshots=has_snapshots
+        ).restore_earlier(newest, accepts)
+        if restored is None:
             return None
-        self._begin_segment(found.origin)
-        self._saver.rewind_to(found.origin)
-        return found.where
+        self._begin_segment(restored.origin)
+        self._saver.rewind_to(restored.origin)
+        return restored.where
 
     def discard_snapshots(self) -> None:
         """Discard this replica's snapshots: the run resumes from an earlier step, which the replica

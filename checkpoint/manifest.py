@@ -101,13 +101,13 @@ class Manifest(_Entry):
     @cached_property
     def boxes_by_file(self) -> dict[str, list[tuple[str, BoxEntry]]]:
         """File -> (tensor, box) of each box in it, in byte order."""
-        found: dict[str, list[tuple[str, BoxEntry]]] = {}
+        by_file: dict[str, list[tuple[str, BoxEntry]]] = {}
         for name, tensor in self.tensors.items():
             for box in tensor.boxes:
-                found.setdefault(box.file, []).append((name, box))
+                by_file.setdefault(box.file, []).append((name, box))
         return {
             file: sorted(boxes, key=lambda entry: (entry[1].bytes, entry[0]))
-            for file, boxes in found.items()
+            for file, boxes in by_file.items()
         }
 
     def path(self, folder: str, file: str) -> str:
@@ -171,15 +171,15 @@ def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
 
 def layouts_of(manifest: Manifest) -> list[Layout]:
     """Return the layouts over files. Raises LayoutError for an invalid one."""
-    return [_layout(number, given) for number, given in enumerate(manifest.layouts)]
+    return [_layout(number, layout) for number, layout in enumerate(manifest.layouts)]
 
 
-def _layout(number: int, given: dict[str, Any]) -> Layout:
-    axes = given.get("placements")
+def _layout(number: int, values: dict[str, Any]) -> Layout:
+    axes = values.get("placements")
     if isinstance(axes, list) and len(axes) > _MAX_AXES:
         raise LayoutError(f"layout {number} has {len(axes)} axes, and at most {_MAX_AXES} may be.")
     try:
-        layout = layout_from_json(given)
+        layout = layout_from_json(values)
     except LayoutError as error:
         raise LayoutError(f"layout {number}: {error!s:.500}") from None
     for holder in layout.mesh.holders:
@@ -236,7 +236,7 @@ def _check_layouts(manifest: Manifest) -> None:
             key = (tensor.layout, tuple(tensor.shape), box.file)
             if key not in wanted:
                 boxes = layout.boxes(tensor.shape, box.file)
-                wanted[key] = [(list(found.offset), list(found.size)) for found in boxes]
+                wanted[key] = [(list(part.offset), list(part.size)) for part in boxes]
             if box.file in files or wanted[key] != [(box.offset, box.size)]:
                 raise LayoutError(
                     f"{name} holds other boxes than its layout {layout} gives: {box.file} has the "
@@ -328,7 +328,7 @@ def check_header(
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object. Raises ValueError for a repeated name, of which each reader takes another
     value."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return values

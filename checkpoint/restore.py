@@ -107,19 +107,19 @@ class Restorer:
             if config.initial_load_model_only:
                 parts &= {"model"}
         try:
-            found = self._load_first_intact(candidates, parts)
+            loaded = self._load_first_intact(candidates, parts)
         finally:
             # A mapped file occupies the disk even after it is deleted.
             storage.close()
-        if found is None:
+        if loaded is None:
             return None
-        if isinstance(found, LeftoverSnapshot):
+        if isinstance(loaded, LeftoverSnapshot):
             # Parts excluded from loading are not of that step.
             is_whole = not config.exclude_from_loading
-            return Restored(found.where, found.origin if is_whole else None, is_saved=False)
-        at_the_end = self._is_final_save(found, parts)
+            return Restored(loaded.where, loaded.origin if is_whole else None, is_saved=False)
+        at_the_end = self._is_final_save(loaded, parts)
         return Restored(
-            found.where,
+            loaded.where,
             None,
             is_saved=bool(steps),
             is_initial=is_initial,
@@ -138,13 +138,13 @@ class Restorer:
         candidates = self._newest_first(steps, leftover)
         try:
             parts = set(PARTS) - {"dataloader"}
-            found = self._load_first_intact(candidates, parts, accepts)
+            loaded = self._load_first_intact(candidates, parts, accepts)
         finally:
             storage.close()
-        if found is None:
+        if loaded is None:
             return None
-        origin = found.origin if isinstance(found, LeftoverSnapshot) else None
-        return Restored(found.where, origin, is_saved=False)
+        origin = loaded.origin if isinstance(loaded, LeftoverSnapshot) else None
+        return Restored(loaded.where, origin, is_saved=False)
 
     def _stored_steps(self) -> list[int]:
         """Return the steps of this run's checkpoints as seen by the leader, newest first: another
@@ -182,11 +182,11 @@ class Restorer:
     ) -> list[_Candidate]:
         """Return the candidates of this run: the stored `steps`, newest first, and the leftover
         snapshot."""
-        found: list[_Candidate] = [(self._context.storage, step_name(step)) for step in steps]
+        candidates: list[_Candidate] = [(self._context.storage, step_name(step)) for step in steps]
         if leftover is not None:
             newer = sum(step > leftover.saved.step for step in steps)
-            found.insert(newer, leftover)
-        return found
+            candidates.insert(newer, leftover)
+        return candidates
 
     def _load_first_intact(
         self,
@@ -203,13 +203,13 @@ class Restorer:
             while remaining:
                 candidate = remaining.pop(0)
                 if isinstance(candidate, LeftoverSnapshot):
-                    found = self._load_leftover(
+                    loaded = self._load_leftover(
                         candidate, parts, accepts, remaining, damage, damaged
                     )
                 else:
-                    found = self._load_stored(candidate, parts, accepts, damage)
-                if found is not None:
-                    return found
+                    loaded = self._load_stored(candidate, parts, accepts, damage)
+                if loaded is not None:
+                    return loaded
         finally:
             for candidate in remaining:
                 if isinstance(candidate, LeftoverSnapshot):
@@ -260,15 +260,15 @@ class Restorer:
     ) -> Snapshot | None:
         """Load an accepted checkpoint. If it is damaged, add why to `damage` and return None."""
         try:
-            found = self._open(*candidate)
-            if not accepts(found.saved):
+            snapshot = self._open(*candidate)
+            if not accepts(snapshot.saved):
                 return None
-            self._load(found, parts)
+            self._load(snapshot, parts)
         except DamagedCheckpoint as error:
             damage.append(str(error))
             warn_on_rank_0("Skipping a damaged checkpoint: %s", error)
             return None
-        return found
+        return snapshot
 
     def _insert_next(
         self, remaining: list[_Candidate], leftover: LeftoverSnapshot, damaged: set[HeldPart]
@@ -277,14 +277,14 @@ class Restorer:
         snapshot without any of these, if there is one, in its place among the remaining candidates:
         the same step with the other holder of the parts, or else an earlier step."""
         texts = all_gather_bytes(json.dumps(sorted(leftover.damaged)).encode())
-        found = {
+        newly_damaged = {
             HeldPart(saver, is_copy, Position(*position))
             for text in texts
             for saver, is_copy, position in json.loads(text)
         }
         # Without a part to avoid, only an earlier step can be intact.
-        before = None if found else leftover.origin.position
-        damaged |= found
+        before = None if newly_damaged else leftover.origin.position
+        damaged |= newly_damaged
         following = self._newest_leftover(leftover.saved.step, before, damaged)
         if following is not None:
             stored = [

@@ -8,7 +8,7 @@ import torch
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.background.save import WriterGroup, attempt_token
-from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
+from torchtitan_lite.checkpoint.history.fencing_tokens import FencingTokens
 from torchtitan_lite.checkpoint.history.identity import RunIdentity
 from torchtitan_lite.checkpoint.history.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json
@@ -63,7 +63,7 @@ class SaveContext:
     run_config: Mapping[str, Any]
     spec: ModelSpec | None = None
     """The model, if it may be loaded from a Hugging Face folder."""
-    history: RunHistory | None = None
+    fencing_tokens: FencingTokens | None = None
     """Fencing tokens of the run, if other replicas save to the same storage."""
     leases: tuple[str, ...] = ()
     """Leases of the run's folders, as paths or URLs."""
@@ -73,13 +73,13 @@ class SaveContext:
     @property
     def is_shared(self) -> bool:
         """Whether other replicas save to the same storage."""
-        return self.history is not None
+        return self.fencing_tokens is not None
 
     def describe(self, plan: SavePlan) -> RegionDescription:
         """Describe the tensors that this rank holds and the boxes that it writes."""
         return RegionDescription(
             run_id=self.identity.run_id,
-            session=self.identity.session,
+            generation_id=self.identity.generation_id,
             rank=self.mesh.rank,
             world_size=self.mesh.world_size,
             root=self.storage.root,
@@ -138,17 +138,18 @@ NUM_SAVE_SIGNALS = len(SaveSignals().to_list())
 class AttemptTokens:
     """Tokens of save attempts: unique per attempt, and equal on all writers of a group."""
 
-    def __init__(self, session: str) -> None:
-        self._session = session
+    def __init__(self, prefix: str) -> None:
+        """`prefix` is that of attempts of a single writer group, unique to the generation."""
+        self._prefix = prefix
         self._counts: dict[tuple[str, int], int] = {}
 
     def next(self, writer_group: WriterGroup, step: int) -> str:
         """Return the token of the next attempt at `step`. All writers of a group attempt the same
         steps."""
-        session = writer_group.token or self._session
+        prefix = writer_group.token or self._prefix
         # Never reused, even if the run rolls back and reaches the step again.
-        self._counts[session, step] = self._counts.get((session, step), 0) + 1
-        return attempt_token(session, step, self._counts[session, step])
+        self._counts[prefix, step] = self._counts.get((prefix, step), 0) + 1
+        return attempt_token(prefix, step, self._counts[prefix, step])
 
 
 class RetryBackoff:

@@ -75,13 +75,13 @@ def plan_save(
     }
     if dtype is not None:
         placed = {
-            name: replace(found, dtype=dtype) if found.dtype.is_floating_point else found
-            for name, found in placed.items()
+            name: replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec
+            for name, spec in placed.items()
         }
     shapes = {name: p.layout.local_shape(p.shape, mesh.rank) for name, p in placed.items()}
-    for name, found in placed.items():
-        if found.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name}: safetensors does not support {found.dtype}.")
+    for name, spec in placed.items():
+        if spec.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name}: safetensors does not support {spec.dtype}.")
     starts: dict[str, int] = {}
     position = 0
     for name in sorted(placed, key=lambda name: _place(placed[name], shapes[name])):
@@ -116,21 +116,21 @@ def _boxes(
     """Return the boxes that this rank writes, and the layouts over all files."""
     boxes: list[FileBox] = []
     numbers: dict[Layout, int] = {}
-    for number, (name, found) in enumerate(placed.items()):
-        once = deduplicate(found.layout, found.shape, number)
+    for number, (name, spec) in enumerate(placed.items()):
+        once = deduplicate(spec.layout, spec.shape, number)
         in_files = once.with_holders([_file_of(rank) for rank in once.mesh.holders])
         place = numbers.setdefault(in_files, len(numbers))
         coordinate = once.mesh.coordinate(rank)
         if coordinate is None:
             continue
-        box = once.box(found.shape, coordinate)
-        start, stop = element_range(found.layout, once, found.shape, rank)
-        width = found.dtype.itemsize
+        box = once.box(spec.shape, coordinate)
+        start, stop = element_range(spec.layout, once, spec.shape, rank)
+        width = spec.dtype.itemsize
         boxes.append(
             FileBox(
                 tensor=name,
-                dtype=DTYPE_NAMES[found.dtype],
-                shape=found.shape,
+                dtype=DTYPE_NAMES[spec.dtype],
+                shape=spec.shape,
                 layout=place,
                 offset=box.offset,
                 size=box.size,

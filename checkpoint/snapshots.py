@@ -257,11 +257,11 @@ def read_tensor(source: Snapshot, name: str, slices: Sequence[slice] | None = No
             parts[holder] = torch.empty(shape, dtype=placed.dtype)
             source.read_part(name, holder, parts[holder])
         target = tuple(slice(first, first + length) for _, first, length in within)
-        given = tuple(
+        in_part = tuple(
             slice(whole.start + skipped, whole.start + skipped + length)
             for whole, (skipped, _, length) in zip(block.source, within, strict=True)
         )
-        tensor[target] = parts[holder][given]
+        tensor[target] = parts[holder][in_part]
     return tensor
 
 

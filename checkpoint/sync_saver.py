@@ -54,7 +54,7 @@ class SynchronousSaver:
         self._context = context
         self._writer_group = SINGLE_REPLICA
         # Distinguishes these attempts from those of the writer process.
-        self._tokens = AttemptTokens(f"{context.identity.session}s")
+        self._tokens = AttemptTokens(f"{context.identity.generation_id}s")
         self._outcome = ""
         self._is_first = True
         self._backoff = RetryBackoff()
@@ -126,7 +126,7 @@ class SynchronousSaver:
         mesh, storage, step = context.mesh, context.storage, state.step
         if self._is_first and mesh.is_leader and not context.is_shared:
             # No other process writes here, so leftovers of earlier ones can be removed.
-            capture_error(lambda: attempts.recover(storage, context.identity.session))
+            capture_error(lambda: attempts.recover(storage, context.identity.generation_id))
         self._is_first = False
         values = context.values()
         step_values = values["values"]
@@ -166,7 +166,7 @@ class SynchronousSaver:
         def commit() -> None:
             if committed is not None:
                 announced = _wait_for_parts(storage, committed, step, token)
-                self._writer_group.check(context.history, context.leases)
+                self._writer_group.check(context.fencing_tokens, context.leases)
                 commit_parts(storage, committed, step, token, announced)
 
         failed, problem = self._together(write)
@@ -219,7 +219,7 @@ def _are_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
 def _weights(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
     """Return the model's tensors in the export dtype. Raises CheckpointError if one of their values
     overflows."""
-    found = {}
+    exported_tensors = {}
     for name, tensor in tensors.items():
         if name.startswith("model."):
             exported = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -229,8 +229,8 @@ def _weights(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch
                     f"{name} has values that overflow {dtype}: set checkpoint.export_dtype = "
                     '"bfloat16" or "float32".'
                 )
-            found[name] = exported
-    return found
+            exported_tensors[name] = exported
+    return exported_tensors
 
 
 def _wait_for_parts(

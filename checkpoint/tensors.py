@@ -39,10 +39,10 @@ def tensor_from_bytes(
     raw: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
     """Return a tensor on the same memory as `raw`; a copy if elements would be unaligned, or if the
-    memory is read-only (object stores), about which torch warns."""
+    memory is read-only (bytes of object stores), because torch has no read-only tensors."""
     if prod(shape) == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    memory = bytearray(raw) if isinstance(raw, bytes) else raw
+    memory = bytearray(raw) if memoryview(raw).readonly else raw
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if tensor.data_ptr() % dtype.itemsize:
         tensor = tensor.clone()
@@ -87,12 +87,12 @@ def cast(
 ) -> torch.Tensor:
     """Cast `tensor`. Raises CheckpointError, with its name, if a finite value overflows (65,504 in
     float16)."""
-    found = tensor.to(dtype, copy=copy)
-    if overflows(tensor, found):
+    converted = tensor.to(dtype, copy=copy)
+    if overflows(tensor, converted):
         raise CheckpointError(
             f"{name} has values that overflow float16. Pass --dtype bf16, or omit it."
         )
-    return found
+    return converted
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

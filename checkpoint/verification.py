@@ -58,14 +58,14 @@ def verify(storage: Storage, folder: str, *, threads: int | None = None) -> list
             ]
             for file, boxes, _ in work
         ]
-        found = []
+        damages = []
         for (file, _, header), checked in zip(work, sums, strict=True):
             damage = header.result()
-            found += [] if damage is None else [damage]
+            damages += [] if damage is None else [damage]
             # An unreadable file is reported once.
             if damage is None or exists(storage, manifest.path(folder, file)):
-                found += [box for check in checked if (box := check.result()) is not None]
-    return found
+                damages += [box for check in checked if (box := check.result()) is not None]
+    return damages
 
 
 def _check_header(

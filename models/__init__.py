@@ -135,24 +135,25 @@ def _architecture(values: Mapping[str, Any], known: Mapping[str, str]) -> str:
     # Families import this module.
     from torchtitan_lite.models.auto.missing_parts import missing_part
 
-    model_type, given = values.get("model_type"), values.get("architectures")
+    model_type, architectures = values.get("model_type"), values.get("architectures")
     if part := missing_part(model_type):
         raise ConfigError(
-            f"model_type {model_type!r:.60} (architectures {given!r:.200}) needs {part}: that is "
-            "not supported. docs/models.md lists what is."
+            f"model_type {model_type!r:.60} (architectures {architectures!r:.200}) needs {part}: "
+            "that is not supported. docs/models.md lists what is."
         )
     architecture = find_architecture(values, known)
     if architecture is None:
         types = sorted(set(known.values()))
         raise ConfigError(
             f"{unknown_name('model_type', str(model_type or '')[:60], types)} It decides, as in "
-            f"transformers; architectures ({given!r:.200}) does for code of the folder (auto_map)."
+            f"transformers; architectures ({architectures!r:.200}) does for code of the folder "
+            "(auto_map)."
         )
-    names = given if isinstance(given, list) else [given]
+    names = architectures if isinstance(architectures, list) else [architectures]
     if any(names) and not any(name in known or str(name).endswith("ForCausalLM") for name in names):
         raise ConfigError(
-            f"architectures is {given!r:.200}, which does not predict the next token. Known are: "
-            f"{', '.join(sorted(known))}."
+            f"architectures is {architectures!r:.200}, which does not predict the next token. "
+            f"Known are: {', '.join(sorted(known))}."
         )
     return architecture
 
@@ -251,8 +252,8 @@ def _parse_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
     return dims
 
 
-def _unknown_keys(given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in given.items():
+def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
         if key not in known:
             yield f"{key} is not one of {', '.join(known)}"
         elif isinstance(value, Mapping) and isinstance(known[key], Mapping):

@@ -325,7 +325,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
             "group_score": "max" if is_limited else "top2",
         }
     is_plain = config.has("q_lora_rank") and config.given("q_lora_rank") is None
-    given: dict[str, Any] = {
+    rest: dict[str, Any] = {
         "q_lora_rank": None if is_plain else config.integer("q_lora_rank", 1536),
         **{ours: config.integer(theirs) for ours, theirs in _ATTENTION.items()},
         "num_dense_layers": config.integer("first_k_dense_replace", 3 if is_v3 else 0, least=0),
@@ -334,7 +334,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
     config.check()
     assert scaling is None or isinstance(scaling, YarnScaling)
     return DeepseekV3Dims(
-        **sizes, **given, moe=MoEDims(**moe), rope_theta=theta, rope_scaling=scaling
+        **sizes, **rest, moe=MoEDims(**moe), rope_theta=theta, rope_scaling=scaling
     )
 
 

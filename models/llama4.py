@@ -261,7 +261,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:
         "weight": config.number("attn_scale", 0.1),
         "interval": config.integer("floor_scale", 8192),
     }
-    given: dict[str, Any] = {
+    rest: dict[str, Any] = {
         "head_dim": config.integer("head_dim", 128),
         "hidden_dim": config.integer("intermediate_size_mlp", 16384),
         "chunk": config.integer("attention_chunk_size", 8192),
@@ -279,7 +279,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:
     assert scaling is None or isinstance(scaling, RopeScaling)
     return Llama4Dims(
         **sizes,
-        **given,
+        **rest,
         moe=replace(_moe(num_experts, width), bias_update_rate=0.0),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -298,8 +298,8 @@ def _nope_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int | None
     kinds = config.given("layer_types")
     if kinds == ["full_attention"] * num_layers and flags == [False] * num_layers:
         return None, _FIRST_NOPE_LAYER
-    found = _every(flags) if len(flags) == num_layers else None
-    if found is None:
+    interval = _every(flags) if len(flags) == num_layers else None
+    if interval is None:
         config.problems.append(
             f"no_rope_layers is {has_rope!r:.100}, and only layers at a fixed interval are "
             "supported"
@@ -311,7 +311,7 @@ def _nope_layers(config: HuggingFaceConfig, num_layers: int) -> tuple[int | None
             f"layer_types is {kinds!r:.100}, and only chunks in the layers with rotary embedding "
             "are supported"
         )
-    return found
+    return interval
 
 
 def _moe_interval(config: HuggingFaceConfig, num_layers: int) -> int:
@@ -320,16 +320,16 @@ def _moe_interval(config: HuggingFaceConfig, num_layers: int) -> int:
     step = config.integer("interleave_moe_layer_step", 1)
     if layers is None:
         return step
-    found = None
+    interval = None
     if isinstance(layers, Sequence):
-        found = _every([layer in layers for layer in range(num_layers)])
-    if found is None or found[1] != found[0] - 1:
+        interval = _every([layer in layers for layer in range(num_layers)])
+    if interval is None or interval[1] != interval[0] - 1:
         config.problems.append(
             f"moe_layers is {layers!r:.100}, and only the last layers of a fixed interval are "
             "supported"
         )
         return step
-    return found[0]
+    return interval[0]
 
 
 def _every(flags: Sequence[bool]) -> tuple[int, int] | None:

@@ -212,7 +212,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
         "normalize_weights": config.flag("norm_topk_prob", default=True),
         "shared_gate": True,
     }
-    given: dict[str, Any] = {
+    rest: dict[str, Any] = {
         **{name: config.integer(name, default) for name, default in _LINEAR.items()},
         "linear_kernel_size": config.integer("linear_conv_kernel_dim", 4, least=2),
         "head_dim": config.integer("head_dim", 256),
@@ -220,7 +220,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
         "full_attention_interval": _interval(config, sizes["num_layers"]),
     }
     config.check()
-    return Qwen3NextDims(**sizes, **given, moe=MoEDims(**moe), rope_theta=theta)
+    return Qwen3NextDims(**sizes, **rest, moe=MoEDims(**moe), rope_theta=theta)
 
 
 def _interval(config: HuggingFaceConfig, num_layers: int) -> int:

@@ -85,7 +85,7 @@ def _landing(plan: Plan, holder: Holder, piece: Transfer) -> Iterator[tuple[Area
         intervals(length, plan.dst.splits.get(dim, ()), plan.dst.shard_index(dim, coordinate))
         for dim, length in enumerate(plan.shape)
     ]
-    for block in rectangles(piece.segments, piece.start, piece.stop):
+    for block in rectangles(piece.ranges, piece.start, piece.stop):
         further = prod(block.shape[2:])
         spans = [
             list(_in_tensor(held_intervals, start, length))

@@ -35,16 +35,16 @@ def main(region_path: str, files: Files | None = None) -> int:
     """Run a writer to its end and return the exit status. Tests pass `files`."""
     ignore_stop_signals()
     channel = WriterChannel(outgoing=own_output())
-    given = channel.next_order()
-    if given is None:
+    order = channel.next_order()
+    if order is None:
         return 0
     try:
-        settings = WriterSettings.from_json(given)
+        settings = WriterSettings.from_json(order)
         if settings.signals_fd >= 0:
             channel.listen_to_signals(settings.signals_fd)
         region = Region.open(Path(region_path), writable=True)
         lock = RankLock(region.path.parent, region.rank)
-        # A writer of an earlier session may still be flushing.
+        # A writer of an earlier generation may still be flushing.
         if not lock.acquire(max_wait_s(settings.preemption_grace_s)):
             raise CheckpointError(f"Process {lock.owner()} holds {lock.path}.")
         lower_priority(settings.nice, io_idle=settings.io_idle)

@@ -73,8 +73,8 @@ class BuddySettings:
     """Maximum rate of each copy; None for no limit."""
     timeout_s: float = 30.0
     """Time without progress after which a copy fails."""
-    resumed_session: str | None = None
-    """Session whose copies are taken over and kept until there is a newer one."""
+    resumed_generation_id: str | None = None
+    """Generation whose copies are taken over and kept until there is a newer one."""
     nice: int = 10
     """Increment of the process's niceness."""
 
@@ -83,10 +83,10 @@ class BuddySettings:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> "BuddySettings":
+    def from_json(cls, values: Mapping[str, Any]) -> "BuddySettings":
         """Parse the form of `to_json`. Raises TypeError or ValueError."""
-        sources = {int(rank): str(url) for rank, url in given["sources"].items()}
-        return cls(**{**given, "sources": sources})
+        sources = {int(rank): str(url) for rank, url in values["sources"].items()}
+        return cls(**{**values, "sources": sources})
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class CopyOrder:
     """Segment and step of the newest copy that all ranks have, which must not be overwritten."""
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> "CopyOrder":
+    def from_json(cls, values: Mapping[str, Any]) -> "CopyOrder":
         """Parse an order."""
-        keep = given["keep"]
+        keep = values["keep"]
         kept = None if keep is None else (int(keep[0]), int(keep[1]))
-        return cls(given["number"], given["slot"], given["step"], given["segment"], kept)
+        return cls(values["number"], values["slot"], values["step"], values["segment"], kept)
 
     def to_json(self) -> dict[str, Any]:
         """Return the order as JSON values."""
@@ -324,29 +324,29 @@ class _Receiver(_Worker):
 
     def _check_origin(self, content: "_Content", order: CopyOrder) -> None:
         about, own = content.about, self._own
-        given = (about.run_id, about.session, about.rank, about.world_size, content.position)
+        served = (about.run_id, about.generation_id, about.rank, about.world_size, content.position)
         wanted = (
-            own.run_id, own.session, self._source, own.world_size, (order.segment, order.step)
+            own.run_id, own.generation_id, self._source, own.world_size, (order.segment, order.step)
         )  # fmt: skip
-        if given != wanted:
+        if served != wanted:
             raise CheckpointError(
-                f"Rank {self._source} serves {given}, but {wanted} is ordered (run, session, rank, "
-                "number of ranks, segment and step)."
+                f"Rank {self._source} serves {served}, but {wanted} is ordered (run, generation, "
+                "rank, number of ranks, segment and step)."
             )
 
     def _open(self, content: "_Content") -> Region:
-        """Return the region of the copies; take over that of an earlier session."""
+        """Return the region of the copies; take over that of an earlier generation."""
         if self._region is not None:
             return self._region
-        # The process of an earlier session may still be ending.
+        # The process of an earlier generation may still be ending.
         if not self._lock.acquire(self._settings.timeout_s):
             raise CheckpointError(f"Process {self._lock.owner()} holds {self._lock.path}.")
         description, slot_bytes = content.description, content.slot_bytes
         values_bytes = content.values_bytes + len(json.dumps(content.digests))
         rank = self._source
         self._region = Region.adopt(
-            self._folder, rank, description, slot_bytes, num_slots=NUM_COPIES,
-            values_bytes=values_bytes, session=self._settings.resumed_session, kind=COPY,
+            self._folder, rank, description, slot_bytes, num_slots=NUM_COPIES, kind=COPY,
+            values_bytes=values_bytes, generation_id=self._settings.resumed_generation_id,
         )  # fmt: skip
         if self._region is None:
             # Serialized with the ranks and the other copies, so that each sees what those before it
@@ -363,13 +363,13 @@ class _Content:
     """A parsed header. Raises ValueError, LookupError, TypeError or DamagedSnapshot."""
 
     def __init__(self, header: bytes) -> None:
-        given = json.loads(header)
-        self.slot_bytes, self.values_bytes = int(given["slot_bytes"]), int(given["values_bytes"])
-        self.description = given["description"]
+        parsed = json.loads(header)
+        self.slot_bytes, self.values_bytes = int(parsed["slot_bytes"]), int(parsed["values_bytes"])
+        self.description = parsed["description"]
         self.about = RegionDescription.from_dict(self.description, slot_bytes=self.slot_bytes)
-        self.position = (int(given["segment"]), int(given["step"]))
-        self.values: dict[str, Any] = given["values"]
-        self.digests: dict[str, str] = given["digests"]
+        self.position = (int(parsed["segment"]), int(parsed["step"]))
+        self.values: dict[str, Any] = parsed["values"]
+        self.digests: dict[str, str] = parsed["digests"]
         self.used_bytes = _used_bytes(self.about)
 
 
@@ -390,11 +390,11 @@ class _Deadline:
 
 def _digest(data: memoryview, tick: Callable[[], None]) -> str:
     """Return the checksum of `data`; `tick` is called after each chunk, and may raise."""
-    found = xxhash.xxh3_64()
+    checksum = xxhash.xxh3_64()
     for first in range(0, len(data), _DIGEST_CHUNK_BYTES):
-        found.update(data[first : first + _DIGEST_CHUNK_BYTES])
+        checksum.update(data[first : first + _DIGEST_CHUNK_BYTES])
         tick()
-    return found.hexdigest()
+    return checksum.hexdigest()
 
 
 def _used_bytes(about: RegionDescription) -> int:
@@ -426,11 +426,11 @@ def main(region_path: str) -> int:
     """Run until the trainer ends, and return the exit status."""
     ignore_stop_signals()
     channel = WriterChannel(outgoing=own_output())
-    given = channel.next_order()
-    if given is None:
+    initial = channel.next_order()
+    if initial is None:
         return 0
     try:
-        settings = BuddySettings.from_json(given)
+        settings = BuddySettings.from_json(initial)
         lower_priority(settings.nice, io_idle=False)
         region = Region.open(Path(region_path))
         own = RegionDescription.from_dict(region.description, slot_bytes=region.slot_bytes)

@@ -57,12 +57,12 @@ class WriterSettings:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> "WriterSettings":
+    def from_json(cls, values: Mapping[str, Any]) -> "WriterSettings":
         """Parse the form of `to_json`. Raises ValueError for an unknown key."""
-        unknown = set(given) - {field.name for field in fields(cls)}
+        unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"Unknown settings of a writer: {', '.join(sorted(unknown))}.")
-        return cls(**given)
+        return cls(**values)
 
 
 class WriterChannel:

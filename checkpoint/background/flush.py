@@ -10,8 +10,8 @@ On one machine, where all regions are visible:
 It cannot exceed rank r's own newest step, so if it equals that, the decision is final. Otherwise
 the writer polls until the others are done, at most `others_s`.
 
-2. It publishes the decision as a file in the run's folder, one per session: the first one wins, and
-all writers follow it.
+2. It publishes the decision as a file in the run's folder, one per generation: the first one wins,
+   and all writers follow it.
 
 3. Every writer that sees the decision writes its part of that step, whether or not its trainer is
 alive: the slot of the newest common step is not reused before a newer common step exists, which
@@ -31,7 +31,7 @@ orphaned writer writes both, newest first, under the token of a trainer's first 
 that were ordered count, too. The leader commits what becomes complete, until the newest is
 committed or the grace period ends.
 
-Invariant: a step is committed only from parts of one session.
+Invariant: a step is committed only from parts of one generation.
 """
 
 import json
@@ -99,7 +99,7 @@ class GracePeriod:
 
 
 class VisibleRanks:
-    """Ranks of this session whose regions are visible."""
+    """Ranks of this generation whose regions are visible."""
 
     def __init__(self, own: RankSave) -> None:
         self.own = own
@@ -113,8 +113,9 @@ class VisibleRanks:
             if rank not in self.saves and rank < about.world_size:
                 with suppress(CheckpointError, OSError):
                     save = RankSave(Region.open(path), self.own.storage)
-                    save.history, save.writer_group = self.own.history, self.own.writer_group
-                    if (save.about.session, save.about.rank) == (about.session, rank):
+                    save.fencing_tokens = self.own.fencing_tokens
+                    save.writer_group = self.own.writer_group
+                    if (save.about.generation_id, save.about.rank) == (about.generation_id, rank):
                         self.saves[rank] = save
         return len(self.saves) == about.world_size
 
@@ -125,7 +126,7 @@ class VisibleRanks:
 
     def decision_path(self) -> Path:
         """Return the file of the decision, if all ranks are visible. It is named after the regions'
-        tokens, so decisions of earlier sessions do not match."""
+        tokens, so decisions of earlier generations do not match."""
         tokens = "".join(self.saves[rank].region.token for rank in sorted(self.saves))
         return self.folder / f"{_DECISION}{xxhash.xxh3_64_hexdigest(tokens.encode())}.json"
 
@@ -134,15 +135,15 @@ class VisibleRanks:
         (self.folder / f"{self._request_prefix()}{step}").touch(mode=0o600)
 
     def requested_saves(self) -> set[int]:
-        """Return the steps requested by writers of this session."""
+        """Return the steps requested by writers of this generation."""
         if not any(name.startswith(_REQUEST) for name in os.listdir(self.folder)):
             return set()
-        found = self.folder.glob(f"{self._request_prefix()}*")
-        steps = (path.name.rpartition("-")[2] for path in found)
+        requests = self.folder.glob(f"{self._request_prefix()}*")
+        steps = (path.name.rpartition("-")[2] for path in requests)
         return {int(step) for step in steps if step.isdigit()}
 
     def _request_prefix(self) -> str:
-        return f"{_REQUEST}{self.own.about.session}-"
+        return f"{_REQUEST}{self.own.about.generation_id}-"
 
     def close(self) -> None:
         """Unmap the other ranks' regions."""
@@ -158,8 +159,8 @@ def read_decision(ranks: VisibleRanks) -> SaveAttempt | None:
             return None
         if not ranks.refresh():
             return None
-        given = json.loads(ranks.decision_path().read_bytes())
-        return int(given["step"]), str(given["token"])
+        decision = json.loads(ranks.decision_path().read_bytes())
+        return int(decision["step"]), str(decision["token"])
     except FileNotFoundError:
         return None
 
@@ -179,7 +180,7 @@ def flush(
     """
     ranks = VisibleRanks(own)
     try:
-        own.check_history()
+        own.check_fencing()
         stored = _newest_stored(own)
         if ranks.refresh():
             wanted = _decide(ranks, pending, grace.since + others_s)
@@ -314,7 +315,9 @@ def _newest_stored(own: RankSave) -> int:
 
 
 def _decide_alone(own: RankSave) -> list[SaveAttempt]:
-    return [(step, attempt_token(own.about.session, step)) for step in own.possibly_common_steps()]
+    return [
+        (step, attempt_token(own.about.generation_id, step)) for step in own.possibly_common_steps()
+    ]
 
 
 def _decide(
@@ -331,7 +334,7 @@ def _decide(
         step = ranks.common_step()
         is_late = time.monotonic() >= deadline
         if step is not None and (step == bound or is_late):
-            token = attempt_token(ranks.own.about.session, step)
+            token = attempt_token(ranks.own.about.generation_id, step)
             try:
                 _publish(ranks.decision_path(), step, dict(pending).get(step, token))
             except OSError as error:

@@ -31,7 +31,7 @@ class BackgroundProcess:
 
     def __init__(self, command: Sequence[str], settings: Mapping[str, Any]) -> None:
         """`settings` is its first order."""
-        self._command, self._given = list(command), dict(settings)
+        self._command, self._settings = list(command), dict(settings)
         self._process: subprocess.Popen[bytes] | None = None
         self._inherited: tuple[int, ...] = ()
         """Descriptors that the process inherits."""
@@ -56,7 +56,7 @@ class BackgroundProcess:
             os.set_blocking(pipe.fileno(), False)
         self._partial = b""
         self._unsent.clear()
-        self._send(self._given)
+        self._send(self._settings)
 
     @property
     def alive(self) -> bool:

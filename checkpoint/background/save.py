@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, parse_writer, tensor_file_name
-from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory, SupersededError
+from torchtitan_lite.checkpoint.history.fencing_tokens import FencingTokens, SupersededError
 from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.storage import attempts
@@ -41,7 +41,7 @@ class WriterGroup:
     """Hexadecimal digits, equal on all replicas of the group and unique to the period in which they
     train together. Empty if one replica writes alone."""
     fencing_token: int = 0
-    """Fencing token of the quorum, see `history`; 0 without one."""
+    """Fencing token of the quorum, see `history.fencing_tokens`; 0 without one."""
     is_claimed: bool = True
     """Whether that token is the quorum's own, and not one under which it continues."""
     same_state: bool = True
@@ -63,28 +63,28 @@ class WriterGroup:
         """Whether this replica writes: without a token only the first does, for all."""
         return self.index == 0 or bool(self.token)
 
-    def check(self, history: RunHistory | None, leases: Sequence[str]) -> None:
-        """Raise SupersededError if others have taken the run over from this replica; `history` is
-        that of the run, if it has other replicas, `leases` those of its folders. Raises as
-        `RunHistory.check`."""
+    def check(self, fencing_tokens: FencingTokens | None, leases: Sequence[str]) -> None:
+        """Raise SupersededError if others have taken the run over from this replica;
+        `fencing_tokens` are those of the run, if it has other replicas, `leases` those of its
+        folders. Raises as `FencingTokens.check`."""
         if reason := taken_over(leases):
             raise SupersededError(reason)
-        if history is not None:
-            history.check(self.fencing_token, is_claimed=self.is_claimed)
+        if fencing_tokens is not None:
+            fencing_tokens.check(self.fencing_token, is_claimed=self.is_claimed)
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> "WriterGroup":
+    def from_json(cls, values: Mapping[str, Any]) -> "WriterGroup":
         """Parse the form of `to_json`. Raises ValueError or TypeError."""
-        found = cls(
-            int(given["index"]),
-            int(given["count"]),
-            str(given["token"]),
-            int(given.get("fencing_token", 0)),
-            bool(given.get("is_claimed", True)),
+        group = cls(
+            int(values["index"]),
+            int(values["count"]),
+            str(values["token"]),
+            int(values.get("fencing_token", 0)),
+            bool(values.get("is_claimed", True)),
         )
-        if not 0 <= found.index < found.count:
-            raise ValueError(f"replica {found.index} of {found.count}")
-        return found
+        if not 0 <= group.index < group.count:
+            raise ValueError(f"replica {group.index} of {group.count}")
+        return group
 
     def to_json(self) -> dict[str, Any]:
         """Return the group as JSON values."""
@@ -103,7 +103,7 @@ def rank_share(about: RegionDescription, writer_group: WriterGroup) -> RegionDes
     owners = assign_tensors(about.tensors, writer_group.count)
     return replace(
         about,
-        session=writer_group.token,
+        generation_id=writer_group.token,
         rank=first + about.rank,
         world_size=about.world_size * writer_group.count,
         is_leader=about.is_leader and writer_group.index == 0,
@@ -131,10 +131,11 @@ def _moved(layout: Any, first: int) -> Any:
     return {**layout, "mesh": {**layout["mesh"], "holders": files}}
 
 
-def attempt_token(session: str, step: int, attempt: int = 1) -> str:
-    """Return the token of an attempt at a step, which begins with the session. Trainers and writers
-    derive it equally, so a writer without an order still writes its part of the first attempt."""
-    return f"{session}-{step}x{attempt}"
+def attempt_token(prefix: str, step: int, attempt: int = 1) -> str:
+    """Return the token of an attempt at a step. The prefix is the generation id, or the token of a
+    writer group. Trainers and writers derive it equally, so a writer without an order still writes
+    its part of the first attempt."""
+    return f"{prefix}-{step}x{attempt}"
 
 
 class RankSave:
@@ -145,8 +146,8 @@ class RankSave:
         self.region, self.storage = region, storage
         self.about = RegionDescription.from_dict(region.description, slot_bytes=region.slot_bytes)
         self._writes_values = True
-        self.history: RunHistory | None = None
-        """History of the run, if it has other replicas."""
+        self.fencing_tokens: FencingTokens | None = None
+        """Those of the run, if it has other replicas."""
         self.leases: tuple[str, ...] = ()
         """Leases of the run's folders."""
         self.writer_group = SINGLE_REPLICA
@@ -156,11 +157,11 @@ class RankSave:
 
     def for_group(self, writer_group: WriterGroup) -> "RankSave":
         """Return the save of this region as a member of a writer group."""
-        found = copy(self)
-        found.about = rank_share(self.about, writer_group)
-        found._writes_values = writer_group.index == 0
-        found.writer_group = writer_group
-        return found
+        member = copy(self)
+        member.about = rank_share(self.about, writer_group)
+        member._writes_values = writer_group.index == 0
+        member.writer_group = writer_group
+        return member
 
     def complete_slots(self) -> dict[int, int]:
         """Return step -> slot of this rank's complete steps, newest first."""
@@ -244,13 +245,13 @@ class RankSave:
 
     def commit(self, step: int, token: str, announced: Announcements) -> None:
         """Merge the parts, which must all be announced, and commit the step. For the leader. Raises
-        as `check_history`."""
-        self.check_history()
+        as `check_fencing`."""
+        self.check_fencing()
         commit_parts(self.storage, self.about, step, token, announced)
 
-    def check_history(self) -> None:
+    def check_fencing(self) -> None:
         """Raise SupersededError if others have taken the run over from this replica."""
-        self.writer_group.check(self.history, self.leases)
+        self.writer_group.check(self.fencing_tokens, self.leases)
 
     def _require(self, slot: int, step: int) -> None:
         header = self.region.slots()[slot]

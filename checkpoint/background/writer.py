@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.background.save import (
     delete_old_checkpoints,
     log_to_stderr,
 )
-from torchtitan_lite.checkpoint.history.fencing_tokens import RunHistory
+from torchtitan_lite.checkpoint.history.fencing_tokens import FencingTokens
 from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
@@ -68,7 +68,7 @@ class Writer:
         self._save, self._settings, self._channel = save, settings, channel
         self._storage: Storage = save.storage
         if settings.shared_run_folder:
-            save.history = RunHistory(Path(settings.shared_run_folder), settings.replica)
+            save.fencing_tokens = FencingTokens(Path(settings.shared_run_folder), settings.replica)
         save.leases = tuple(settings.leases)
         self._rate = TokenBucket(settings.bytes_per_s)
         self._ranks = VisibleRanks(save)
@@ -85,7 +85,7 @@ class Writer:
         """Work until the trainer stops or dies, and finish saves in progress."""
         if self._save.about.is_leader and self._settings.recovers:
             try:
-                attempts.recover(self._storage, self._save.about.session)
+                attempts.recover(self._storage, self._save.about.generation_id)
             except OSError as error:
                 log_to_stderr(f"Leftovers in {self._storage.root} could not be removed: {error}")
         self._channel.send(ready=os.getpid())
@@ -117,7 +117,7 @@ class Writer:
             )
             self._save.writer_group = writer_group.alone
             step = int(save["step"])
-            token = save.get("token") or attempt_token(self._save.about.session, step)
+            token = save.get("token") or attempt_token(self._save.about.generation_id, step)
             self._write(int(save["slot"]), step, str(token), writer_group)
         elif "writer_group" in order:
             # For what is written without an order, such as the flush after the trainer's death.
@@ -299,7 +299,7 @@ class Writer:
         for step in sorted(self._ranks.requested_saves() - self._handled_requests, reverse=True):
             if step > self._save.newest_stored():
                 # Attempt 0, distinct from orders that the trainer may still send.
-                token = attempt_token(self._save.about.session, step, 0)
+                token = attempt_token(self._save.about.generation_id, step, 0)
                 self._write_without_order(step, token)
             self._handled_requests.add(step)
             # Orders take precedence.

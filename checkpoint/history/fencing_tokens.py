@@ -36,8 +36,8 @@ class SupersededError(CheckpointError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HistoryClaim:
-    """The claim of a quorum."""
+class TokenClaim:
+    """The claim of a fencing token by a quorum."""
 
     token: int
     lighthouse: str
@@ -53,7 +53,7 @@ class HistoryClaim:
         """Names of the replicas."""
         return {name_in_replica_id(member) for member in self.members}
 
-    def next(self, lighthouse: str, quorum_id: int, members: tuple[str, ...]) -> "HistoryClaim":
+    def next(self, lighthouse: str, quorum_id: int, members: tuple[str, ...]) -> "TokenClaim":
         """Return the claim of a quorum that continues from this one."""
         return replace(
             self,
@@ -73,8 +73,8 @@ class HistoryClaim:
 
     def is_of(self, lighthouse: str, quorum_id: int, members: tuple[str, ...]) -> bool:
         """Return whether a quorum with these properties made the claim."""
-        given = (lighthouse, quorum_id, members)
-        return (self.lighthouse, self.quorum_id, self.members) == given
+        made_by = (lighthouse, quorum_id, members)
+        return (self.lighthouse, self.quorum_id, self.members) == made_by
 
 
 def name_in_replica_id(replica_id: str) -> str:
@@ -82,9 +82,9 @@ def name_in_replica_id(replica_id: str) -> str:
     return replica_id.partition(":")[0]
 
 
-class RunHistory:
-    """The claims of a run, in a folder below `run_folder`, which all its replicas share, as one
-    replica sees them."""
+class FencingTokens:
+    """The fencing tokens of a run and their claims, in a folder below `run_folder`, which all its
+    replicas share, as one replica sees them."""
 
     def __init__(self, run_folder: Path, replica: int) -> None:
         self.run_folder, self.replica = run_folder, replica
@@ -92,7 +92,7 @@ class RunHistory:
         """The replica's name in the claims."""
         self.folder = run_folder / _FOLDER
 
-    def newest(self) -> HistoryClaim | None:
+    def newest(self) -> TokenClaim | None:
         """Return the newest claim; None if there is none. Raises OSError, or CheckpointError if it
         is damaged."""
         while True:
@@ -102,7 +102,7 @@ class RunHistory:
             if (claim := self._read(token)) is not None:
                 return claim
 
-    def try_claim(self, claim: HistoryClaim) -> bool:
+    def try_claim(self, claim: TokenClaim) -> bool:
         """Create a claim durably. Return whether no other process has claimed the token. Raises
         OSError, or CheckpointError if the filesystem has no hard links."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,11 +120,11 @@ class RunHistory:
         self._remove_old(claim.token)
         return True
 
-    def renew(self, claim: HistoryClaim) -> None:
+    def renew(self, claim: TokenClaim) -> None:
         """Renew the lease of a claim. Raises OSError. Needs no disk space."""
         os.utime(self._path(claim.token))
 
-    def seconds_since_renewal(self, claim: HistoryClaim) -> float:
+    def seconds_since_renewal(self, claim: TokenClaim) -> float:
         """Return the age of a claim's lease by the clock of the filesystem, which all replicas
         share. Raises OSError."""
         clock = self.folder / _CLOCK
@@ -156,7 +156,7 @@ class RunHistory:
         finally:
             draft.unlink(missing_ok=True)
 
-    def superseded_by(self, token: int, *, is_claimed: bool = True) -> HistoryClaim | None:
+    def superseded_by(self, token: int, *, is_claimed: bool = True) -> TokenClaim | None:
         """Return the newest claim if it supersedes this replica's state under `token`. Raises as
         `newest` does."""
         newest = self.newest()
@@ -173,7 +173,7 @@ class RunHistory:
             if newest is not None:
                 raise SupersededError(superseded_message(newest, token))
 
-    def _read(self, token: int) -> HistoryClaim | None:
+    def _read(self, token: int) -> TokenClaim | None:
         path = self._path(token)
         # Old claims are removed, so this one may be gone by now.
         with suppress(FileNotFoundError):
@@ -195,13 +195,13 @@ class RunHistory:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        return [int(found[1]) for name in names if (found := _CLAIM.fullmatch(name))]
+        return [int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))]
 
     def _path(self, token: int) -> Path:
         return self.folder / f"{token:08d}.json"
 
 
-def superseded_message(newest: HistoryClaim, token: int) -> str:
+def superseded_message(newest: TokenClaim, token: int) -> str:
     """Describe why the state of `token` does not count."""
     names = ", ".join(sorted(newest.names)) or "others"
     return (
@@ -211,10 +211,10 @@ def superseded_message(newest: HistoryClaim, token: int) -> str:
     )
 
 
-def _parse(content: bytes, token: int, path: Path) -> HistoryClaim:
+def _parse(content: bytes, token: int, path: Path) -> TokenClaim:
     try:
-        given: dict[str, Any] = json.loads(content)
-        claim = HistoryClaim(**{**given, "members": tuple(given["members"])})
+        values: dict[str, Any] = json.loads(content)
+        claim = TokenClaim(**{**values, "members": tuple(values["members"])})
         numbers = (claim.token, claim.quorum_id, claim.last_takeover)
         texts = (claim.lighthouse, *claim.members)
         if (

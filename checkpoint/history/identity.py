@@ -20,13 +20,13 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of a run and of one session of it."""
+    """Identity of a run, and of one generation (start of all ranks) of it."""
 
     run_id: str
     """32 hexadecimal digits, stored in the run's folder; deleting that file begins a new run. Each
     replica derives its own."""
-    session: str
-    """Unique to every start of the run, and common to all ranks."""
+    generation_id: str
+    """12 hexadecimal digits, unique to every generation and equal on all its ranks."""
 
 
 def agree_on_identity(dump_folder: Path, mesh: Mesh, replica: int | None = None) -> RunIdentity:
@@ -35,8 +35,8 @@ def agree_on_identity(dump_folder: Path, mesh: Mesh, replica: int | None = None)
     payload = b""
     if mesh.is_leader:
         payload = json.dumps([run_id_in(dump_folder, replica), secrets.token_hex(6)]).encode()
-    run_id, session = json.loads(broadcast_bytes(payload))
-    return RunIdentity(run_id, session)
+    run_id, generation_id = json.loads(broadcast_bytes(payload))
+    return RunIdentity(run_id, generation_id)
 
 
 def run_id_in(dump_folder: Path, replica: int | None) -> str:

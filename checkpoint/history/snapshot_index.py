@@ -1,7 +1,7 @@
 """The choice of the snapshot that a run resumes from, given those that its machines hold: of their
 own ranks, and copies of those of ranks on other machines.
 
-Invariant: all ranks choose the same one, whose parts are all of one session and step.
+Invariant: all ranks choose the same one, whose parts are all of one generation and step.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,22 +35,26 @@ class HeldRegion:
     saver: int
     """Rank that took the snapshots."""
     is_copy: bool
-    sessions: Sequence[str]
-    """Sessions that the region belongs to: two while some ranks have taken their regions over and
-    others have not."""
+    generation_ids: Sequence[str]
+    """Generations that the region belongs to: two while some ranks have taken their regions over
+    and others have not."""
     world_size: int
     positions: Sequence[Position]
 
     def to_json(self) -> list[Any]:
         """Return the report as JSON values."""
-        return [self.saver, self.is_copy, self.sessions, self.world_size, self.positions]
+        return [self.saver, self.is_copy, self.generation_ids, self.world_size, self.positions]
 
     @classmethod
-    def from_json(cls, given: Sequence[Any]) -> "HeldRegion":
+    def from_json(cls, values: Sequence[Any]) -> "HeldRegion":
         """Parse the form of `to_json`."""
-        saver, is_copy, sessions, world_size, positions = given
+        saver, is_copy, generation_ids, world_size, positions = values
         return cls(
-            saver, is_copy, sessions, world_size, [Position(*position) for position in positions]
+            saver,
+            is_copy,
+            generation_ids,
+            world_size,
+            [Position(*position) for position in positions],
         )
 
 
@@ -58,17 +62,17 @@ class HeldRegion:
 class SnapshotIndex:
     """The newest step of which all parts exist, and the ranks that can read each."""
 
-    session: str
+    generation_id: str
     position: Position
     reach: Mapping[int, Sequence[int]]
     """Ranks that can open the region of each saving rank."""
     copies: frozenset[int] = frozenset()
     """Saving ranks whose part is read from a copy."""
     copied_position: Position | None = None
-    """Newest position, of any session, of which each part exists twice: with its own rank and as a
-    copy."""
-    copied_session: str | None = None
-    """Session of `copied_position`."""
+    """Newest position, of any generation, of which each part exists twice: with its own rank and as
+    a copy."""
+    copied_generation_id: str | None = None
+    """Generation of `copied_position`."""
 
     def reporter(self, saver: int) -> int:
         """Return the rank that reports a region: its own rank if possible."""
@@ -86,10 +90,10 @@ def newest_common(
 ) -> SnapshotIndex | None:
     """Return the newest step, at most `at_most` and earlier than `before`, of the regions `seen` on
     the ranks' `machines`; one rank reports per machine. A machine that was reassigned to other
-    ranks may still hold regions of an earlier session. `permitted`, as returned by
+    ranks may still hold regions of an earlier generation. `permitted`, as returned by
     `SnapshotLineage.permitted`, excludes abandoned steps; `excluded` are parts that are damaged."""
     seen = [[_without(region, excluded) for region in held] for held in seen]
-    sessions = sorted({s for held in seen for region in held for s in region.sessions})
+    generation_ids = sorted({s for held in seen for region in held for s in region.generation_ids})
 
     def is_usable(position: Position) -> bool:
         if permitted is not None:
@@ -101,9 +105,9 @@ def newest_common(
         return at_most is None or position.step <= at_most
 
     known = [
-        found
-        for session in sessions
-        if (found := _newest_of_session(session, seen, machines, is_usable))
+        newest_of_it
+        for generation_id in generation_ids
+        if (newest_of_it := _newest_of_generation(generation_id, seen, machines, is_usable))
     ]
     if not known:
         return None
@@ -111,11 +115,13 @@ def newest_common(
     def copied(index: SnapshotIndex) -> Position:
         return index.copied_position or _NO_POSITION
 
-    # Of two sessions of a region that is being taken over, the one that the copies belong to.
+    # Of two generations of a region that is being taken over, the one that the copies belong to.
     newest = max(known, key=lambda index: (index.position, copied(index)))
     safest = max((newest, *known), key=copied)
     return replace(
-        newest, copied_position=safest.copied_position, copied_session=safest.copied_session
+        newest,
+        copied_position=safest.copied_position,
+        copied_generation_id=safest.copied_generation_id,
     )
 
 
@@ -126,18 +132,18 @@ def _without(region: HeldRegion, excluded: Collection[HeldPart]) -> HeldRegion:
     return replace(region, positions=[p for p in region.positions if not is_excluded(p)])
 
 
-def _newest_of_session(
-    session: str,
+def _newest_of_generation(
+    generation_id: str,
     seen: Sequence[Sequence[HeldRegion]],
     machines: Sequence[int],
     is_usable: Any,
 ) -> SnapshotIndex | None:
-    """Return the newest step of one session, and its newest copied one. None if a rank of the
-    session is missing, its ranks disagree on the world size, or have no common step."""
+    """Return the newest step of one generation, and its newest copied one. None if a rank of the
+    generation is missing, its ranks disagree on the world size, or have no common step."""
     holders: dict[int, list[tuple[HeldRegion, int]]] = {}
     for held, machine in zip(seen, machines, strict=True):
         for region in held:
-            if session in region.sessions:
+            if generation_id in region.generation_ids:
                 holders.setdefault(region.saver, []).append((region, machine))
     if {region.world_size for held in holders.values() for region, _ in held} != {len(holders)}:
         return None
@@ -165,7 +171,7 @@ def _newest_of_session(
         if region.is_copy:
             copies.add(saver)
     copied_position = newest(own[saver] & copied[saver] for saver in holders)
-    copied_session = None if copied_position is None else session
+    copied_generation_id = None if copied_position is None else generation_id
     return SnapshotIndex(
-        session, position, reach, frozenset(copies), copied_position, copied_session
+        generation_id, position, reach, frozenset(copies), copied_position, copied_generation_id
     )

@@ -52,8 +52,9 @@ class RegionDescription:
     """Contents of one rank's region."""
 
     run_id: str
-    session: str
-    """Common to all ranks of one session (start) of the run, and unique to it."""
+    generation_id: str
+    """Id of the generation that the rank belongs to; the token of the writer group for its share
+    of the writes of several replicas."""
     rank: int
     world_size: int
     root: str
@@ -69,28 +70,28 @@ class RegionDescription:
     """In file order."""
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], *, slot_bytes: int) -> "RegionDescription":
-        """Parse the form of `to_dict`. A missing `session` defaults to the run id.
+    def from_dict(cls, values: Mapping[str, Any], *, slot_bytes: int) -> "RegionDescription":
+        """Parse the form of `to_dict`.
 
         Raises DamagedSnapshot, with the field, if something is missing, has a wrong type, or lies
         outside of a slot of `slot_bytes`.
         """
         try:
             read = cls(
-                run_id=_token(given["run_id"]),
-                session=_token(given.get("session", given["run_id"])),
-                rank=_size(given["rank"]),
-                world_size=_size(given["world_size"]),
-                root=_text(given["root"]),
-                is_leader=bool(given["is_leader"]),
-                mesh=dict(given["mesh"]),
-                config=dict(given["config"]),
-                versions=dict(given["versions"]),
-                layouts=tuple(given["layouts"]),
-                tensors=tuple(map(_tensor, given["tensors"])),
-                file_layouts=tuple(given["file_layouts"]),
-                file_name=_text(given["file"]["name"]),
-                boxes=tuple(map(_box, given["file"]["boxes"])),
+                run_id=_token(values["run_id"]),
+                generation_id=_token(values["generation_id"]),
+                rank=_size(values["rank"]),
+                world_size=_size(values["world_size"]),
+                root=_text(values["root"]),
+                is_leader=bool(values["is_leader"]),
+                mesh=dict(values["mesh"]),
+                config=dict(values["config"]),
+                versions=dict(values["versions"]),
+                layouts=tuple(values["layouts"]),
+                tensors=tuple(map(_tensor, values["tensors"])),
+                file_layouts=tuple(values["file_layouts"]),
+                file_name=_text(values["file"]["name"]),
+                boxes=tuple(map(_box, values["file"]["boxes"])),
             )
             read._check(slot_bytes)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -101,7 +102,7 @@ class RegionDescription:
         """Return the description as JSON values."""
         return {
             "run_id": self.run_id,
-            "session": self.session,
+            "generation_id": self.generation_id,
             "rank": self.rank,
             "world_size": self.world_size,
             "root": self.root,
@@ -135,28 +136,28 @@ class RegionDescription:
                 raise ValueError(f"{tensor} in a slot of {slot_bytes} bytes")
 
 
-def _tensor(given: Mapping[str, Any]) -> HeldTensor:
+def _tensor(values: Mapping[str, Any]) -> HeldTensor:
     return HeldTensor(
-        name=_text(given["name"]),
-        dtype=_text(given["dtype"]),
-        shape=_sizes(given["shape"]),
-        layout=_size(given["layout"]),
-        local_shape=_sizes(given["local_shape"]),
-        offset=_size(given["offset"]),
-        bytes=_size(given["bytes"]),
+        name=_text(values["name"]),
+        dtype=_text(values["dtype"]),
+        shape=_sizes(values["shape"]),
+        layout=_size(values["layout"]),
+        local_shape=_sizes(values["local_shape"]),
+        offset=_size(values["offset"]),
+        bytes=_size(values["bytes"]),
     )
 
 
-def _box(given: Mapping[str, Any]) -> FileBox:
+def _box(values: Mapping[str, Any]) -> FileBox:
     return FileBox(
-        tensor=_text(given["tensor"]),
-        dtype=_text(given["dtype"]),
-        shape=_sizes(given["shape"]),
-        layout=_size(given["layout"]),
-        offset=_sizes(given["offset"]),
-        size=_sizes(given["size"]),
-        start=_size(given["start"]),
-        bytes=_size(given["bytes"]),
+        tensor=_text(values["tensor"]),
+        dtype=_text(values["dtype"]),
+        shape=_sizes(values["shape"]),
+        layout=_size(values["layout"]),
+        offset=_sizes(values["offset"]),
+        size=_sizes(values["size"]),
+        start=_size(values["start"]),
+        bytes=_size(values["bytes"]),
     )
 
 

@@ -118,7 +118,7 @@ def list_runs(*, base: Path = SHARED_MEMORY) -> list[SharedMemoryRun]:
     if not os.path.lexists(folder):
         return []
     _require_private(folder)
-    found = []
+    runs = []
     for path in sorted(folder.iterdir()):
         if not _RUN_ID.fullmatch(path.name) or not path.is_dir():
             continue
@@ -129,7 +129,7 @@ def list_runs(*, base: Path = SHARED_MEMORY) -> list[SharedMemoryRun]:
             if (owner := RankLock(path, rank, kind).owner()) is not None
         }
         published = tuple(region_files(path, PUBLISHED))
-        found.append(
+        runs.append(
             SharedMemoryRun(
                 run_id=path.name,
                 path=path,
@@ -144,7 +144,7 @@ def list_runs(*, base: Path = SHARED_MEMORY) -> list[SharedMemoryRun]:
                 ),
             )
         )
-    return found
+    return runs
 
 
 def free_run(run_id: str, *, base: Path = SHARED_MEMORY) -> int:
@@ -365,17 +365,17 @@ def _require_private(path: Path) -> None:
 
 def _rank_files(folder: Path, kind: str, suffix: str) -> dict[int, Path]:
     """Return the files of a kind in a run's folder, by rank."""
-    found: dict[int, Path] = {}
+    files: dict[int, Path] = {}
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         # Another process has removed the folder with its contents.
-        return found
+        return files
     for name in names:
         match = _OF_RANK.fullmatch(name)
         if match and (match[1], match[3]) == (kind, suffix):
-            found[int(match[2])] = folder / name
-    return dict(sorted(found.items()))
+            files[int(match[2])] = folder / name
+    return dict(sorted(files.items()))
 
 
 def _slot_locks(folder: Path, rank: int) -> list[Path]:

@@ -2,8 +2,8 @@
 
 File layout, in multiples of 4096 bytes: superblocks, two descriptions (JSON), a header and values
 (JSON) per slot, then the data of each slot. The header, which is written last and has a checksum,
-decides whether a slot is valid. A region that a later session takes over has two descriptions, and
-belongs to both sessions until all ranks have taken theirs over.
+decides whether a slot is valid. A region that a later generation takes over has two descriptions,
+and belongs to both generations until all ranks have taken theirs over.
 
 Invariant: if the process is killed at any point, each slot is either complete as its header says or
 counts as empty, and no slot hides another. Memory is allocated before it is touched, so a full
@@ -78,12 +78,13 @@ class _DescriptionCopy:
     values: dict[str, Any]
 
     @property
-    def session(self) -> str:
-        return str(self.values.get("session", ""))
+    def generation_id(self) -> str:
+        return str(self.values.get("generation_id", ""))
 
 
 class Region:
-    """Snapshots of one rank. Created by the trainer, opened by the writer and by later sessions."""
+    """Snapshots of one rank. Created by the trainer, opened by the writer and by later
+    generations."""
 
     def __init__(self, path: Path, mapped: mmap.mmap, block: Superblock) -> None:
         """Use `create`, `open` or `adopt` instead. `block`: any of the file's superblocks."""
@@ -96,8 +97,8 @@ class Region:
         self._data_start = block.headers_start + self.num_slots * self._header_bytes
         self._descriptions: list[_DescriptionCopy] = []
         """Newest first."""
-        self.earlier_sessions: tuple[str, ...] = ()
-        """Sessions that the region belonged to when this process took it over."""
+        self.earlier_generation_ids: tuple[str, ...] = ()
+        """Generations that the region belonged to when this process took it over."""
 
     @classmethod
     def create(
@@ -125,10 +126,10 @@ class Region:
         block = Superblock(
             rank=rank,
             num_slots=num_slots,
-            generation=0,
+            num_takeovers=0,
             slot_bytes=slot_bytes,
             values_bytes=values_bytes,
-            # The configuration may be longer in a later session.
+            # The configuration may be longer in a later generation.
             description_capacity=page_aligned(len(encoded)) + ALIGNMENT,
             description_bytes=len(encoded),
             description_sum=xxhash.xxh3_64_intdigest(encoded),
@@ -169,21 +170,21 @@ class Region:
         slot_bytes: int,
         num_slots: int = 3,
         values_bytes: int = 0,
-        session: str | None = None,
+        generation_id: str | None = None,
         kind: str = OWN,
     ) -> "Region | None":
-        """Take over the region of an earlier session of the same run, with its steps, if it differs
-        from `description` at most in `session` and `config` and has `values_bytes` for values; None
-        if there is none, or it does not match.
+        """Take over the region of an earlier generation of the same run, with its steps, if it
+        differs from `description` at most in `generation_id` and `config` and has `values_bytes`
+        for values; None if there is none, or it does not match.
 
-        Until `finish_takeover` it also belongs to the earlier session: `session`, or else its last
-        owner. A successor therefore finds the steps even if not all ranks came this far.
+        Until `finish_takeover` it also belongs to the earlier generation: `generation_id`, or else
+        its last owner. A successor therefore finds the steps even if not all ranks came this far.
         """
         region = cls.matching(
             folder, rank, description, slot_bytes, num_slots, values_bytes=values_bytes, kind=kind
         )
         if region is not None:
-            region._take_over(json.dumps(description).encode(), session)
+            region._take_over(json.dumps(description).encode(), generation_id)
         return region
 
     @classmethod
@@ -216,20 +217,20 @@ class Region:
         return region
 
     def finish_takeover(self) -> None:
-        """Drop the earlier session's description: all ranks have taken their regions over."""
+        """Drop the earlier generation's description: all ranks have taken their regions over."""
         for copy in self._descriptions[1:]:
             self._clear(copy.place)
         del self._descriptions[1:]
 
     @property
     def description(self) -> dict[str, Any]:
-        """Description by the newest session."""
+        """Description by the newest generation."""
         return self._descriptions[0].values
 
     @property
-    def sessions(self) -> list[str]:
-        """Sessions that own the region, newest first."""
-        return [copy.session for copy in self._descriptions]
+    def generation_ids(self) -> list[str]:
+        """Generations that own the region, newest first."""
+        return [copy.generation_id for copy in self._descriptions]
 
     @property
     def rank(self) -> int:
@@ -297,19 +298,21 @@ class Region:
 
     def slots(self) -> list[SlotHeader]:
         """Return the header of each slot; an invalid one counts as empty."""
-        found = []
+        headers = []
         for slot in range(self.num_slots):
             header = self._header(slot)
-            found.append(
+            headers.append(
                 _EMPTY_SLOT if header is None else SlotHeader(header[2], SlotState(header[0]))
             )
-        return found
+        return headers
 
     def complete_slots(self) -> dict[int, int]:
         """Return step -> slot of complete steps, newest first."""
         slots = enumerate(self.slots())
-        found = {header.step: slot for slot, header in slots if header.state == SlotState.COMPLETE}
-        return dict(sorted(found.items(), reverse=True))
+        complete = {
+            header.step: slot for slot, header in slots if header.state == SlotState.COMPLETE
+        }
+        return dict(sorted(complete.items(), reverse=True))
 
     def values(self, slot: int) -> dict[str, Any]:
         """Return the values of a complete slot. Raises DamagedSnapshot if their checksum does not
@@ -351,7 +354,7 @@ class Region:
 
     def _read_descriptions(self, blocks: Mapping[int, Superblock]) -> None:
         """Read the valid descriptions. Raises DamagedSnapshot if there is none."""
-        newest_first = sorted(blocks, key=lambda place: blocks[place].generation, reverse=True)
+        newest_first = sorted(blocks, key=lambda place: blocks[place].num_takeovers, reverse=True)
         for place in newest_first:
             block = blocks[place]
             start = block.description_start(place)
@@ -362,21 +365,25 @@ class Region:
         if not self._descriptions:
             raise DamagedSnapshot(f"{self.path} is damaged: its description's checksum is wrong.")
 
-    def _take_over(self, encoded: bytes, session: str | None) -> None:
-        """Write a new description beside that of `session`, or else the newest."""
+    def _take_over(self, encoded: bytes, generation_id: str | None) -> None:
+        """Write a new description beside that of `generation_id`, or else the newest."""
         newest = self._descriptions[0]
         kept = next(
-            (description for description in self._descriptions if description.session == session),
+            (
+                description
+                for description in self._descriptions
+                if description.generation_id == generation_id
+            ),
             newest,
         )
         block = replace(
             kept.block,
-            generation=newest.block.generation + 1,
+            num_takeovers=newest.block.num_takeovers + 1,
             description_bytes=len(encoded),
             description_sum=xxhash.xxh3_64_intdigest(encoded),
             token=secrets.token_bytes(16),
         )
-        self.earlier_sessions = tuple(self.sessions)
+        self.earlier_generation_ids = tuple(self.generation_ids)
         self._descriptions = [kept]
         place = 1 - kept.place
         self._clear(place)
@@ -434,8 +441,8 @@ class Region:
 
 
 def _without_start(description: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that stay equal across sessions of an unchanged run."""
-    return {k: v for k, v in description.items() if k not in ("session", "config")}
+    """Return the fields that stay equal across generations of an unchanged run."""
+    return {k: v for k, v in description.items() if k not in ("generation_id", "config")}
 
 
 def _json_object(path: Path, encoded: bytes, what: str) -> dict[str, Any]:

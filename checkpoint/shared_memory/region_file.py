@@ -21,9 +21,9 @@ MAX_SLOTS = 64
 SUPERBLOCK_OFFSETS = (0, 1024)
 """File offsets of the superblocks."""
 _MAGIC = b"TTLsnap\x00"
-_VERSION = 2
+_VERSION = 3
 _MAX_BYTES = 1 << 62
-# magic, version, rank, slots, generation, slot bytes, values bytes, description capacity,
+# magic, version, rank, slots, takeovers, slot bytes, values bytes, description capacity,
 # description bytes, file bytes, checksum of the description, token of this file
 _FIELDS = struct.Struct("<8sIIIIQQQQQQ16s")
 _CHECKSUM = struct.Struct("<Q")
@@ -40,7 +40,7 @@ class Superblock:
 
     rank: int
     num_slots: int
-    generation: int
+    num_takeovers: int
     """Number of takeovers. The highest with a valid description counts."""
     slot_bytes: int
     values_bytes: int
@@ -71,7 +71,7 @@ class Superblock:
         """Return the superblock's bytes with their checksum."""
         return add_checksum(
             _FIELDS.pack(
-                *(_MAGIC, _VERSION, self.rank, self.num_slots, self.generation),
+                *(_MAGIC, _VERSION, self.rank, self.num_slots, self.num_takeovers),
                 *(self.slot_bytes, self.values_bytes, self.description_capacity),
                 *(self.description_bytes, self.file_bytes),
                 *(self.description_sum, self.token),
@@ -82,17 +82,17 @@ class Superblock:
 def read_superblocks(path: Path, mapped: mmap.mmap) -> dict[int, Superblock]:
     """Return the valid superblocks by place, checked against the file's length. Raises
     DamagedSnapshot if there is none."""
-    found: dict[int, Superblock] = {}
+    superblocks: dict[int, Superblock] = {}
     problem = DamagedSnapshot(f"{path} is damaged: it does not begin like a snapshot.")
     for place, start in enumerate(SUPERBLOCK_OFFSETS):
         if mapped[start : start + len(_MAGIC)] == _MAGIC:
             try:
-                found[place] = _read(path, mapped, start)
+                superblocks[place] = _read(path, mapped, start)
             except DamagedSnapshot as error:
                 problem = error
-    if not found:
+    if not superblocks:
         raise problem
-    return found
+    return superblocks
 
 
 def page_aligned(size: int) -> int:
@@ -206,16 +206,16 @@ def _read(path: Path, mapped: mmap.mmap, start: int) -> Superblock:
         content = verify_checksum(view[start : start + SUPERBLOCK_BYTES])
     if content is None:
         raise DamagedSnapshot(f"{path} is damaged: its superblock's checksum is wrong.")
-    _, version, rank, num_slots, generation, *sizes, file_bytes, description_sum, token = (
+    _, version, rank, num_slots, num_takeovers, *sizes, file_bytes, description_sum, token = (
         _FIELDS.unpack(content)
     )
     if version != _VERSION:
         raise DamagedSnapshot(f"{path} has version {version}; this version reads {_VERSION}.")
     slot_bytes, values_bytes, description_capacity, description_bytes = sizes
-    found = Superblock(
+    superblock = Superblock(
         rank=rank,
         num_slots=num_slots,
-        generation=generation,
+        num_takeovers=num_takeovers,
         slot_bytes=slot_bytes,
         values_bytes=values_bytes,
         description_capacity=description_capacity,
@@ -226,12 +226,12 @@ def _read(path: Path, mapped: mmap.mmap, start: int) -> Superblock:
     sound = 0 < num_slots <= MAX_SLOTS and max(sizes) < _MAX_BYTES
     sound = sound and not any(size % ALIGNMENT for size in sizes[:3])
     sound = sound and description_bytes <= description_capacity
-    if not sound or not found.file_bytes == file_bytes == len(mapped):
+    if not sound or not superblock.file_bytes == file_bytes == len(mapped):
         raise DamagedSnapshot(
             f"{path} is damaged: {num_slots} slots of {slot_bytes} bytes do not fit its "
             f"{len(mapped)} bytes."
         )
-    return found
+    return superblock
 
 
 def _free_on(folder: Path) -> int:

@@ -95,10 +95,10 @@ def abandon(storage: Storage, step: int, token: str) -> None:
     storage.remove_attempts(step, lambda other: other != token)
 
 
-def recover(storage: Storage, session: str) -> None:
-    """Remove what killed processes left, except for attempts whose tokens begin with `session`. For
-    one process, before it saves."""
-    storage.remove_attempts(_ALL_STEPS, lambda token: token.startswith(session))
+def recover(storage: Storage, generation_id: str) -> None:
+    """Remove what killed processes left, except for attempts whose tokens begin with
+    `generation_id`. For one process, before it saves."""
+    storage.remove_attempts(_ALL_STEPS, lambda token: token.startswith(generation_id))
 
 
 def remove_stale_attempts(storage: Storage, before: int) -> None:

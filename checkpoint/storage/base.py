@@ -80,7 +80,7 @@ class Storage(Protocol):
     def steps(self, *, repairs: bool = False) -> list[int]:
         """Return the committed steps, oldest first. With `repairs`, restore first a step that a
         kill between two renames has hidden; nothing else is removed, because writers of an earlier
-        session may be active. For one process, before anything is read."""
+        generation may be active. For one process, before anything is read."""
         ...
 
     def delete(self, step: int, tick: Callable[[], None] = ...) -> None:

@@ -74,7 +74,7 @@ class ObjectStore:
         try:
             from fsspec.core import url_to_fs
 
-            found, self._path = url_to_fs(root)
+            opened, self._path = url_to_fs(root)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
                 f"{root} cannot be used for checkpoints: {str(error).rstrip('.')}. Install the "
@@ -82,7 +82,7 @@ class ObjectStore:
                 "it (experimental.custom_import, --custom-import), or set a local "
                 "checkpoint.folder."
             ) from None
-        self._fs: _Filesystem = filesystem or found
+        self._fs: _Filesystem = filesystem or opened
 
     def write(
         self,
@@ -237,8 +237,8 @@ class ObjectStore:
 
     def _stored_steps(self) -> list[int]:
         """Return the steps with objects, committed or not."""
-        found = map(parse_step_name, self._names(""))
-        return sorted(step for step in found if step is not None)
+        steps = map(parse_step_name, self._names(""))
+        return sorted(step for step in steps if step is not None)
 
     def _is_committed(self, step: int) -> bool:
         """Return whether a step has a manifest, after `_names`: exists() of some filesystems

@@ -122,10 +122,10 @@ class LocalStorage:
     def steps(self, *, repairs: bool = False) -> list[int]:
         if repairs:
             self._restore_replaced()
-        found = {parse_step_name(name) for name in self._names(self._folder)}
+        steps = {parse_step_name(name) for name in self._names(self._folder)}
         return sorted(
             step
-            for step in found
+            for step in steps
             if step is not None and self._files.exists(self._folder / step_name(step) / MANIFEST)
         )
 
@@ -232,11 +232,11 @@ class LRUCache(Generic[_T]):
         made = opens()
         with self._lock:
             # Another thread may have been faster.
-            found = self._kept.setdefault(path, made)
+            kept = self._kept.setdefault(path, made)
             self._kept.move_to_end(path)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
-            return found
+            return kept
 
     def clear(self) -> None:
         """Evict everything."""

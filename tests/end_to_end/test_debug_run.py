@@ -36,8 +36,9 @@ def test_debug_config_trains_prints_a_sample_and_resumes(tmp_path: Path) -> None
     assert re.search(r"step 6/6 .*loss \d", text)
     assert re.search(r"validation +step 3 +loss \d", text)
     assert re.search(r"Goodput +\d+\.\d% of \d+:\d\d since the first start", text)
-    assert [e["step"] for e in launch.events_of(folder) if e["event"] == "books"] == [4, 6]
-    (start,) = [e for e in launch.events_of(folder) if e["event"] == "start"]
+    events = launch.events_of(folder)
+    assert [e["step"] for e in events if e["event"] == "time_accounting"] == [4, 6]
+    (start,) = [e for e in events if e["event"] == "start"]
     assert (start["step"], start["ranks"], start["device"]) == (0, 2, "cpu")
     assert start["parameters"] > 10**6 and 0 < start["process_age_s"] < 600
     durable = [e["checkpoint_step"] for e in launch.events_of(folder) if e["event"] == "saved"]

@@ -31,9 +31,9 @@ def test_a_diverged_run_writes_its_time_accounting(tmp_path: Path) -> None:
     events = {event["event"]: event for event in launch.events_of(folder)}
     assert "2 consecutive steps" in events["error"]["reason"]
     accounting = launch.time_accounting_of(folder)
-    assert events["books"]["lost_s"] == accounting["lost_s"] > 0
+    assert events["time_accounting"]["lost_s"] == accounting["lost_s"] > 0
     drawn = EventAccumulator(str(folder / "tb"))
     drawn.Reload()
     assert "train_events/error/reason/text_summary" in drawn.Tags()["tensors"]
-    (lost,) = drawn.Scalars("train_events/books/lost_s")
+    (lost,) = drawn.Scalars("train_events/time_accounting/lost_s")
     assert math.isclose(lost.value, accounting["lost_s"], rel_tol=1e-5)

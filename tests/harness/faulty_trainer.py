@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.harness.snapshots import sessions_of
+from tests.harness.snapshots import generation_ids_of
 from torchtitan_lite.checkpoint import copier, sync_saver
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.background.process import WriterProcess
@@ -172,7 +172,7 @@ def killed_during_adoption(rank: str) -> None:
 
     def adopt(folder: Path, own: int, *args: Any, **kwargs: Any) -> None:
         for peer, path in region_files(folder).items():
-            while peer != own and len(sessions_of(path)) < 2:
+            while peer != own and len(generation_ids_of(path)) < 2:
                 time.sleep(0.02)
         # Let the others reach the point where they wait for this rank.
         time.sleep(1)

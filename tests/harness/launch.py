@@ -138,7 +138,7 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 def time_accounting_of(folder: Path) -> dict[str, Any]:
     """Return the time accounting of a run, after checking that it adds up."""
-    accounting = json.loads((folder / "books.json").read_text())
+    accounting = json.loads((folder / "goodput.json").read_text())
     total_ns = sum(sum(ns.values()) for _, _, ns in accounting["entries"])
     assert total_ns == accounting["until_ns"] - accounting["first_start_ns"]
     return accounting

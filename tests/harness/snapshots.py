@@ -21,12 +21,12 @@ from torchtitan_lite.checkpoint.storage.attempts import checksum_matches
 LARGE = 3 * 4096 + 512
 
 
-def sessions_of(path: Path) -> list[str]:
-    """Return the sessions of a run that used a region."""
+def generation_ids_of(path: Path) -> list[str]:
+    """Return the generations of a run that used a region."""
     region = Region.open(path)
-    sessions = region.sessions
+    generation_ids = region.generation_ids
     region.close()
-    return sessions
+    return generation_ids
 
 
 def description(
@@ -35,7 +35,7 @@ def description(
     world_size: int,
     *,
     run_id: str,
-    session: str = "5e55",
+    generation_id: str = "5e55",
     large_elements: int = LARGE,
     layout: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def description(
     )
     return {
         "run_id": run_id,
-        "session": session,
+        "generation_id": generation_id,
         "rank": rank,
         "world_size": world_size,
         "root": str(root),

@@ -68,7 +68,7 @@ def texts(
     """The generated texts on one rank."""
     world = _world(folder, overrides)
     options = parser().parse_args(["generate", str(folder / "checkpoint"), *arguments])
-    ((texts, _),) = generate.generate(options, world)
+    ((texts, _),) = generate.generate_per_version(options, world)
     return [asdict(text) for text in texts]
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.harness.jobs import mesh_for, odd_config, whole
 from tests.harness.ranks import WorkerPool
 from tests.parity.meshes import EXPERT_MESHES, MESHES
+from torchtitan_lite.checkpoint import RunIdentity
 from torchtitan_lite.cli import generate
 from torchtitan_lite.config.tables.publish import PublishConfig
 from torchtitan_lite.core.preemption import StopRequest
@@ -226,7 +227,8 @@ def version_for_texts(folder: Path, run_id: str) -> int:
     two yet."""
     mesh = mesh_for(odd_config(folder, {}))
     weights = {"weight": torch.ones(2, 2)}
-    how: dict[str, Any] = {"run_id": run_id, "folder": folder, "model": {}, "secret": SECRET}
+    how: dict[str, Any] = {"folder": folder, "model": {}, "secret": SECRET}
+    how["identity"] = RunIdentity(run_id, generation_id="0")
     publisher = Publisher(PublishConfig(enable=True, keep_versions=2), weights, mesh, **how)
     for version in (1, 2):
         publisher.publish(version, weights)

@@ -214,11 +214,11 @@ def _run_round(
 def _places(piece: Transfer, holding: Holding, *, of_source: bool) -> np.ndarray:
     """Flat places of the elements of a transfer in a shard, in the order of sending."""
     shape = holding.src_shape if of_source else holding.dst_shape
-    if not piece.segments:
+    if not piece.ranges:
         return np.zeros(1, np.int64)[piece.start : piece.stop]
     per_dim = [
-        np.concatenate([np.arange(n) + (one if of_source else other) for one, other, n in segments])
-        for segments in piece.segments
+        np.concatenate([np.arange(n) + (one if of_source else other) for one, other, n in ranges])
+        for ranges in piece.ranges
     ]
     for indices, length in zip(per_dim, shape, strict=True):
         assert len(indices) == 0 or (indices.min() >= 0 and indices.max() < length)

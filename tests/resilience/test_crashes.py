@@ -14,7 +14,7 @@ import torch
 
 from tests.harness import launch
 from tests.harness.faulty_trainer import CRASH_POINTS
-from tests.harness.snapshots import sessions_of
+from tests.harness.snapshots import generation_ids_of
 from tests.harness.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.shared_memory import folder as shared
 from torchtitan_lite.core.errors import CheckpointError
@@ -235,7 +235,7 @@ def test_a_crash_during_the_adoption_of_memory_loses_nothing(
         launch.end(process)
     before = re.search(resumed, log.read_text())
     assert before is not None, log.read_text()[-3000:]
-    starts = [sessions_of(path) for path in _regions(run)]
+    starts = [generation_ids_of(path) for path in _regions(run)]
     assert sorted(map(len, starts)) == [1, 2] and set(starts[rank]) < set(starts[1 - rank])
     last = int(before[1]) + 2
     text = launch.run(_RANKS, _arguments(run, last), tmp_path / "after.log")

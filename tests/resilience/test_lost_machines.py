@@ -179,12 +179,12 @@ def test_a_machine_lost_before_the_first_copy_after_a_resume_is_restored(
 
 
 @pytest.mark.matrix
-def test_copies_of_an_abandoned_session_are_not_restored(start_run: Start) -> None:
+def test_copies_of_an_abandoned_generation_are_not_restored(start_run: Start) -> None:
     run = start_run((1, 1))
     wait_for_copies(run, 0, 4 * _INTERVAL)
     run.kill()
     abandoned = max(copied_steps(run, 0)["buddy-00001.snapshots"])
-    # The next session goes back to step 1, and is lost before it reaches the abandoned step.
+    # The next generation goes back to step 1, and is lost before it reaches the abandoned step.
     run.start(_FOREVER, "--checkpoint.load_step=1")
     launch.wait_until(lambda: resumes(run)[-1:] == [1], 120)
     launch.wait_until(lambda: launch.steps_of(run.folder)[-1]["step"] in range(3, 10), 120)

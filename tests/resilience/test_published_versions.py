@@ -24,6 +24,7 @@ from benchmarks.processes import free_port
 from tests.harness import launch
 from tests.harness.ranks import FORK_SERVER
 from tests.unit.serving.publish.conftest import received
+from torchtitan_lite.checkpoint import RunIdentity
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     SHARED_MEMORY,
     shared_memory_folder,
@@ -82,7 +83,7 @@ def _publish(
             ),
             tensors,
             mesh,
-            run_id=RUN_ID,
+            identity=RunIdentity(RUN_ID, generation_id=str(start)),
             folder=folder,
             model={},
             secret=SECRET,
@@ -415,7 +416,13 @@ def _publish_with_faults(folder: Path, rank: int, store: str) -> None:
         tensors = {"a": DTensor.from_local(torch.ones(2, 3), mesh.device_mesh["dp_shard"])}
         config = PublishConfig(enable=True)
         publisher = Publisher(
-            config, tensors, mesh, run_id=RUN_ID, folder=folder, model={}, secret=SECRET
+            config,
+            tensors,
+            mesh,
+            identity=RunIdentity(RUN_ID, generation_id="0"),
+            folder=folder,
+            model={},
+            secret=SECRET,
         )
         locks = [slot_lock_path(shared_memory_folder(RUN_ID), rank, slot) for slot in range(3)]
         published = []

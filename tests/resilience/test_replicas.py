@@ -80,8 +80,8 @@ def _events(run: Replicas, number: int) -> set[str]:
 
 def _check_time_accounting(run: Replicas) -> None:
     """Check that faults and recoveries are reported, and that all wall time is accounted for."""
-    assert _events(run, 0) >= {"quorum", "step_failed", "books"}
-    assert _events(run, 1) >= {"quorum", "healed", "books"}
+    assert _events(run, 0) >= {"quorum", "step_failed", "time_accounting"}
+    assert _events(run, 1) >= {"quorum", "healed", "time_accounting"}
     survivor, returned = (launch.time_accounting_of(run.output(number)) for number in run.running)
     assert survivor["lost_s"] > 0
     assert survivor["idle_s"] == 0

@@ -132,7 +132,7 @@ def test_power_lost_after_every_operation(tmp_path: Path, direct: bool) -> None:
     committed_at = {}
     for attempt, step in enumerate((1, 2, 2)):
         run.snapshot(step, step)
-        token = attempt_token(saves[0].about.session, step, attempt)
+        token = attempt_token(saves[0].about.generation_id, step, attempt)
         for save in saves:
             save.write(step, step, token, direct=direct, rate=TokenBucket(None))
         saves[0].commit(step, token, saves[0].announcements(step, token))

@@ -30,7 +30,7 @@ def test_no_process_starts_in_a_folder_that_is_in_use(monkeypatch: pytest.Monkey
     monkeypatch.setattr(command, "checked_config", lambda *_: (Config(), None))
     monkeypatch.setattr(run_folder, "check_folder", is_in_use)
     monkeypatch.setattr(command, "run_local_ranks", lambda *_: pytest.fail("it starts"))
-    assert command.train(["--nproc", "2"]) == TRANSIENT
+    assert command.run_train(["--nproc", "2"]) == TRANSIENT
 
 
 def test_a_resize_changes_only_what_a_resize_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         if list(argv[:1]) == ["train"]:
             # All arguments except one belong to the configuration.
-            from torchtitan_lite.cli.train import train
+            from torchtitan_lite.cli.train import run_train
 
-            return train(argv[1:])
+            return run_train(argv[1:])
         return _run_parsed(argv)
     except SystemExit as left:
         # argparse exits with 0 after --help and with 2 for an invalid command line.

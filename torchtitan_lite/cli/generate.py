@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     configure_logging()
     try:
         with start_mesh(device=detect_device(options.device)) as mesh:
-            for texts, seconds in generate(options, mesh):
+            for texts, seconds in generate_per_version(options, mesh):
                 if mesh.is_leader:
                     _print(options, texts, seconds)
     except (UserError, OSError) as error:
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def generate(
+def generate_per_version(
     options: argparse.Namespace, world: Mesh
 ) -> Iterator[tuple[list[GeneratedText], float]]:
     """Yield the text of each prompt, on every rank, and the seconds it took after the model was

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import RecoveryHooks
 
 
-def train(argv: Sequence[str]) -> int:
+def run_train(argv: Sequence[str]) -> int:
     """Train according to `argv`, in this process or in --nproc processes. Returns the exit
     status."""
     configure_logging(beside_steps=True)

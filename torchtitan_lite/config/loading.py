@@ -50,7 +50,7 @@ Complete = Callable[[dict[str, Any]], str | None]
 """Completes the tables that a user gave before they are checked. Returns a problem, if any."""
 
 
-def parse_command_line(
+def parse_completed_command_line(
     argv: Sequence[str], usage: Callable[[], str] | None, *, complete: Complete
 ) -> tuple[Config, Path]:
     """Parse the arguments after the program's name. Returns the configuration and its file.
@@ -70,7 +70,7 @@ def parse_command_line(
             _print_help(_schema_of(remaining), sections, usage)
             raise SystemExit(0)
     file, overrides = _split_file(argv)
-    return load_config(file, overrides, complete=complete), file
+    return load_completed_config(file, overrides, complete=complete), file
 
 
 def _schema_of(argv: Sequence[str]) -> type[Config]:
@@ -115,25 +115,27 @@ def _split_file(argv: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(files[0]), rest
 
 
-def load_config(path: str | Path, overrides: Sequence[str], *, complete: Complete) -> Config:
+def load_completed_config(
+    path: str | Path, overrides: Sequence[str], *, complete: Complete
+) -> Config:
     """Load the TOML file at `path` and apply command-line `overrides`.
 
     Raises ConfigError with every problem: unknown keys and sections, values of a wrong type or out
     of range, and unsupported features.
     """
-    return config_from(read_toml(Path(path)), str(path), overrides, complete=complete)
+    return completed_config_from(read_toml(Path(path)), str(path), overrides, complete=complete)
 
 
-def config_from(
-    given: dict[str, Any], source: str, overrides: Sequence[str], *, complete: Complete
+def completed_config_from(
+    values: dict[str, Any], source: str, overrides: Sequence[str], *, complete: Complete
 ) -> Config:
-    """Validate the tables `given` from `source` and apply command-line `overrides`. Raises as
-    `load_config` does; a file for an unsupported feature of torchtitan is one problem, however many
-    unknown keys it has."""
-    early = _with_overrides(given, overrides)
+    """Validate the tables `values` from `source` and apply command-line `overrides`. Raises as
+    `load_completed_config` does; a file for an unsupported feature of torchtitan is one problem,
+    however many unknown keys it has."""
+    early = _with_overrides(values, overrides)
     schema = Config if unsupported_feature(early) else schema_for(early)
     messages: list[str] = []
-    tables = _known(given, schema, schema, (), source, messages)
+    tables = _known(values, schema, schema, (), source, messages)
     parsed = parse_overrides(overrides, schema)
     messages += [override.problem for override in parsed if override.problem]
     for override in parsed:

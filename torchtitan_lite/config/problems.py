@@ -77,9 +77,11 @@ def without_section(schema: type[BaseModel], name: str) -> str:
     return f"{name}: a key without a section."
 
 
-def wrong_type(path: Path, given: str, type_: Any) -> str:
+def wrong_type(path: Path, actual: str, type_: Any) -> str:
     """Describe a value of the wrong type."""
-    return f"{dotted(path)}: given {given}, needed {needed_text(type_)}{_hint(path, given, type_)}"
+    return (
+        f"{dotted(path)}: given {actual}, needed {needed_text(type_)}{_hint(path, actual, type_)}"
+    )
 
 
 def from_validation(
@@ -97,8 +99,8 @@ def from_validation(
             type_ = type_at(schema, path)
             # The one type that the schema does not know is that of a free-form table.
             needed = needed_text(type_) if type_ is not None else detail["msg"]
-            given = given_text(detail["input"])
-            text = f"{dotted(path)}: given {given}, needed {needed}"
+            actual = given_text(detail["input"])
+            text = f"{dotted(path)}: given {actual}, needed {needed}"
             text += _hint(path, str(detail["input"]), type_)
         lines.append(f"{where(path)}: {text}")
     return lines
@@ -137,11 +139,11 @@ def tables_with(schema: type[BaseModel], name: str) -> list[str]:
     ]
 
 
-def _hint(path: Path, given: str, type_: Any) -> str:
+def _hint(path: Path, actual: str, type_: Any) -> str:
     """Suggest what the value may have meant."""
     notes = VALUE_NOTES.get(".".join(part for part in path if isinstance(part, str)), {})
-    if note := notes.get(given.strip('"')):
+    if note := notes.get(actual.strip('"')):
         return f". {note}"
     choices = [choice for choice in get_args(split_none(type_)[0]) if isinstance(choice, str)]
-    nearest = get_close_matches(given.strip('"'), choices, n=1)
+    nearest = get_close_matches(actual.strip('"'), choices, n=1)
     return f". Did you mean {value_text(nearest[0])}?" if nearest else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.urls import join, local_path
+from torchtitan_lite.core.urls import join_location, local_path
 
 _SETTLE_S = 1.0
 """After a write that is not conditional, time in which another process that has seen no file may
@@ -88,8 +88,8 @@ def lease_files(folder: str, pattern: str) -> list[LeaseFile]:
     """Return the files whose names match a glob pattern in a folder or at a URL. Raises OSError."""
     if (path := local_path(folder)) is not None:
         return [_LocalFile(file) for file in sorted(path.glob(pattern))]
-    names = _StoredFile(join(folder, pattern)).matching()
-    return [_StoredFile(join(folder, name)) for name in names]
+    names = _StoredFile(join_location(folder, pattern)).matching()
+    return [_StoredFile(join_location(folder, name)) for name in names]
 
 
 def open_lease_file(folder: str, name: str) -> LeaseFile:
@@ -97,7 +97,7 @@ def open_lease_file(folder: str, name: str) -> LeaseFile:
     not installed."""
     if (path := local_path(folder)) is not None:
         return _LocalFile(path / name)
-    return _StoredFile(join(folder, name))
+    return _StoredFile(join_location(folder, name))
 
 
 class _LocalFile:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
-GOODPUT_FILE = "books.json"
-LEDGER_SESSION, LEDGER_PLACED = "session", "placed"
-"""Lines of the sample ledger: start of a process of the replica, and a received state."""
+GOODPUT_FILE = "goodput.json"
+EARLIER_GOODPUT_FILE = "books.json"
+"""What `GOODPUT_FILE` was called; a resumed run renames it."""
+LEDGER_GENERATION, LEDGER_PLACED = "generation", "placed"
+"""Lines of the sample ledger: start of a generation of the replica, and a received state."""
 LEDGER_SAMPLES, LEDGER_OUTCOME = "samples", "outcome"
 """Lines of the sample ledger: an attempt at a step, and its outcome."""
 LEDGER_COMMITTED = "commit"

@@ -146,12 +146,12 @@ def register_metrics_sink(make: Callable[[Any], Any]) -> None:
         REGISTRY.sinks.append(make)
 
 
-def unknown_name(key: str, given: str, known: Sequence[str]) -> str:
+def unknown_name(key: str, unknown: str, known: Sequence[str]) -> str:
     """Describe that the value of a key is not one of `known`, with the most similar one."""
     by_lower = {name.lower(): name for name in known}
-    nearest = get_close_matches(given.lower(), by_lower, n=1)
+    nearest = get_close_matches(unknown.lower(), by_lower, n=1)
     hint = f' Did you mean "{by_lower[nearest[0]]}"?' if nearest else ""
-    return f'{key} = "{given}" is not one of {", ".join(known)}.{hint}'
+    return f'{key} = "{unknown}" is not one of {", ".join(known)}.{hint}'
 
 
 def import_module(name: str, key: str) -> ModuleType:

@@ -10,7 +10,9 @@ _SCHEMES = (
     *("abfs", "abfss", "adl", "az", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https"),
     *("memory", "oci", "oss", "r2", "s3", "s3a", "sftp", "webhdfs"),
 )
-"""Schemes of stores that fsspec knows; registered ones are in REGISTRY."""
+"""Schemes of URLs that fsspec opens and users write; registered ones are in REGISTRY. They serve
+`is_url` to reject `s3:bucket`: without `//` it would name a folder. `file` is one of them because
+`file:/path` is a mistake, too; of its URLs `local_path` returns the path."""
 _WITHOUT_SLASHES = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/?)(?!/)(.*)")
 
 
@@ -45,7 +47,7 @@ def local_path(location: str) -> Path | None:
     return Path(location.removeprefix("file://"))
 
 
-def join(folder: str, name: str) -> str:
+def join_location(folder: str, name: str) -> str:
     """Return the location of `name` in a folder or at a URL."""
     start, mark, path = folder.rpartition("://")
     return f"{start}{mark}{path.rstrip('/')}/{name}"

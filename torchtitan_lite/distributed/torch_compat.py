@@ -332,7 +332,7 @@ def _contiguous(shape: torch.Size, dtype: torch.dtype) -> TensorMeta:
     return TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
-def spec_of(tensor: DTensor) -> DTensorSpec:
+def dtensor_spec_of(tensor: DTensor) -> DTensorSpec:
     """Return mesh, placements, shape and dtype of a DTensor as the single value by which DTensor
     compares them. Needed until it is public."""
     return tensor._spec

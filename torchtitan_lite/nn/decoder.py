@@ -160,9 +160,9 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, one: torch.Tensor, other: torch.Tensor
+        ctx: Any, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return one.view_as(one), other.view_as(other)
+        return first.view_as(first), second.view_as(second)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -89,12 +89,12 @@ def _rows_of_experts(x_NI: torch.Tensor, counts_X: torch.Tensor) -> list[tuple[i
     counts = counts_X.tolist()
     if sum(counts) != len(x_NI):
         raise ValueError(f"The experts' counts add up to {sum(counts)}, for {len(x_NI)} rows.")
-    found, start = [], 0
+    slices, start = [], 0
     for expert, count in enumerate(counts):
         if count:
-            found.append((expert, slice(start, start + count)))
+            slices.append((expert, slice(start, start + count)))
         start += count
-    return found
+    return slices
 
 
 def _fits_kernel(x_NI: torch.Tensor, weight_XOI: torch.Tensor) -> bool:

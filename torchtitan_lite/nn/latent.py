@@ -49,14 +49,14 @@ class Latent(AttentionDims):
     """Of the norms of latents."""
 
     def __post_init__(self) -> None:
-        given = {
+        sizes = {
             "num_heads": self.num_heads,
             "kv_lora_rank": self.kv_lora_rank,
             "qk_nope_head_dim": self.nope_head_dim,
             "v_head_dim": self.v_head_dim,
             "q_lora_rank": 1 if self.q_lora_rank is None else self.q_lora_rank,
         }
-        wrong = [f"{name} ({value})" for name, value in given.items() if value < 1]
+        wrong = [f"{name} ({value})" for name, value in sizes.items() if value < 1]
         if wrong:
             raise ConfigError(f"Latent attention needs sizes above 0: {', '.join(wrong)}.")
         if self.v_head_dim > self.head_dim:

@@ -87,7 +87,7 @@ def with_adapters(spec: ModelSpec, config: LoRAConfig) -> ModelSpec:
     )
 
 
-def adapted_layers(spec: ModelSpec) -> list[str]:
+def layers_with_adapters(spec: ModelSpec) -> list[str]:
     """Return the names of the layers that have an adapter in the model of a spec."""
     with torch.device("meta"):
         model = spec.build()
@@ -133,10 +133,10 @@ def _chosen(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
     wrong = [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]
     if wrong or not patterns:
-        given = ", ".join(f'"{pattern}"' for pattern in wrong) or "[]"
+        listed = ", ".join(f'"{pattern}"' for pattern in wrong) or "[]"
         kinds = dict.fromkeys(name.split(".", 2)[-1] for name in names)
         raise ConfigError(
-            f"lora.targets: {given} matches no linear layer. Use the ends of names in this "
+            f"lora.targets: {listed} matches no linear layer. Use the ends of names in this "
             f"project, of {', '.join(kinds) or 'which this model has none'}; stacked experts, "
             "routers, embedding and output have no adapters."
         )

@@ -83,8 +83,8 @@ class MoEDims:
         if self.swiglu_limit is not None and self.swiglu_limit <= 0:
             raise ConfigError(f"swiglu_limit ({self.swiglu_limit}) must be above 0.")
         for name in ("balance_loss_weight", "z_loss_weight", "bias_update_rate"):
-            if (given := getattr(self, name)) < 0:
-                raise ConfigError(f"{name} ({given}) must not be below 0.")
+            if (value := getattr(self, name)) < 0:
+                raise ConfigError(f"{name} ({value}) must not be below 0.")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise ConfigError(
                 f"capacity_factor ({self.capacity_factor}) must be above 0; leave it out to drop "

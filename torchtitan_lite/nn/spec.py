@@ -81,9 +81,9 @@ class Microbatch:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
 
-        found = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         values = {name: move(value) for name, value in self.target_values.items()}
-        moved = {name: move(value) for name, value in found.items()}
+        moved = {name: move(value) for name, value in tensors.items()}
         return replace(self, **moved, target_values=values)
 
 
@@ -371,15 +371,15 @@ RUN_SETTINGS = {
 def differing_dims(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """List the dimensions in which two recorded models differ, with both values. One that is
     absent from a record, written before the dimension existed, is not compared."""
-    found = []
+    differences = []
     for name in sorted((there.keys() & here.keys()) - RUN_SETTINGS):
         theirs, ours = there[name], here[name]
         if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-            found += [f"{name}.{text}" for text in differing_dims(theirs, ours)]
+            differences += [f"{name}.{text}" for text in differing_dims(theirs, ours)]
         elif theirs != ours:
             shown = ["unset" if value is None else value for value in (theirs, ours)]
-            found.append(f"{name} is {shown[0]} there and {shown[1]} here")
-    return found
+            differences.append(f"{name} is {shown[0]} there and {shown[1]} here")
+    return differences
 
 
 def linear_parameters(has_bias: bool) -> tuple[str, ...]:

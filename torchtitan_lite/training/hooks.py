@@ -122,7 +122,7 @@ def goodput_hook(freq: int, goodput_tracker: GoodputTracker, metrics: Metrics) -
     def hook(state: TrainState, report: StepReport) -> None:
         if report.committed and state.step % freq == 0:
             values = goodput_tracker.totals().values()
-            metrics.event(Event(name="books", step=state.step, values=values))
+            metrics.event(Event(name="time_accounting", step=state.step, values=values))
 
     return hook
 

@@ -21,7 +21,7 @@ def parse_command_line(
     `--help` prints `usage` and every key, `--help SECTION` the keys of one section; both raise
     SystemExit(0). Raises ConfigError with every problem.
     """
-    return loading.parse_command_line(argv, usage, complete=_complete)
+    return loading.parse_completed_command_line(argv, usage, complete=_complete)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -30,13 +30,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError with every problem: unknown keys and sections, values of a wrong type or out
     of range, and unsupported features.
     """
-    return loading.load_config(path, overrides, complete=_complete)
+    return loading.load_completed_config(path, overrides, complete=_complete)
 
 
-def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
-    """Validate the tables `given` from `source` and apply command-line `overrides`. Raises as
+def config_from(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
+    """Validate the tables `values` from `source` and apply command-line `overrides`. Raises as
     `load_config` does."""
-    return loading.config_from(given, source, overrides, complete=_complete)
+    return loading.completed_config_from(values, source, overrides, complete=_complete)
 
 
 def _complete(tables: dict[str, Any]) -> str | None:

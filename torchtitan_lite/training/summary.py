@@ -95,7 +95,7 @@ def report_at_exit(built: Built) -> Iterator[None]:
         _record_events(built)
         values = None if built.goodput_tracker is None else built.goodput_tracker.totals().values()
         if values is not None:
-            metrics.event(Event(name="books", step=job.state.step, values=values))
+            metrics.event(Event(name="time_accounting", step=job.state.step, values=values))
         metrics.report_outages(job.state.step)
         # The live bar wraps long lines, which makes them hard to copy.
         metrics.close()

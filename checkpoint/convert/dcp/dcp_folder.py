@@ -148,10 +148,10 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = _ALLOWED.get((module, name))
-        if found is None:
+        allowed = _ALLOWED.get((module, name))
+        if allowed is None:
             raise CheckpointError(f"it names {module}.{name}, which is not a class of DCP")
-        return found
+        return allowed
 
 
 def read_contents(folder: Path) -> DcpContents:
@@ -237,7 +237,7 @@ def _place(info: Any, folder: Path, sizes: dict[str, int]) -> DcpLocation:
 
 
 def _lengths(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
-    if any(type(value) is not int or not 0 <= value < 1 << 62 for value in found):
-        raise ValueError(f"{found!r} are not sizes")
-    return found
+    lengths = tuple(values)
+    if any(type(value) is not int or not 0 <= value < 1 << 62 for value in lengths):
+        raise ValueError(f"{lengths!r} are not sizes")
+    return lengths

@@ -192,7 +192,7 @@ def _check_tied(source: DcpFolder, key: str, keys: KeyMap, first: str) -> None:
 
 def _progress(source: DcpFolder) -> tuple[int, int]:
     """Return the step and the number of tokens; 0 if not recorded."""
-    found = []
+    progress = []
     for key in (_STEP, _TOKENS):
         value: Any = 0
         if key in source.contents.objects:
@@ -201,8 +201,8 @@ def _progress(source: DcpFolder) -> tuple[int, int]:
             value = source.tensor(key).item()
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise DamagedCheckpoint(f"{source.path} is damaged: {key} is {value!r:.100}.")
-        found.append(value)
-    return found[0], found[1]
+        progress.append(value)
+    return progress[0], progress[1]
 
 
 def _batches(

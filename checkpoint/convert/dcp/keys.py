@@ -60,10 +60,10 @@ class KeyMap:
         if key.startswith(_STATE):
             # Parameter names contain dots, too, so the slot is the last component.
             name, _, slot = key.removeprefix(_STATE).rpartition(".")
-            found = self._parameter(name.removeprefix(_MODEL))
-            return found and KeyMatch(f"optimizer.{found[0]}.{slot}", found[0], found[1].rope_heads)
-        found = self._parameter(key.removeprefix(_MODEL))
-        return found and KeyMatch(f"model.{found[0]}", found[0], found[1].rope_heads)
+            match = self._parameter(name.removeprefix(_MODEL))
+            return match and KeyMatch(f"optimizer.{match[0]}.{slot}", match[0], match[1].rope_heads)
+        match = self._parameter(key.removeprefix(_MODEL))
+        return match and KeyMatch(f"model.{match[0]}", match[0], match[1].rope_heads)
 
     def to_torchtitan(self, name: str, release: Release) -> tuple[str, int]:
         """Return the key and the number of RoPE heads of `model.NAME` or `optimizer.NAME.SLOT`.
@@ -104,12 +104,12 @@ def pairs_from_halves(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def shape_mismatches(
-    wanted: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]
+    wanted: Mapping[str, Sequence[int]], stored: Mapping[str, Sequence[int]]
 ) -> Iterator[str]:
-    """Yield the reasons why tensors of `given` names and shapes are not those of the model."""
-    for name in sorted(wanted.keys() - given.keys()):
+    """Yield the reasons why tensors of `stored` names and shapes are not those of the model."""
+    for name in sorted(wanted.keys() - stored.keys()):
         yield f"{name} is missing"
-    for name, shape in sorted(given.items()):
+    for name, shape in sorted(stored.items()):
         if name in wanted and tuple(wanted[name]) != tuple(shape):
             yield f"{name} has shape {list(shape)}, and the model needs {list(wanted[name])}"
 

@@ -60,10 +60,10 @@ def convert_to_dcp(
         for used in (name, *_copies(name, tied)):
             key, rope_heads = keys.to_torchtitan(used, release)
             sources[key] = _TensorSource(name, rope_heads)
-            part, found = (model, key)
+            part, part_key = (model, key)
             if key.startswith("optimizer."):
-                part, found = (optimizer, key.removeprefix("optimizer."))
-            part[found] = stands_for
+                part, part_key = (optimizer, key.removeprefix("optimizer."))
+            part[part_key] = stands_for
     parameters = {key.split(".", 1)[1].rpartition(".")[0] for key in optimizer}
     for parameter in sorted(parameters):
         for option, value in param_group.items():

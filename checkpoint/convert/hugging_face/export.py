@@ -211,9 +211,9 @@ def _pieces(
 ) -> Iterator[memoryview]:
     """Yield the bytes of `unit`, from the parameter `tensor`, and report their numbers to
     `written`."""
-    found = tensor if unit.row is None else tensor[unit.row]
+    values = tensor if unit.row is None else tensor[unit.row]
     if unit.transposed:
-        found = found.transpose(-2, -1).contiguous()
-    for piece in cast_pieces(unit.key, found, unit.dtype):
+        values = values.transpose(-2, -1).contiguous()
+    for piece in cast_pieces(unit.key, values, unit.dtype):
         yield piece
         written(len(piece))

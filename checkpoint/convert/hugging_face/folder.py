@@ -94,7 +94,7 @@ class HuggingFaceFolder:
     @property
     def files(self) -> list[str]:
         """Files that hold tensors."""
-        return sorted({found.file for found in self.tensors.values()})
+        return sorted({located.file for located in self.tensors.values()})
 
     def _has(self, file: str) -> bool:
         return exists(self.storage, self.path(file))
@@ -246,12 +246,12 @@ def copy_assets(
 ) -> list[str]:
     """Copy the assets that exist, durably, and return their names. Links are dereferenced."""
     files.make_folders(target)
-    found = [*_assets_in(source), *(name for name in also if (source / name).is_file())]
-    for name in found:
+    assets = [*_assets_in(source), *(name for name in also if (source / name).is_file())]
+    for name in assets:
         files.make_folders((target / name).parent)
         files.write_file(target / name, files.read(source / name))
         files.sync_folder((target / name).parent)
-    return found
+    return assets
 
 
 def save_assets(source: Path, root: str) -> None:
@@ -337,8 +337,8 @@ def _assets_in(folder: Path) -> list[str]:
     return [name for name in names if (folder / name).is_file()]
 
 
-def _same_files(one: Path, other: Path) -> bool:
-    names = _assets_in(one)
-    return names == _assets_in(other) and all(
-        (one / name).read_bytes() == (other / name).read_bytes() for name in names
+def _same_files(first: Path, second: Path) -> bool:
+    names = _assets_in(first)
+    return names == _assets_in(second) and all(
+        (first / name).read_bytes() == (second / name).read_bytes() for name in names
     )

@@ -127,12 +127,12 @@ class HuggingFaceSnapshot:
         of each: such a folder has no checksums, and reading all of it would take as long as loading
         it."""
         digest = hashlib.blake2b(digest_size=16)
-        for key, found in sorted(self.folder.tensors.items()):
-            about = found.tensor
+        for key, located in sorted(self.folder.tensors.items()):
+            about = located.tensor
             digest.update(f"{key} {about.dtype} {about.shape} ".encode())
             for first in (about.first, max(about.first, about.end - _SAMPLE_BYTES)):
                 last = min(first + _SAMPLE_BYTES, about.end)
-                digest.update(self._read(found.file, first, last))
+                digest.update(self._read(located.file, first, last))
         return digest.hexdigest()
 
     def reach(self, holder: Holder) -> None:
@@ -222,11 +222,11 @@ def map_parameters(
     assert spec.hugging_face is not None
     used: set[str] = set()
     problems: list[str] = []
-    found: dict[str, ParameterSource] = {}
+    parameters: dict[str, ParameterSource] = {}
     for name, shape in shapes.items():
         rule, numbers = match_key(spec.hugging_face.keys, name)
         if not rule.forms:
-            found[name] = ParameterSource(torch.float32, tuple(shape), ())
+            parameters[name] = ParameterSource(torch.float32, tuple(shape), ())
             continue
         form = next((f for f in rule.forms if _is_there(folder, f, numbers)), rule.forms[0])
         keys = expand_key(form, numbers, shape)
@@ -237,13 +237,13 @@ def map_parameters(
             wrong = list(_mxfp4_problems(folder, keys[0], scales, shape))
             problems += [f"{problem} (needed for {name})" for problem in wrong]
             if not wrong:
-                found[name] = _mxfp4_source(folder, keys[0], scales, shape)
+                parameters[name] = _mxfp4_source(folder, keys[0], scales, shape)
             continue
         wanted = shape_there(form, shape)
         wrong = list(_problems(folder, keys, wanted))
         problems += [f"{problem} (needed for {name})" for problem in wrong]
         if not wrong:
-            found[name] = _source(folder, form, keys, shape)
+            parameters[name] = _source(folder, form, keys, shape)
             dtypes = {str(folder.tensors[key].tensor.dtype) for key in keys}
             if len(dtypes) > 1:
                 problems.append(f"{keys[0]} and its like are of {' and '.join(sorted(dtypes))}")
@@ -259,7 +259,7 @@ def map_parameters(
             f"{folder.where} does not fit {spec.name} {spec.flavor} ({len(problems)} problems): "
             f"{'; '.join(problems[:_SHOWN])}{more}."
         )
-    return found
+    return parameters
 
 
 def match_key(rules: Sequence[HuggingFaceKey], name: str) -> tuple[HuggingFaceKey, tuple[str, ...]]:
@@ -329,14 +329,14 @@ def _problems(
     folder: HuggingFaceFolder, keys: Sequence[str], shape: tuple[int, ...]
 ) -> Iterator[str]:
     for key in keys:
-        found = folder.tensors.get(key)
-        if found is None:
+        located = folder.tensors.get(key)
+        if located is None:
             yield f"{key} is missing"
-        elif found.tensor.shape != shape:
-            yield f"{key} has shape {list(found.tensor.shape)}, and {list(shape)} is needed"
-        elif found.tensor.dtype not in _FLOATS:
+        elif located.tensor.shape != shape:
+            yield f"{key} has shape {list(located.tensor.shape)}, and {list(shape)} is needed"
+        elif located.tensor.dtype not in _FLOATS:
             yield (
-                f"{key} is of {found.tensor.dtype}: quantized weights are not loaded; take the "
+                f"{key} is of {located.tensor.dtype}: quantized weights are not loaded; take the "
                 "model as bfloat16"
             )
 
@@ -347,23 +347,23 @@ def _source(
     number, count = form.part
     pieces = []
     for key in keys:
-        found = folder.tensors[key]
-        first, end = found.tensor.first, found.tensor.end
+        located = folder.tensors[key]
+        first, end = located.tensor.first, located.tensor.end
         if form.rows is not None:
             row_bytes = (end - first) // form.rows[1]
             start = first + form.rows[0] * row_bytes
-            pieces.append(RowSlice(key, found.file, start, start + shape[0] * row_bytes))
+            pieces.append(RowSlice(key, located.file, start, start + shape[0] * row_bytes))
             continue
         # A fused tensor is a stack of matrices, and this parameter is some rows of each.
-        matrices = prod(found.tensor.shape[:-2]) if count > 1 or form.transposed else 1
+        matrices = prod(located.tensor.shape[:-2]) if count > 1 or form.transposed else 1
         stride = (end - first) // matrices
         if form.transposed:
             starts = range(first, end, stride)
-            pieces += [RowSlice(key, found.file, start, start + stride) for start in starts]
+            pieces += [RowSlice(key, located.file, start, start + stride) for start in starts]
             continue
         for matrix in range(matrices):
             start = first + matrix * stride + number * stride // count
-            pieces.append(RowSlice(key, found.file, start, start + stride // count))
+            pieces.append(RowSlice(key, located.file, start, start + stride // count))
     return ParameterSource(
         folder.tensors[keys[0]].tensor.dtype,
         tuple(shape),
@@ -385,21 +385,21 @@ def _mxfp4_problems(
         scales: (*rows, width // _MXFP4_BLOCK),
     }
     for key, there in wanted.items():
-        found = folder.tensors.get(key)
-        if found is None:
+        located = folder.tensors.get(key)
+        if located is None:
             yield f"{key} is missing"
-        elif found.tensor.shape != there:
-            yield f"{key} has shape {list(found.tensor.shape)}, and {list(there)} is needed"
-        elif found.tensor.dtype != torch.uint8:
-            yield f"{key} is of {found.tensor.dtype}, and torch.uint8 is needed"
+        elif located.tensor.shape != there:
+            yield f"{key} has shape {list(located.tensor.shape)}, and {list(there)} is needed"
+        elif located.tensor.dtype != torch.uint8:
+            yield f"{key} is of {located.tensor.dtype}, and torch.uint8 is needed"
 
 
 def _mxfp4_source(
     folder: HuggingFaceFolder, blocks: str, scales: str, shape: Sequence[int]
 ) -> ParameterSource:
     def whole(key: str) -> RowSlice:
-        found = folder.tensors[key]
-        return RowSlice(key, found.file, found.tensor.first, found.tensor.end)
+        located = folder.tensors[key]
+        return RowSlice(key, located.file, located.tensor.first, located.tensor.end)
 
     return ParameterSource(torch.bfloat16, tuple(shape), (whole(blocks),), scales=whole(scales))
 
@@ -411,5 +411,5 @@ def dequantize_mxfp4(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
         [*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)], dtype=torch.bfloat16
     )
     codes = torch.stack([numbers & 0xF, numbers >> 4], dim=-1).flatten()
-    found = values[codes.int()].view(len(scales), _MXFP4_BLOCK)
-    return torch.ldexp(found, scales.int()[:, None] - _MXFP4_BIAS).flatten()
+    mantissas = values[codes.int()].view(len(scales), _MXFP4_BLOCK)
+    return torch.ldexp(mantissas, scales.int()[:, None] - _MXFP4_BIAS).flatten()

@@ -148,7 +148,7 @@ def export_tensors(
     rules: Sequence[HuggingFaceKey], tensors: Mapping[str, TensorSpec], dtype: torch.dtype | None
 ) -> list[list[ExportTensor]]:
     """Return the exported tensors of each parameter; zero buffers are omitted."""
-    found = []
+    exported = []
     fused: dict[str, dict[int, str]] = {}
     for name, placed in tensors.items():
         rule, numbers = match_key(rules, name)
@@ -157,7 +157,7 @@ def export_tensors(
         shape, kind = placed.shape, dtype or placed.dtype
         keys = expand_key(rule.forms[0], numbers, shape)
         if rule.forms[0].key.count("*") > len(numbers):
-            found.append(
+            exported.append(
                 [ExportTensor(key, name, row, shape[1:], kind) for row, key in enumerate(keys)]
             )
         else:
@@ -168,7 +168,7 @@ def export_tensors(
                 continue
             first, *others = (parts[part] for part in sorted(parts))
             shape = shape_there(form, shape)
-            found.append(
+            exported.append(
                 [
                     ExportTensor(
                         *(keys[0], first, None, shape, kind, form.transposed, tuple(others)),
@@ -176,7 +176,7 @@ def export_tensors(
                     )
                 ]
             )
-    return found
+    return exported
 
 
 def _is_complete(form: HuggingFaceForm, parts: Sequence[Sequence[int]]) -> bool:

@@ -144,7 +144,7 @@ def test_a_resume_from_memory_confirms_its_step(manage: Manage, mesh: Mesh) -> N
     complete(manager, mesh)
     saver = saver_of(manager)
     assert saver._region.confirmed == 3
-    saver.resume_from(SnapshotOrigin(manager._context.identity.session, 2))
+    saver.resume_from(SnapshotOrigin(manager._context.identity.generation_id, 2))
     assert saver._region.confirmed == 2
     assert list(saver._region.complete_slots()) == [2]
 

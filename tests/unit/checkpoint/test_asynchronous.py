@@ -231,7 +231,7 @@ def test_a_crash_during_the_adoption_of_memory_loses_nothing(
     """Before all regions have recorded the step from which the run resumes."""
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
-    start = manager._context.identity.session
+    start = manager._context.identity.generation_id
     expected = crash_after(manager, state, mesh, 5)
     for _ in range(crashes):
         other = SmallState(seed=1)
@@ -243,7 +243,7 @@ def test_a_crash_during_the_adoption_of_memory_loses_nothing(
         crash(manager)
         (path,) = memory_of(tmp_path)
         region = Region.open(path)
-        assert len(region.sessions) == 2
+        assert len(region.generation_ids) == 2
         region.close()
     other = SmallState(seed=2)
     manager = manage(other, interval=100, **ASYNC)
@@ -252,7 +252,7 @@ def test_a_crash_during_the_adoption_of_memory_loses_nothing(
     steps(manager, other, mesh, 1)
     (path,) = memory_of(tmp_path)
     region = Region.open(path)
-    assert region.sessions == [manager._context.identity.session] != [start]
+    assert region.generation_ids == [manager._context.identity.generation_id] != [start]
     region.close()
 
 
@@ -457,13 +457,13 @@ def test_a_snapshot_that_changes_while_it_is_read_is_not_used(
     assert other.restore() == f"{other.root}/step-1"
 
 
-def test_a_snapshot_of_another_session_is_not_used(manage: Manage, mesh: Mesh) -> None:
+def test_a_snapshot_of_another_generation_is_not_used(manage: Manage, mesh: Mesh) -> None:
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
     steps(manager, state, mesh, 2)
     complete(manager, mesh)
     saver = saver_of(manager)
-    start = manager._context.identity.session
+    start = manager._context.identity.generation_id
     assert saver.slots_to_keep(SnapshotOrigin(start, 2))
     assert not saver.slots_to_keep(SnapshotOrigin(start, 7))
     assert not saver.slots_to_keep(SnapshotOrigin("another", 2))
@@ -486,7 +486,7 @@ def test_a_snapshot_is_saved_even_if_memory_has_become_scarce(manage: Manage, me
     assert "step-3" in steps_in(manager.root)
 
 
-def test_an_earlier_session_with_more_ranks_does_not_interfere(
+def test_an_earlier_generation_with_more_ranks_does_not_interfere(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
     state = SmallState()

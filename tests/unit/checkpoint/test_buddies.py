@@ -219,14 +219,14 @@ def test_a_resume_keeps_the_newest_copies_until_there_are_newer_ones(
         region = saver_of(again)._region
         # Another lost machine would return the run to step 1, not to storage.
         assert 1 in region.complete_slots() and 1 in copied(again)
-        assert len(region.sessions) == 2
+        assert len(region.generation_ids) == 2
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_for_copy(again, mesh, 5)
     steps(again, resumed, mesh, 4)
     complete(again, mesh)
     assert 1 not in region.complete_slots() and sorted(copied(again)) == [1, 5]
-    assert len(region.sessions) == 1
+    assert len(region.generation_ids) == 1
 
 
 @pytest.mark.usefixtures("own_buddy")
@@ -234,12 +234,12 @@ def test_a_resume_keeps_the_newest_copies_until_there_are_newer_ones(
 def test_copies_outlive_resumes_that_end_before_the_first_new_copy(
     manage: Manage, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, num_steps: int
 ) -> None:
-    # The order of the sessions' names does not decide which of them a resume continues.
+    # The order of the generations' names does not decide which of them a resume continues.
     names, agree = iter("dcba"), manager_module.agree_on_identity
     monkeypatch.setattr(
         manager_module,
         "agree_on_identity",
-        lambda *about: replace(agree(*about), session=next(names) * 12),
+        lambda *about: replace(agree(*about), generation_id=next(names) * 12),
     )
     manager = manage(state := SmallState(), **_COPYING, ram_interval=1, buddy_interval=100)
     steps(manager, state, mesh, 1)
@@ -248,7 +248,7 @@ def test_copies_outlive_resumes_that_end_before_the_first_new_copy(
     complete(manager, mesh)
     own = saver_of(manager).region_path
     crash(manager)
-    # As if the connection to the buddy were lost: its region does not join the sessions.
+    # As if the connection to the buddy were lost: its region does not join the generations.
     monkeypatch.setattr(BuddyProcess, "copy", lambda self, order: None)
     for _ in range(2):
         manager = manage(state := SmallState(), **_COPYING, ram_interval=1, buddy_interval=100)

@@ -8,16 +8,16 @@ import pytest
 
 from tests.harness.snapshots import orphan, trainers
 from tests.unit.checkpoint.conftest import Manage, SmallState, run_steps
-from torchtitan_lite.checkpoint import HistoryClaim, RunHistory
+from torchtitan_lite.checkpoint import FencingTokens, TokenClaim
 from torchtitan_lite.checkpoint.background.save import WriterGroup
 from torchtitan_lite.core.errors import CheckpointError
 
 _LATE = {"interval": 100, "enable_first_step_checkpoint": False}
-_CLAIM = HistoryClaim(
+_CLAIM = TokenClaim(
     token=1, lighthouse="one", quorum_id=1, members=("replica_00000:f:u",), last_takeover=0
 )
 _OTHERS = _CLAIM.next("another", 1, ("replica_00001:f:v",))
-_AFTERWARDS: dict[str, tuple[HistoryClaim | None, bool, bool]] = {
+_AFTERWARDS: dict[str, tuple[TokenClaim | None, bool, bool]] = {
     "nothing": (None, True, True),
     "a replica left the quorum": (_OTHERS, True, True),
     "a takeover": (replace(_OTHERS, last_takeover=2), True, False),
@@ -28,7 +28,7 @@ claim of its own, and whether the step belongs to the run."""
 
 
 @pytest.fixture(params=_AFTERWARDS)
-def afterwards(request: pytest.FixtureRequest) -> tuple[HistoryClaim | None, bool, bool]:
+def afterwards(request: pytest.FixtureRequest) -> tuple[TokenClaim | None, bool, bool]:
     return _AFTERWARDS[request.param]
 
 
@@ -39,17 +39,17 @@ def afterwards(request: pytest.FixtureRequest) -> tuple[HistoryClaim | None, boo
 ])  # fmt: skip
 def test_a_final_save(
     manage: Manage, tmp_path: Path, settings: dict[str, Any],
-    afterwards: tuple[HistoryClaim | None, bool, bool],
+    afterwards: tuple[TokenClaim | None, bool, bool],
 ) -> None:  # fmt: skip
     claim, is_claimed, stores = afterwards
-    history, state = RunHistory(tmp_path, 0), SmallState()
-    assert history.try_claim(_CLAIM)
+    tokens, state = FencingTokens(tmp_path, 0), SmallState()
+    assert tokens.try_claim(_CLAIM)
     manager = manage(state, replica=0, **_LATE, **settings)
     assert manager.restore() is None
     manager.set_writer_group(WriterGroup(fencing_token=1, is_claimed=is_claimed))
     run_steps(manager, state, 3)
     if claim is not None:
-        assert history.try_claim(claim)
+        assert tokens.try_claim(claim)
     if stores:
         manager.final_save(finished=True)
         assert _stored(manager.root) == ["step-3"]
@@ -60,19 +60,19 @@ def test_a_final_save(
 
 
 def test_the_flush_of_a_killed_trainer(
-    manage: Manage, tmp_path: Path, afterwards: tuple[HistoryClaim | None, bool, bool]
+    manage: Manage, tmp_path: Path, afterwards: tuple[TokenClaim | None, bool, bool]
 ) -> None:
     """The writer has the token of the last quorum, although no save was ordered."""
     claim, is_claimed, stores = afterwards
-    history, state = RunHistory(tmp_path, 0), SmallState()
-    assert history.try_claim(_CLAIM)
+    tokens, state = FencingTokens(tmp_path, 0), SmallState()
+    assert tokens.try_claim(_CLAIM)
     manager = manage(state, replica=0, **_LATE, ram_interval=1, async_mode="async")
     manager.restore()
     manager.set_writer_group(WriterGroup(fencing_token=1, is_claimed=is_claimed))
     for _ in range(3):
         run_steps(manager, state, 1)
     if claim is not None:
-        assert history.try_claim(claim)
+        assert tokens.try_claim(claim)
     saver = manager._asynchronous
     assert saver is not None
     process = saver._writer._process
@@ -86,9 +86,9 @@ def test_the_flush_of_a_killed_trainer(
 def test_a_restarted_replica_may_store_its_snapshot_before_its_first_quorum(
     manage: Manage, tmp_path: Path
 ) -> None:
-    history, state = RunHistory(tmp_path, 0), SmallState()
+    tokens, state = FencingTokens(tmp_path, 0), SmallState()
     takeover = replace(_CLAIM, last_takeover=1)
-    assert history.try_claim(takeover)
+    assert tokens.try_claim(takeover)
     manager = manage(state, replica=0, **_LATE)
     manager.restore()
     run_steps(manager, state, 1)
@@ -98,15 +98,15 @@ def test_a_restarted_replica_may_store_its_snapshot_before_its_first_quorum(
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_the_writer_of_another_rank_flushes_for_a_dead_one(tmp_path: Path, stores: bool) -> None:
-    root, history = tmp_path / "checkpoint", RunHistory(tmp_path, 0)
-    assert history.try_claim(_CLAIM)
+    root, tokens = tmp_path / "checkpoint", FencingTokens(tmp_path, 0)
+    assert tokens.try_claim(_CLAIM)
     with trainers(tmp_path, root, 2) as run:
         run.start(shared_run_folder=str(tmp_path), preemption_grace_s=200.0)
         for writer in run.writers:
             writer.set_writer_group(WriterGroup(fencing_token=1))
         run.snapshot(0, 7)
         if not stores:
-            assert history.try_claim(replace(_OTHERS, last_takeover=2))
+            assert tokens.try_claim(replace(_OTHERS, last_takeover=2))
         leader, other = (writer._process for writer in run.writers)
         assert leader is not None and other is not None
         leader.kill()
@@ -117,7 +117,7 @@ def test_the_writer_of_another_rank_flushes_for_a_dead_one(tmp_path: Path, store
 
 
 def test_a_damaged_history_is_an_error(manage: Manage, tmp_path: Path) -> None:
-    folder = RunHistory(tmp_path, 0).folder
+    folder = FencingTokens(tmp_path, 0).folder
     folder.mkdir()
     (folder / "00000001.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is damaged"):

@@ -22,19 +22,19 @@ from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.core.errors import DamagedCheckpoint
 
 
-@pytest.mark.parametrize(("copied_session", "kept"), [("old", "old"), (None, "new")])
-def test_regions_must_belong_to_the_session_of_the_copies(
-    copied_session: str | None, kept: str
+@pytest.mark.parametrize(("copied_generation_id", "kept"), [("old", "old"), (None, "new")])
+def test_regions_must_belong_to_the_generation_of_the_copies(
+    copied_generation_id: str | None, kept: str
 ) -> None:
-    origin = SnapshotOrigin("new", 5, copied_session=copied_session)
-    assert origin.session_to_keep == kept
+    origin = SnapshotOrigin("new", 5, copied_generation_id=copied_generation_id)
+    assert origin.generation_id_to_keep == kept
 
 
 _OWN, _COPIED = Position(0, 5), Position(0, 3)
 
 
 @pytest.mark.parametrize(
-    ("sessions", "copied_session", "kept"),
+    ("generation_ids", "copied_generation_id", "kept"),
     [
         (["new"], None, {_OWN: 0, _COPIED: 1}),
         (["new"], "old", {_OWN: 0}),
@@ -43,14 +43,19 @@ _OWN, _COPIED = Position(0, 5), Position(0, 3)
         (["another"], "old", {}),
     ],
 )
-def test_slots_of_another_session_are_not_kept(
-    sessions: list[str], copied_session: str | None, kept: dict[Position, int]
+def test_slots_of_another_generation_are_not_kept(
+    generation_ids: list[str], copied_generation_id: str | None, kept: dict[Position, int]
 ) -> None:
     region = SimpleNamespace(
-        rank=1, earlier_sessions=(), sessions=sessions, complete_slots=lambda: {5: 0, 3: 1}
+        rank=1,
+        earlier_generation_ids=(),
+        generation_ids=generation_ids,
+        complete_slots=lambda: {5: 0, 3: 1},
     )
     saver: Any = SimpleNamespace(_region=region, buddies=object())
-    origin = SnapshotOrigin("new", 5, copied_position=_COPIED, copied_session=copied_session)
+    origin = SnapshotOrigin(
+        "new", 5, copied_position=_COPIED, copied_generation_id=copied_generation_id
+    )
     assert AsynchronousSaver.slots_to_keep(saver, origin) == kept
 
 

@@ -706,9 +706,13 @@ def test_leftovers_are_removed_by_the_first_save_only(
     manage: Manage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of later saves are of this run."""
-    sessions: list[str] = []
+    generation_ids: list[str] = []
     state = SmallState()
     manager = manage(state)
-    monkeypatch.setattr(sync_saver.attempts, "recover", lambda _, session: sessions.append(session))
+    monkeypatch.setattr(
+        sync_saver.attempts,
+        "recover",
+        lambda _, generation_id: generation_ids.append(generation_id),
+    )
     run_steps(manager, state, 3)
-    assert sessions == [manager._context.identity.session]
+    assert generation_ids == [manager._context.identity.generation_id]

@@ -75,7 +75,7 @@ def test_copies_are_made_on_all_ranks_with_one_secret_or_on_none(
         context: Any = SimpleNamespace(
             mesh=two_ranks(),
             config=config,
-            identity=SimpleNamespace(run_id="run", session="session"),
+            identity=SimpleNamespace(run_id="run", generation_id="generation"),
         )
         pairing: Any = SimpleNamespace(sources=(1 - dist.get_rank(),))
         found: Any = open_buddies(context, pairing, Path("region"), None)
@@ -91,7 +91,7 @@ def test_copies_are_made_on_all_ranks_with_one_secret_or_on_none(
 
 def test_all_snapshots_of_all_machines_are_considered(monkeypatch: pytest.MonkeyPatch) -> None:
     considered: list[tuple[Any, Any]] = []
-    found = SimpleNamespace(reach={0: [0], 1: [1]}, copies=(), session="s", position=(0, 4))
+    found = SimpleNamespace(reach={0: [0], 1: [1]}, copies=(), generation_id="s", position=(0, 4))
 
     class Held(SimpleNamespace):
         def to_json(self) -> Any:
@@ -104,7 +104,7 @@ def test_all_snapshots_of_all_machines_are_considered(monkeypatch: pytest.Monkey
     def regions(run_id: str) -> Any:
         starts = f"region of {dist.get_rank()}"
         region = SimpleNamespace(
-            held=lambda saver, is_copy: Held(starts=starts), sessions=(), slots=()
+            held=lambda saver, is_copy: Held(starts=starts), generation_ids=(), slots=()
         )
         return {(dist.get_rank(), False): region}
 
@@ -144,7 +144,7 @@ def test_a_segment_has_one_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_all_ranks_have_the_identity_that_the_leader_reads(tmp_path: Path) -> None:
     first, second = run_on_threads(2, lambda: agree_on_identity(tmp_path, two_ranks()))
-    assert first == second and first.run_id and first.session
+    assert first == second and first.run_id and first.generation_id
 
 
 def test_a_synchronous_save_fails_on_all_ranks() -> None:
@@ -246,11 +246,13 @@ def test_a_takeover_that_the_leader_sees_removes_the_snapshots_of_all_machines(
         mesh = two_ranks()
         claim = SimpleNamespace(token=9) if mesh.is_leader and is_taken_over else None
         groups: list[Any] = []
-        history = SimpleNamespace(record_token=lambda token: None)
+        fencing_tokens = SimpleNamespace(record_token=lambda token: None)
         found: Any = SimpleNamespace(
-            _context=SimpleNamespace(history=history, identity=SimpleNamespace(run_id="run")),
+            _context=SimpleNamespace(
+                fencing_tokens=fencing_tokens, identity=SimpleNamespace(run_id="run")
+            ),
             _mesh=mesh,
-            _last_tokens=lambda history: (4 if mesh.is_leader else 0, claim),
+            _last_tokens=lambda fencing_tokens: (4 if mesh.is_leader else 0, claim),
             set_writer_group=groups.append,
         )
         has_lost = CheckpointManager._discard_superseded_snapshots(found)

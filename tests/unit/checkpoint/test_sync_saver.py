@@ -41,7 +41,7 @@ def test_the_leader_does_not_wait_for_a_part_that_does_not_come(
         sync_saver._wait_for_parts(storage, about, 7, "ab")
 
 
-def test_each_attempt_has_a_token_of_the_group_or_else_of_the_session() -> None:
+def test_each_attempt_has_a_token_of_the_group_or_else_of_the_generation() -> None:
     tokens, group = AttemptTokens("5e55"), WriterGroup(1, 2, "ab12")
     for number in (1, 2):
         assert tokens.next(WriterGroup(), 7) == attempt_token("5e55", 7, number)

@@ -429,7 +429,7 @@ def test_all_problems_at_once(config) -> None:
             "expert_tensor_parallel_degree",
             "tiny",
             "parallelism.expert_tensor_parallel_degree (3): qwen3 tiny has no experts. Set "
-            "it to 1, or choose a flavor with a mixture of experts.",
+            "it to 1, or choose a flavor with experts (MoE).",
         ),
     ],
 )

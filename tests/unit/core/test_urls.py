@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.registry import REGISTRY
-from torchtitan_lite.core.urls import is_url, join, local_path, split
+from torchtitan_lite.core.urls import is_url, join_location, local_path, split
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_a_url_without_slashes_is_not_taken_for_a_folder(
     ],
 )
 def test_a_location_is_its_folder_and_a_name(folder: str, location: str) -> None:
-    assert join(folder, "step-1") == location
+    assert join_location(folder, "step-1") == location
     assert split(location) == split(f"{location}/") == (folder, "step-1")
 
 
 def test_a_name_alone_is_in_the_working_folder_and_in_the_root_of_a_filesystem() -> None:
     assert split("step-1") == (".", "step-1")
     assert split("memory://step-1") == ("memory://", "step-1")
-    assert join("/data/", "step-1") == "/data/step-1"
+    assert join_location("/data/", "step-1") == "/data/step-1"

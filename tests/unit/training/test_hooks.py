@@ -22,4 +22,6 @@ def test_a_step_that_is_retried_is_neither_validated_nor_accounted_for(
     report: Any = SimpleNamespace(committed=committed, number=4)
     hooks.goodput_hook(2, tracker, metrics)(state, report)
     hooks.validation_hook(2, 8, unused, unused, metrics, unused)(state, report)
-    assert [event.name for event in events] == (["books", "validation"] if committed else [])
+    assert [event.name for event in events] == (
+        ["time_accounting", "validation"] if committed else []
+    )

@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torchtitan_lite.checkpoint import (
-    HistoryClaim,
-    RunHistory,
+    FencingTokens,
+    TokenClaim,
     name_in_replica_id,
     superseded_message,
 )
@@ -66,7 +66,7 @@ class _Quorum:
     tokens: tuple[int, ...]
     """Last tokens of its replicas; 0: unknown."""
 
-    def has_most_of(self, claim: HistoryClaim) -> bool:
+    def has_most_of(self, claim: TokenClaim) -> bool:
         """Return whether most processes of a claim are members, or half of them and among these
         the first."""
         present = [member for member in claim.members if member in self.members]
@@ -75,18 +75,18 @@ class _Quorum:
 
 
 class Fence:
-    """The run's history, as the leader of one replica sees it."""
+    """The fencing tokens of the run, as the leader of one replica sees them."""
 
-    def __init__(self, history: RunHistory, join_timeout_s: float) -> None:
+    def __init__(self, fencing_tokens: FencingTokens, join_timeout_s: float) -> None:
         """Starts a thread that renews leases."""
-        self._history, self._join_timeout_s = history, join_timeout_s
+        self._tokens, self._join_timeout_s = fencing_tokens, join_timeout_s
         self._call: Future[Any] | None = None
-        """Access of the history that may still run."""
+        """Access to the tokens that may still run."""
         self.token = 0
         """Last token under which this replica took part; 0 if there is none."""
         self.is_claimed = True
         """Whether the quorum has a claim of its own, and does not continue without one."""
-        self._newest: HistoryClaim | None = None
+        self._newest: TokenClaim | None = None
         """Newest claim that is known."""
         self._quorum: _Quorum | None = None
         """Present quorum."""
@@ -94,7 +94,7 @@ class Fence:
         self._expired: tuple[int, float] | None = None
         """Token of an expired claim, and since when this replica knows it."""
         self._num_failures = 0
-        """Consecutive failures to access the history."""
+        """Consecutive failures to access them."""
         self._is_closed = False
         self._checks = threading.Condition()
         self._checked_s = time.monotonic()
@@ -102,8 +102,8 @@ class Fence:
         self._wanted_s = 0.0
         """When a check was last wanted."""
         with suppress(OSError, CheckpointError):
-            self.token = self._within_wait(history.last_token)
-        threading.Thread(target=self._check_regularly, name="history", daemon=True).start()
+            self.token = self._within_wait(fencing_tokens.last_token)
+        threading.Thread(target=self._check_regularly, name="fencing", daemon=True).start()
 
     def admit(
         self,
@@ -135,12 +135,12 @@ class Fence:
             except OSError as error:
                 if self._newest is None or not quorum.has_most_of(self._newest):
                     problem = _text(error)
-                    return f"{self._history.folder} is needed to continue the run: {problem}"
+                    return f"{self._tokens.folder} is needed to continue the run: {problem}"
                 self._report_failure(error)
                 admission = self._newest
             except CheckpointError as error:
                 raise ReplicaError(str(error)) from None
-            if isinstance(admission, HistoryClaim):
+            if isinstance(admission, TokenClaim):
                 self._expired = None
                 self._adopt(quorum, admission)
                 return ""
@@ -151,7 +151,7 @@ class Fence:
 
     def is_superseded(self) -> bool:
         """Return whether other replicas have taken the run over from this one. Waits, at most
-        `_ANSWER_WITHIN_S`, for a check of the history if there was none lately, as after this
+        `_ANSWER_WITHIN_S`, for a check of the tokens if there was none lately, as after this
         process was suspended."""
         now_s = time.monotonic()
         with self._checks:
@@ -168,9 +168,9 @@ class Fence:
         self.close()
 
         def remove() -> None:
-            while (newest := self._history.newest()) is not None and own_id in newest.members:
+            while (newest := self._tokens.newest()) is not None and own_id in newest.members:
                 left = tuple(member for member in newest.members if member != own_id)
-                if self._history.try_claim(newest.next(newest.lighthouse, 0, left)):
+                if self._tokens.try_claim(newest.next(newest.lighthouse, 0, left)):
                     return
 
         with suppress(OSError, CheckpointError):
@@ -182,40 +182,40 @@ class Fence:
             self._is_closed = True
             self._checks.notify_all()
 
-    def _admitted(self, quorum: _Quorum, started_s: float) -> HistoryClaim | str | None:
+    def _admitted(self, quorum: _Quorum, started_s: float) -> TokenClaim | str | None:
         """Return the claim of the quorum and record its token, or why it may not continue yet; None
         to be called again, because another process claimed the token. Raises OSError,
         CheckpointError and ReplicaError."""
-        newest = self._history.newest()
+        newest = self._tokens.newest()
         decision = self._decide(quorum, newest, started_s)
         self._newest = newest
-        if not isinstance(decision, HistoryClaim):
+        if not isinstance(decision, TokenClaim):
             return decision
         if decision is not newest:
             if time.monotonic() - started_s >= _CLAIM_WITHIN_S:
                 return "this replica was about to continue the run"
-            if not self._history.try_claim(decision):
+            if not self._tokens.try_claim(decision):
                 return None
             self._newest = decision
         if decision.token != self.token:
             # The claim says the same, unless this replica joins it later.
             with suppress(OSError):
-                self._history.record_token(decision.token)
+                self._tokens.record_token(decision.token)
         return decision
 
     def _decide(
-        self, quorum: _Quorum, newest: HistoryClaim | None, started_s: float
-    ) -> HistoryClaim | str:
+        self, quorum: _Quorum, newest: TokenClaim | None, started_s: float
+    ) -> TokenClaim | str:
         """Return the claim that the quorum needs, which is `newest` if it has made it already, or
         why it may not continue yet. Raises OSError and ReplicaError."""
         last = 0 if newest is None else newest.token
         if max(quorum.tokens, default=0) > last:
             return (
-                f"{self._history.folder} is at token {last}, and another replica has seen "
+                f"{self._tokens.folder} is at token {last}, and another replica has seen "
                 f"{max(quorum.tokens)}: all replicas need the same job.dump_folder"
             )
         if newest is None:
-            return HistoryClaim(
+            return TokenClaim(
                 token=1,
                 lighthouse=quorum.lighthouse,
                 quorum_id=quorum.quorum_id,
@@ -235,7 +235,7 @@ class Fence:
         continues = not newest.members or set(newest.members) & set(quorum.members)
         if continues or (not missing and newest.lighthouse == quorum.lighthouse):
             return following
-        age_s = self._history.seconds_since_renewal(newest)
+        age_s = self._tokens.seconds_since_renewal(newest)
         if age_s < LEASE_S:
             self._expired = None
             return (
@@ -251,7 +251,7 @@ class Fence:
             )
         return replace(following, last_takeover=following.token)
 
-    def _adopt(self, quorum: _Quorum, claim: HistoryClaim) -> None:
+    def _adopt(self, quorum: _Quorum, claim: TokenClaim) -> None:
         """Continue the run as `quorum`, under its own claim or without one."""
         with self._checks:
             self._quorum, self.token = quorum, claim.token
@@ -259,7 +259,7 @@ class Fence:
             self._checked_s = time.monotonic()
 
     def _check_regularly(self) -> None:
-        """Check the history every few seconds, and when `is_superseded` wants it."""
+        """Check the fencing tokens every few seconds, and when `is_superseded` wants it."""
         while True:
             with self._checks:
                 self._checks.wait_for(
@@ -282,22 +282,22 @@ class Fence:
         replica is superseded. Raises OSError or CheckpointError."""
         with self._checks:
             quorum, token, is_claimed = self._quorum, self.token, self.is_claimed
-        newest = self._history.newest()
+        newest = self._tokens.newest()
         if quorum is None or newest is None:
             return
-        self._is_superseded = newest.supersedes(token, self._history.name, is_claimed=is_claimed)
+        self._is_superseded = newest.supersedes(token, self._tokens.name, is_claimed=is_claimed)
         if self._is_superseded:
             return
         if not is_claimed:
             if newest.token == token:
                 following = newest.next(quorum.lighthouse, quorum.quorum_id, quorum.members)
-                newest = following if self._history.try_claim(following) else newest
+                newest = following if self._tokens.try_claim(following) else newest
             with self._checks:
                 is_present = self._quorum is quorum
             if is_present and newest.token != token:
                 self._adopt(quorum, newest)
         if quorum.own_id in newest.members and not self._is_closed:
-            self._history.renew(newest)
+            self._tokens.renew(newest)
 
     def _within_wait(self, access: Callable[[], _T]) -> _T:
         """Call `access` in another thread. Raises its error, or OSError if it, or an earlier call,
@@ -314,7 +314,7 @@ class Fence:
                 future.set_exception(error)
 
         # Threads of a pool would delay the end of the process.
-        threading.Thread(target=run, name="history access", daemon=True).start()
+        threading.Thread(target=run, name="fencing access", daemon=True).start()
         return future.result(_ANSWER_WITHIN_S)
 
     def _report_failure(self, error: Exception) -> None:
@@ -323,14 +323,14 @@ class Fence:
         if self._num_failures == 1:
             logger.warning(
                 "%s cannot be read or written: %s. Training continues.",
-                self._history.folder,
+                self._tokens.folder,
                 _text(error),
             )
 
     def _report_success(self) -> None:
         if self._num_failures:
             logger.info(
-                "%s answers again after %d failures.", self._history.folder, self._num_failures
+                "%s answers again after %d failures.", self._tokens.folder, self._num_failures
             )
         self._num_failures = 0
 

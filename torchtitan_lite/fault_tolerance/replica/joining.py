@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from urllib.parse import urlsplit
 
-from torchtitan_lite.checkpoint import RunHistory
+from torchtitan_lite.checkpoint import FencingTokens
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
 from torchtitan_lite.core.errors import LighthouseError, ReplicaError
 from torchtitan_lite.core.log import logger
@@ -44,7 +44,7 @@ def join(
     mesh: Mesh,
     *,
     run_id: str,
-    history: RunHistory,
+    fencing_tokens: FencingTokens,
     config_fingerprint: str,
     newest_stored_step: Callable[[], int],
     wait_until_modifiable: Callable[[], None],
@@ -56,7 +56,7 @@ def join(
     """Join the replicas of a run whose state is ready, and leave at the end of the block. Every
     rank must call it, as the last thing before the first step, because the other replicas wait for
     a replica that has joined. With `averaging`, replicas are averaged every few steps. `run_id`
-    identifies the run, and is needed on the leader only; `history` is that of the run;
+    identifies the run, and is needed on the leader only; `fencing_tokens` are those of the run;
     `config_fingerprint` identifies the settings that all replicas must share; the other arguments
     are those of `FaultTolerantReplicas`.
 
@@ -78,7 +78,7 @@ def join(
     host, port = broadcast_bytes(payload.encode()).decode().split()
     fence = None
     if mesh.is_leader:
-        fence = Fence(history, config.join_timeout_s)
+        fence = Fence(fencing_tokens, config.join_timeout_s)
     floor = ProgressFloor(state.cursor if averaging is None else averaging.progress(state.step))
     try:
         transport = HealingTransport(state, address, token)

@@ -100,8 +100,8 @@ def find_architecture(values: Mapping[str, Any], known: Mapping[str, str]) -> st
     code = values.get("auto_map")
     if not isinstance(code, dict) or "AutoConfig" not in code:
         return None
-    given = values.get("architectures")
-    names = given if isinstance(given, list) else []
+    architectures = values.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
     return next((name for name in names if name in known), None)
 
 
@@ -248,16 +248,16 @@ def similar_key(key: str, absent: Iterable[str]) -> str:
 
 def differences(ours: "DataclassInstance", theirs: "DataclassInstance") -> list[str]:
     """Return the dimensions in which two models of a family differ, except run settings."""
-    found = []
+    differing = []
     for field in fields(ours):
         name = _EFFECTIVE.get(field.name, field.name)
         here, there = (getattr(dims, name, getattr(dims, field.name)) for dims in (ours, theirs))
         if is_dataclass(here) and is_dataclass(there):
             assert not isinstance(here, type) and not isinstance(there, type)
-            found += differences(here, there)
+            differing += differences(here, there)
         elif here != there and field.name not in _NOT_OF_THE_FILE:
-            found.append(f"{field.name} is {there} in its config.json and {here} here")
-    return found
+            differing.append(f"{field.name} is {there} in its config.json and {here} here")
+    return differing
 
 
 def is_model_of(

@@ -154,13 +154,13 @@ class ActivationOf:
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         name = config.given(self.theirs, self.default)
-        found = [ours for ours, theirs in _ACTIVATION_NAMES.items() if name in theirs]
-        if not found:
+        activations = [ours for ours, theirs in _ACTIVATION_NAMES.items() if name in theirs]
+        if not activations:
             known = ", ".join(
                 spelling for theirs in _ACTIVATION_NAMES.values() for spelling in theirs
             )
             config.problems.append(f"{self.theirs} is {name!r:.100}, and one of {known} is needed")
-        dims["activation"] = found[0] if found else "silu"
+        dims["activation"] = activations[0] if activations else "silu"
 
     def write(self, dims: Any) -> dict[str, Any]:
         return {self.theirs: _ACTIVATION_NAMES[dims.activation][0]}
@@ -253,13 +253,13 @@ class PadToken:
     default: int | None = None
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        given, vocab_size = config.given("pad_token_id"), dims["vocab_size"]
+        token_id, vocab_size = config.given("pad_token_id"), dims["vocab_size"]
         if not config.has("pad_token_id"):
-            given = self.default
-        if given is not None and type(given) is not int:
-            config.not_whole("pad_token_id", given)
-        is_input = type(given) is int and -vocab_size <= given < vocab_size
-        dims["pad_token_id"] = given % vocab_size if is_input else None
+            token_id = self.default
+        if token_id is not None and type(token_id) is not int:
+            config.not_whole("pad_token_id", token_id)
+        is_input = type(token_id) is int and -vocab_size <= token_id < vocab_size
+        dims["pad_token_id"] = token_id % vocab_size if is_input else None
 
     def write(self, dims: Any) -> dict[str, Any]:
         is_usual = dims.pad_token_id is None and self.default is None
@@ -289,14 +289,14 @@ class Architecture:
         config = HuggingFaceConfig(values)
         if self.quantization is not None:
             config.accept_quantization(self.quantization)
-        found = read_facts(self.facts, config)
+        facts = read_facts(self.facts, config)
         config.check()
-        dims = {name: value for name, value in found.items() if "." not in name}
+        dims = {name: value for name, value in facts.items() if "." not in name}
         if self.experts:
             start = "moe."
             dims["moe"] = {
                 name.removeprefix(start): value
-                for name, value in found.items()
+                for name, value in facts.items()
                 if name.startswith(start)
             }
         return dims

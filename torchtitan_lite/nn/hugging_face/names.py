@@ -136,8 +136,8 @@ def _fused_forms(
     sizes: dict[str, int] = {}
     for layer in layers:
         for part in ("attention", "feed_forward"):
-            found: Mapping[str, int] = getattr(getattr(layer, part), "projections", {})
-            sizes |= {f"{part}.{name}": size for name, size in found.items()}
+            projections: Mapping[str, int] = getattr(getattr(layer, part), "projections", {})
+            sizes |= {f"{part}.{name}": size for name, size in projections.items()}
     forms = {}
     for theirs, modules in names.fused.items():
         total, first = sum(sizes.get(module, 0) for module in modules), 0

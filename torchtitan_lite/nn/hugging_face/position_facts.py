@@ -126,8 +126,8 @@ class Window:
     default: int | None
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        given = config.given("sliding_window", self.default)
-        dims["window"] = None if given is None else config.integer("sliding_window", self.default)
+        window = config.given("sliding_window", self.default)
+        dims["window"] = None if window is None else config.integer("sliding_window", self.default)
 
     def write(self, dims: Any) -> dict[str, Any]:
         return {"sliding_window": dims.window}

@@ -80,28 +80,30 @@ def read_rope(
     """Read the base and the scaling, of one of the types `scaled`. `is_partial`: a part of a head
     may be rotated, which `rotated_share` reads. `has_alpha`: a dynamic scaling with `alpha` is a
     fixed one. `theta_key` is the name of the base beside `rope_scaling`."""
-    given = _settings(config)
+    settings = _settings(config)
     top = config.given(theta_key, default_theta)
-    if not isinstance(given, Mapping):
-        config.problems.append(f"rope_scaling is {given!r:.100}, and a table is needed")
+    if not isinstance(settings, Mapping):
+        config.problems.append(f"rope_scaling is {settings!r:.100}, and a table is needed")
         return 1.0, None
-    if any(isinstance(value, Mapping) for value in given.values()):
+    if any(isinstance(value, Mapping) for value in settings.values()):
         config.problems.append("rope_parameters differ between layers, which is not supported")
         return 1.0, None
-    return read_table(config, given, top, scaled=scaled, is_partial=is_partial, has_alpha=has_alpha)
+    return read_table(
+        config, settings, top, scaled=scaled, is_partial=is_partial, has_alpha=has_alpha
+    )
 
 
 def rotated_share(config: HuggingFaceConfig, default: float, key: str = _PARTIAL) -> float:
     """Read the share of a head that is rotated, of which `key` is the name beside
     `rope_scaling`."""
-    given = _settings(config)
-    share = _partial(config, given, key) if isinstance(given, Mapping) else None
+    settings = _settings(config)
+    share = _partial(config, settings, key) if isinstance(settings, Mapping) else None
     return config.checked_number(key, default if share is None else share)
 
 
 def read_table(
     config: HuggingFaceConfig,
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     theta: float | None,
     *,
     scaled: Sequence[str] = ALL_SCALINGS,
@@ -109,24 +111,24 @@ def read_table(
     has_alpha: bool = False,
 ) -> tuple[float, Scaling | None]:
     """Read the base, which is `theta` if it is absent, and the scaling from a table of settings."""
-    if not is_partial and _partial(config, given) not in (1.0, None):
+    if not is_partial and _partial(config, settings) not in (1.0, None):
         config.problems.append("partial_rotary_factor is not 1, and heads are rotated as a whole")
-    base = config.checked_number("rope_theta", given.get("rope_theta", theta))
-    kind = given.get("rope_type", given.get("type", "default"))
+    base = config.checked_number("rope_theta", settings.get("rope_theta", theta))
+    kind = settings.get("rope_type", settings.get("type", "default"))
     kind = _FORMER_KINDS.get(kind, kind)
     if kind not in ("default", *scaled):
         supported = " or ".join(f'"{known_kind}"' for known_kind in ("default", *scaled))
         config.problems.append(f"rope_type is {kind!r}, and only {supported} is supported")
         return base, None
-    if has_alpha and kind == "dynamic" and given.get("alpha"):
+    if has_alpha and kind == "dynamic" and settings.get("alpha"):
         kind = "ntk_alpha"
-        given = {key: value for key, value in given.items() if key not in _BESIDE_ALPHA}
+        settings = {key: value for key, value in settings.items() if key not in _BESIDE_ALPHA}
     made, names = _NAMES.get(kind, (None, {}))
     known = {*names.values(), "rope_type", "type", "rope_theta", _PARTIAL, _ORIGINAL}
     unknown = [
-        f"{key} ({given[key]!r:.60}{similar_key(key, known - given.keys())})"
-        for key in sorted(given.keys() - known)
-        if given[key] is not None
+        f"{key} ({settings[key]!r:.60}{similar_key(key, known - settings.keys())})"
+        for key in sorted(settings.keys() - known)
+        if settings[key] is not None
     ]
     if unknown:
         config.problems.append(f"{', '.join(unknown)} of RoPE ({kind}) is not supported")
@@ -135,7 +137,7 @@ def read_table(
     values = {
         ours: _value(config, key, value)
         for ours, key in names.items()
-        if (value := _given(config, given, key)) is not None
+        if (value := _given(config, settings, key)) is not None
     }
     optional = {*_OPTIONAL, *(("factor",) if kind == "longrope" else ())}
     missing = [key for ours, key in names.items() if ours not in values and ours not in optional]
@@ -159,10 +161,10 @@ def rope_table(scaling: Scaling | None) -> dict[str, Any] | None:
     kind, names = next(
         (kind, names) for kind, (made, names) in _NAMES.items() if isinstance(scaling, made)
     )
-    found = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
+    fields = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
     values = {
         key: list(value) if isinstance(value, tuple) else value
-        for key, value in found.items()
+        for key, value in fields.items()
         if value is not None and key != _MAX
     }
     return {"rope_type": "dynamic" if kind == "ntk_alpha" else kind, **values}
@@ -173,14 +175,14 @@ def _settings(config: HuggingFaceConfig) -> Any:
     return before or after or {}
 
 
-def _partial(config: HuggingFaceConfig, given: Mapping[str, Any], key: str = _PARTIAL) -> Any:
+def _partial(config: HuggingFaceConfig, settings: Mapping[str, Any], key: str = _PARTIAL) -> Any:
     top = config.given(key)
-    return given.get(_PARTIAL, top)
+    return settings.get(_PARTIAL, top)
 
 
-def _given(config: HuggingFaceConfig, given: Mapping[str, Any], key: str) -> Any:
+def _given(config: HuggingFaceConfig, settings: Mapping[str, Any], key: str) -> Any:
     """Return a setting; None if it is absent, null or, of those that may be absent, 0."""
-    value = given.get(key)
+    value = settings.get(key)
     if key == _ORIGINAL:
         # As in transformers: that of the model wins, and its maximum is the default.
         value = config.given(_ORIGINAL) or value or config.given(_MAX)

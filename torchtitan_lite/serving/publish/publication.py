@@ -32,7 +32,7 @@ from torchtitan_lite.serving.publish.sources import (
     RankSource,
     ServerSource,
     SharedMemorySource,
-    read_header,
+    read_served_header,
 )
 
 _ANSWER_S = 30.0
@@ -55,8 +55,8 @@ class Publication:
         return self.ranks[0].description.config
 
     @property
-    def session(self) -> str:
-        return self.ranks[0].description.session
+    def generation_id(self) -> str:
+        return self.ranks[0].description.generation_id
 
     def wait(self, timeout_s: float, num_retries: int) -> None:
         """Block until there may be another version, at most `timeout_s`; if `num_retries` is not 0,
@@ -139,7 +139,11 @@ def open_publication(source: str, secret: str) -> Publication:
     with suppress(DamagedSnapshot, FileNotFoundError):
         sources = [SharedMemorySource(file, announcement) for file in files.values()]
     # An earlier start, of more ranks or on this machine alone, may have been killed.
-    sources = [region for region in sources if region.description.session == announcement.session]
+    sources = [
+        region
+        for region in sources
+        if region.description.generation_id == announcement.generation_id
+    ]
     world_size = sources[0].description.world_size if sources else 0
     if sources and len(sources) == world_size:
         return Publication(where=str(folder), ranks=tuple(sources))
@@ -154,7 +158,7 @@ def open_publication(source: str, secret: str) -> Publication:
 def _served(url: str, secret: str) -> Publication:
     first = PeerEndpoint(url, secret, PURPOSE, _ANSWER_S)
     with closing(StateConnection(first, INDEX_VERSION)) as connection:
-        index = read_header(connection)
+        index = read_served_header(connection)
     try:
         ranks = tuple(
             ServerSource(

@@ -7,12 +7,12 @@ version is due before they are computed; and for subscribers only if configured.
 """
 
 import json
-import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 
 from torchtitan_lite.checkpoint import (
     Copier,
+    RunIdentity,
     SavePlan,
     layouts_json,
     local_tensors,
@@ -45,7 +46,6 @@ from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.host_collectives import (
     all_gather_bytes,
     all_gather_ints,
-    broadcast_bytes,
 )
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.network import address_of_interface
@@ -64,7 +64,7 @@ from torchtitan_lite.serving.publish.sources import (
 
 _POLL_S = 0.01
 _EARLIER_END_S = 30.0
-"""Time within which the process of an earlier session must have ended."""
+"""Time within which the process of an earlier generation must have ended."""
 _HAS_SLOT, _HAS_PROBLEM = 1, 2
 """Flags of a rank, which the ranks exchange before each version."""
 _BETWEEN_REQUESTS_S = 0.3
@@ -87,15 +87,16 @@ class Publisher:
         tensors: Mapping[str, torch.Tensor],
         mesh: Mesh,
         *,
-        run_id: str,
+        identity: RunIdentity,
         folder: Path,
         model: Mapping[str, Any],
         secret: str,
     ) -> None:
-        """`tensors` are parameters and buffers by name, `folder` is for the file that tells where
-        the run publishes, `model` describes the model. Every rank must call it. Raises
-        CheckpointError on all ranks, and leaves nothing, if there is too little memory, the address
-        cannot be used, or another process publishes the part of this rank."""
+        """`tensors` are parameters and buffers by name, `identity` is equal on all ranks, `folder`
+        is for the file that tells where the run publishes, and `model` describes the model. Every
+        rank must call it. Raises CheckpointError on all ranks, and leaves nothing, if there is too
+        little memory, the address cannot be used, or another process publishes the part of this
+        rank."""
         self._config, self._mesh = config, mesh
         self._published_file = folder / PUBLISHED_FILE
         self._server: StateServer | None = None
@@ -108,14 +109,14 @@ class Publisher:
         self._problem = ""
         """Error of this rank since the last call; "" if there is none."""
         with ExitStack() as stack:
-            self._open(stack, tensors, run_id, model, secret)
+            self._open(stack, tensors, identity, model, secret)
             self._resources = stack.pop_all()
 
     def _open(
         self,
         stack: ExitStack,
         tensors: Mapping[str, torch.Tensor],
-        run_id: str,
+        identity: RunIdentity,
         model: Mapping[str, Any],
         secret: str,
     ) -> None:
@@ -123,13 +124,11 @@ class Publisher:
         config, mesh = self._config, self._mesh
         dtype = None if config.dtype is None else getattr(torch, config.dtype)
         plan = plan_save(tensors, mesh, dtype)
-        # Unique to this start of the run.
-        session = broadcast_bytes(secrets.token_hex(16).encode()).decode()
-        about = _describe(plan, mesh, run_id, session, model)
+        about = _describe(plan, mesh, identity, model)
         names = sum(len(name) + _DIGEST_BYTES for name in plan.placed)
 
         def create() -> Region:
-            shared = shared_memory_folder(run_id)
+            shared = shared_memory_folder(identity.run_id)
             _lock(stack, shared, mesh.rank)
             region = Region.create(
                 shared,
@@ -153,7 +152,7 @@ class Publisher:
         self._held = about.tensors
         self._pool = ThreadPoolExecutor(1, "publish")
         stack.callback(self._pool.shutdown)
-        self._session = session
+        self._generation_id = identity.generation_id
         url = ""
         if config.address is not None:
 
@@ -170,7 +169,7 @@ class Publisher:
             self._offer_index([json.loads(text) for text in everyone])
             stack.callback(self._published_file.unlink, missing_ok=True)
         self._offer_status([])
-        where = {"run_id": run_id, "session": session, "url": url or None}
+        where = {**asdict(identity), "url": url or None}
         run_on_all_ranks(lambda: self._announce(where))
 
     def after_step(self, step: int, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -312,7 +311,7 @@ class Publisher:
         `digests` its checksums."""
         version, slot = next(iter(slots.items()))
         data = self._region.data(slot)
-        about = {"session": self._session, "version": version, "digests": digests}
+        about = {"generation_id": self._generation_id, "version": version, "digests": digests}
         encoded: list[bytes] = []
         if self._deltas is not None:
             self._add_deltas(self._deltas, slots, digests)
@@ -343,7 +342,7 @@ class Publisher:
 
     def _announce(self, where: Mapping[str, Any]) -> None:
         """Write where the run publishes."""
-        # What no rank of this session has locked is of one that was killed.
+        # What no rank of this generation has locked is of one that was killed.
         remove_unpublished(self._region.path.parent)
         if self._mesh.rank == 0:
             partial = self._published_file.with_suffix(".part")
@@ -360,7 +359,9 @@ class Publisher:
         """Serve the versions that this rank has completed."""
         if self._server is None:
             return
-        status = json.dumps({"session": self._session, "versions": list(versions)}).encode()
+        status = json.dumps(
+            {"generation_id": self._generation_id, "versions": list(versions)}
+        ).encode()
         # All have one length: a client reads the length first, maybe of an earlier one.
         status = status.ljust(_STATUS_BYTES + _VERSION_BYTES * self._region.num_slots)
         state = _ServedStatus(status, self._server, max(versions, default=None))
@@ -417,11 +418,11 @@ def _lock(stack: ExitStack, folder: Path, rank: int) -> None:
 
 
 def _describe(
-    plan: SavePlan, mesh: Mesh, run_id: str, session: str, model: Mapping[str, Any]
+    plan: SavePlan, mesh: Mesh, identity: RunIdentity, model: Mapping[str, Any]
 ) -> RegionDescription:
     return RegionDescription(
-        run_id=run_id,
-        session=session,
+        run_id=identity.run_id,
+        generation_id=identity.generation_id,
         rank=mesh.rank,
         world_size=mesh.world_size,
         root="",

@@ -66,7 +66,7 @@ class Announcement:
 
     folder: Path
     run_id: str
-    session: str
+    generation_id: str
     url: str | None
     """URL of the first rank; None without servers."""
 
@@ -74,13 +74,13 @@ class Announcement:
     def read(cls, folder: Path) -> Self:
         """Read the file of a run. Raises OSError, KeyError and PublishError."""
         published = read_json((folder / PUBLISHED_FILE).read_bytes())
-        run_id, session = str(published["run_id"]), str(published["session"])
-        return cls(folder=folder, run_id=run_id, session=session, url=published["url"])
+        run_id, generation_id = str(published["run_id"]), str(published["generation_id"])
+        return cls(folder=folder, run_id=run_id, generation_id=generation_id, url=published["url"])
 
     def is_current(self) -> bool:
         """Return whether the run has not been started again, as far as known."""
         try:
-            return Announcement.read(self.folder).session == self.session
+            return Announcement.read(self.folder).generation_id == self.generation_id
         except (FileNotFoundError, KeyError, PublishError):
             return False
         except OSError:
@@ -177,7 +177,7 @@ class SharedMemorySource:
         self._path, self._inode = path, path.stat().st_ino
         self._announcement = announcement
         self._is_announced, self._announced_s = True, time.monotonic()
-        # Opened writable only because torch warns about read-only memory.
+        # Opened writable only because tensors on read-only memory would be copies.
         self._region = region = Region.open(path, writable=True)
         self.description = RegionDescription.from_dict(
             region.description, slot_bytes=region.slot_bytes
@@ -247,7 +247,7 @@ class _ServedPart:
         self._held = {held.name: held for held in description.tensors}
         self._data_start = 8 + len(header)
         about = read_json(header)
-        if about.get("session") != description.session:
+        if about.get("generation_id") != description.generation_id:
             raise VersionGone(f"Version {version} is of another start of the run.")
         self.digests: Mapping[str, str] = about["digests"]
         self._chains = _chains_from_json(about.get("deltas", {}))
@@ -337,12 +337,12 @@ class ServerSource:
         self.description = description
         self._status = StateConnection(endpoint, STATUS_VERSION)
         self._data = StateConnection(endpoint, STATUS_VERSION)
-        self._session = description.session
+        self._generation_id = description.generation_id
 
     def versions(self) -> list[int]:
         """Return the complete versions. Raises PublishError if the server does not answer."""
-        status = read_header(self._status)
-        self._session = status.get("session")
+        status = read_served_header(self._status)
+        self._generation_id = status.get("generation_id")
         return [int(version) for version in status.get("versions", ())]
 
     def wait(self, timeout_s: float) -> None:
@@ -353,7 +353,7 @@ class ServerSource:
             time.sleep(min(timeout_s, RETRY_S))
 
     def is_current(self) -> bool:
-        return self._session == self.description.session
+        return self._generation_id == self.description.generation_id
 
     def close(self) -> None:
         self._status.close()
@@ -436,9 +436,9 @@ def _requests(rows: Sequence[ByteRows]) -> Iterator[tuple[int, int]]:
         yield first, len(rows)
 
 
-def read_header(connection: StateConnection) -> Mapping[str, Any]:
-    """Read the index of a server (descriptions and URLs of all ranks), or its status (session and
-    versions). Raises PublishError."""
+def read_served_header(connection: StateConnection) -> Mapping[str, Any]:
+    """Read the index of a server (descriptions and URLs of all ranks), or its status (generation
+    and versions). Raises PublishError."""
     try:
         return read_json(connection.fetch_header())
     except RpcError as error:

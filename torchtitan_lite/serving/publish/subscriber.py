@@ -30,7 +30,7 @@ _NO_VERSION = -1
 """Less than any version: 0 is that of initial weights."""
 _FAILED = -2
 """Less than any other integer that processes agree about."""
-_SESSION_NUMBERS = 1 << 48
+_NUM_DIGESTS = 1 << 48
 Agree = Callable[[int], int]
 """Collective that returns the smallest of all processes' integers."""
 
@@ -143,10 +143,10 @@ class Subscription:
         """Receive a version; None if it is gone for any process."""
         started = time.perf_counter()
         publication = self.subscriber.publication
-        # After a restart of the run, versions of two sessions may have one number.
-        session = xxhash.xxh3_64_intdigest(publication.session.encode()) % _SESSION_NUMBERS
-        smallest = _together(agree, lambda: session)
-        largest = _SESSION_NUMBERS - _together(agree, lambda: _SESSION_NUMBERS - session)
+        # After a restart of the run, two generations may have a version of the same number.
+        digest = xxhash.xxh3_64_intdigest(publication.generation_id.encode()) % _NUM_DIGESTS
+        smallest = _together(agree, lambda: digest)
+        largest = _NUM_DIGESTS - _together(agree, lambda: _NUM_DIGESTS - digest)
         if smallest != largest:
             return None
         with ExitStack() as stack:

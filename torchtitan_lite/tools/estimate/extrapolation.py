@@ -16,8 +16,8 @@ from torchtitan_lite.parallel.pipeline_stages import plan_stages
 from torchtitan_lite.tools.estimate.memory import KINDS, ByKind
 from torchtitan_lite.tools.estimate.recorder import (
     Place,
-    Segment,
     StepTrace,
+    UnitSpan,
     label_from_end,
     label_from_start,
 )
@@ -134,8 +134,8 @@ def rank_step(
     if counts is not None:
         few, more = (at_depth(_keep(stages.blocks, count)) for count in counts)
         if few is not None and more is not None:
-            places = {segment.place for segment in more.segments}
-            if all(segment.place in places for segment in few.segments):
+            places = {span.place for span in more.unit_spans}
+            if all(span.place in places for span in few.unit_spans):
                 return _extrapolated(few, more, counts, stages, rank, num_microbatches)
     whole = trace(lambda units: units, degrees.pp)
     num_blocks = sum(map(len, stages.blocks))
@@ -143,7 +143,7 @@ def rank_step(
         rank=rank,
         stages=stages.numbers,
         num_stages=stages.total,
-        points=_points(whole.segments, stages.blocks),
+        points=_points(whole.unit_spans, stages.blocks),
         schedule=_of_all(whole, num_microbatches),
         update=whole.update,
         num_parameters=whole.num_parameters,
@@ -194,25 +194,25 @@ def _at_depth(traces: Sequence[StepTrace], depths: Sequence[int], depth: int) ->
     cannot be matched."""
     few, more = (
         {
-            place: segment
-            for segment in trace.segments
-            if (place := _aligned(segment.place, at)) is not None
+            place: span
+            for span in trace.unit_spans
+            if (place := _aligned(span.place, at)) is not None
         }
         for trace, at in zip(traces, depths, strict=True)
     )
     if not few.keys() <= more.keys():
         return None
     factor = (depth - depths[0]) / (depths[1] - depths[0])
-    segments = tuple(
-        Segment(
+    unit_spans = tuple(
+        UnitSpan(
             place=place,
-            peak=_along(few[place].peak, segment.peak, factor),
-            end=_along(few[place].end, segment.end, factor),
+            peak=_along(few[place].peak, span.peak, factor),
+            end=_along(few[place].end, span.end, factor),
         )
-        for place, segment in more.items()
+        for place, span in more.items()
         if place in few
     )
-    return replace(traces[1], segments=segments)
+    return replace(traces[1], unit_spans=unit_spans)
 
 
 def _aligned(place: Place, depth: int) -> Place | None:
@@ -307,15 +307,15 @@ def _extrapolated(
     num_microbatches: int,
 ) -> RankStep:
     factor = (len(stages.blocks[0]) - counts[0]) / (counts[1] - counts[0])
-    before = {segment.place: segment for segment in few.segments}
-    segments = [
+    before = {span.place: span for span in few.unit_spans}
+    unit_spans = [
         replace(
-            segment,
-            peak=_along(before[segment.place].peak, segment.peak, factor),
-            end=_along(before[segment.place].end, segment.end, factor),
+            span,
+            peak=_along(before[span.place].peak, span.peak, factor),
+            end=_along(before[span.place].end, span.end, factor),
         )
-        for segment in more.segments
-        if segment.place in before
+        for span in more.unit_spans
+        if span.place in before
     ]
 
     def along(of_few: Work, of_more: Work) -> Work:
@@ -325,7 +325,7 @@ def _extrapolated(
         rank=rank,
         stages=stages.numbers,
         num_stages=stages.total,
-        points=_points(segments, stages.blocks, counts[0]),
+        points=_points(unit_spans, stages.blocks, counts[0]),
         schedule=along(_of_all(few, num_microbatches), _of_all(more, num_microbatches)),
         update=along(few.update, more.update),
         num_parameters=round(
@@ -349,20 +349,20 @@ def _of_all(trace: StepTrace, num_microbatches: int) -> Work:
 
 
 def _points(
-    segments: Sequence[Segment], stages: Sequence[Sequence[str]], num_traced: int | None = None
+    unit_spans: Sequence[UnitSpan], stages: Sequence[Sequence[str]], num_traced: int | None = None
 ) -> tuple[Point, ...]:
-    """Return the points at which segments have their peak, with the positions and the names that
+    """Return the points at which spans have their peak, with the positions and the names that
     they have among all blocks. `stages` are the blocks of each part, of which `num_traced` were
     traced; None: all."""
     names = _layer_names(stages)
     gaps = {} if num_traced is None else _gaps(stages, num_traced)
     points, position, before = [], 0.0, ""
-    for segment in segments:
-        unit, phase, _ = segment.place
+    for span in unit_spans:
+        unit, phase, _ = span.place
         position += gaps.get(frozenset((before, unit)), 0)
         name = names.get(unit, unit)
-        points.append(Point(position=position, unit=name, phase=phase, bytes=segment.peak))
-        points.append(Point(position=position + 1, unit=name, phase=phase, bytes=segment.end))
+        points.append(Point(position=position, unit=name, phase=phase, bytes=span.peak))
+        points.append(Point(position=position + 1, unit=name, phase=phase, bytes=span.end))
         position, before = position + 1, unit
     return tuple(points)
 

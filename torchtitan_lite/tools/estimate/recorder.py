@@ -44,7 +44,7 @@ Place = tuple[str, str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class UnitSpan:
     """A part of the step in which one unit of the model runs."""
 
     place: Place
@@ -58,7 +58,7 @@ class Segment:
 class StepTrace:
     """The traced step of one rank."""
 
-    segments: tuple[Segment, ...]
+    unit_spans: tuple[UnitSpan, ...]
     schedule: Work
     """Forward and backward of the traced microbatches."""
     microbatch: Work
@@ -104,7 +104,7 @@ class StepRecorder:
         """Work up to the loss of each microbatch."""
         self._schedule = Work()
         self._starts: list[tuple[str, str, int]] = []
-        """Unit, phase and first time of each segment."""
+        """Unit, phase and first time of each span."""
 
     def loss(self, inner: TokenLoss) -> TokenLoss:
         """Return `inner`, whose tensors count as logits, and whose calls count microbatches."""
@@ -187,7 +187,7 @@ class StepRecorder:
         else:
             microbatch = self._schedule
         return StepTrace(
-            segments=tuple(self._segments()),
+            unit_spans=tuple(self._unit_spans()),
             schedule=self._schedule,
             microbatch=microbatch,
             update=self._work() - self._schedule,
@@ -201,7 +201,7 @@ class StepRecorder:
         return Work(flops=flops, matmul_s=matmul_s, other_s=other_s, traffic=dict(self._traffic))
 
     def _run(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self._enter_segment()
+        self._enter_span()
         group = group_of(operation, args, kwargs)
         if group is None and self._label.startswith(_REDUCTION):
             # What FSDP copies into the buffer of the reduction, and what it takes from it.
@@ -234,8 +234,8 @@ class StepRecorder:
             return "buffers"
         return "logits" if self._in_loss else "activations"
 
-    def _enter_segment(self) -> None:
-        """Begin a segment if another unit or phase runs. What runs between units belongs to the
+    def _enter_span(self) -> None:
+        """Begin a span if another unit or phase runs. What runs between units belongs to the
         one before."""
         before_unit, before_phase, _ = self._starts[-1]
         if self.stage == "schedule":
@@ -285,7 +285,7 @@ class StepRecorder:
         )
         self._traffic[key] = self._traffic.get(key, Traffic()) + traffic
 
-    def _segments(self) -> Iterator[Segment]:
+    def _unit_spans(self) -> Iterator[UnitSpan]:
         sums = self._log.sums()
         counts: Counter[tuple[str, str]] = Counter()
         starts = [*(start for _, _, start in self._starts[1:]), self._log.time + 1]
@@ -294,7 +294,7 @@ class StepRecorder:
                 continue
             part = sums[start:stop]
             peak, end = part[part.sum(axis=1).argmax()], part[-1]
-            yield Segment(
+            yield UnitSpan(
                 place=(unit, phase, counts[unit, phase]),
                 peak=dict(zip(KINDS, map(int, peak), strict=True)),
                 end=dict(zip(KINDS, map(int, end), strict=True)),

@@ -1,11 +1,11 @@
 """Proof from files alone that a run used every sample exactly once: the check of sample ledgers.
 
-The history of a replica is replayed from its ledgers, session by session. A session, or a state
-that was received, begins at a step; the later ones of the replica's own history are abandoned. An
-attempt without an outcome, of a process that died, is committed if another rank or replica
-committed it, or if a later session begins at its step or after it. Steps of a state that another
-replica received stay, even where their sender restarted from an older one. What remains is one
-attempt for each step, whose shares must be exactly the samples from its position on, and whose
+The history of a replica is replayed from its ledgers, generation by generation. A generation, or a
+state that was received, begins at a step; the later ones of the replica's own history are
+abandoned. An attempt without an outcome, of a process that died, is committed if another rank or
+replica committed it, or if a later generation begins at its step or after it. Steps of a state that
+another replica received stay, even where their sender restarted from an older one. What remains is
+one attempt for each step, whose shares must be exactly the samples from its position on, and whose
 position must be the end of the step before it.
 """
 
@@ -20,14 +20,17 @@ from typing import Any
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.core.outputs import (
     LEDGER_COMMITTED,
+    LEDGER_GENERATION,
     LEDGER_OUTCOME,
     LEDGER_PLACED,
     LEDGER_SAMPLES,
-    LEDGER_SESSION,
 )
 
 _LEDGER = re.compile(r"samples_rank_(\d{1,9})\.jsonl")
 _REPLICA = re.compile(r"replica_\d{1,9}")
+_FORMER_GENERATION = "session"
+"""What `LEDGER_GENERATION` and the key `generation_id` were called: a run may have continued such a
+ledger."""
 _MAX_SHOWN = 5
 
 Key = tuple[str, int, int]
@@ -78,7 +81,7 @@ class _StepAttempt:
 
 
 @dataclass
-class _Session:
+class _Generation:
     """A start of a replica: what happened in it, in order. A pair is a received state."""
 
     step: int
@@ -103,23 +106,23 @@ class _History:
 def check_samples(folder: Path) -> SampleCheck:
     """Check the sample ledgers in the dump folder of a run. Raises UserError if there are none."""
     problems: list[str] = []
-    replicas = [_sessions(path, problems) for path in _folders(folder)]
+    replicas = [_generations(path, problems) for path in _folders(folder)]
     replicas = [replica for replica in replicas if replica]
     if not replicas:
         raise UserError(
             f"{folder} has no sample ledger. Set debug.sample_ledger = true before the run."
         )
     num_recovered = _decide(replicas)
-    histories = [_history(sessions) for sessions in replicas]
+    histories = [_history(generations) for generations in replicas]
     merged = _merged(histories, problems)
     of_replica = [
         [
             attempt
-            for session in sessions
-            for attempt in session.happened
+            for generation in generations
+            for attempt in generation.happened
             if isinstance(attempt, _StepAttempt)
         ]
-        for sessions in replicas
+        for generations in replicas
     ]
     by_key: dict[Key, list[list[_StepAttempt]]] = {}
     for own in of_replica:
@@ -129,8 +132,12 @@ def check_samples(folder: Path) -> SampleCheck:
         for key, some in own_by_key.items():
             by_key.setdefault(key, []).append(some)
     attempts = [attempt for own in of_replica for attempt in own]
-    first = min(session.step for sessions in replicas for session in sessions)
-    starts = {(session.step, session.cursor) for sessions in replicas for session in sessions}
+    first = min(generation.step for generations in replicas for generation in generations)
+    starts = {
+        (generation.step, generation.cursor)
+        for generations in replicas
+        for generation in generations
+    }
     dropped = _dropped(attempts, histories)
     samples: dict[int, list[int]] = {}
     end = min(cursor for step, cursor in starts if step == first)
@@ -172,21 +179,21 @@ def _folders(folder: Path) -> Iterator[Path]:
         yield from sorted(path for path in folder.iterdir() if _REPLICA.fullmatch(path.name))
 
 
-def _sessions(folder: Path, problems: list[str]) -> list[_Session]:
-    """Read the ledgers of a replica: its sessions, as the leader recorded them. Lines of another
-    session of another rank belong to an earlier run with more ranks."""
+def _generations(folder: Path, problems: list[str]) -> list[_Generation]:
+    """Read the ledgers of a replica: its generations, as the leader recorded them. Lines of another
+    generation of another rank belong to an earlier run with more ranks."""
     by_rank = {
         int(match[1]): path
         for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
         if (match := _LEDGER.fullmatch(path.name))
     }
-    sessions: dict[str, _Session] = {}
+    generations: dict[str, _Generation] = {}
     attempts: dict[tuple[str, Key, int], _StepAttempt] = {}
     for rank in sorted(by_rank):
-        reader = _RankReader(by_rank[rank], rank == min(by_rank), sessions, attempts, problems)
+        reader = _RankReader(by_rank[rank], rank == min(by_rank), generations, attempts, problems)
         for number, line in _lines(by_rank[rank], problems):
             reader.read(number, line)
-    return list(sessions.values())
+    return list(generations.values())
 
 
 def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -208,14 +215,14 @@ class _RankReader:
         self,
         path: Path,
         is_leader: bool,
-        sessions: dict[str, _Session],
+        generations: dict[str, _Generation],
         attempts: dict[tuple[str, Key, int], _StepAttempt],
         problems: list[str],
     ) -> None:
         self._path, self._is_leader = path, is_leader
-        self._sessions, self._attempts, self._problems = sessions, attempts, problems
-        self._session: _Session | None = None
-        self._session_id = ""
+        self._generations, self._attempts, self._problems = generations, attempts, problems
+        self._generation: _Generation | None = None
+        self._generation_id = ""
         self._batch_rank = 0
         self._position = (0, 0)
         self._open: _StepAttempt | None = None
@@ -232,10 +239,11 @@ class _RankReader:
 
     def _read(self, line: Mapping[str, Any]) -> None:
         event, step, cursor = line["event"], int(line["step"]), int(line["cursor"])
-        if event == LEDGER_SESSION:
-            self._begin_session(line, step, cursor)
-        elif self._session is None:
-            # The leader has not recorded this session.
+        if event in (LEDGER_GENERATION, _FORMER_GENERATION):
+            key = "generation_id" if event == LEDGER_GENERATION else _FORMER_GENERATION
+            self._begin_generation(str(line[key]), line, step, cursor)
+        elif self._generation is None:
+            # The leader has not recorded this generation.
             return
         elif event == LEDGER_SAMPLES:
             self._begin_attempt(line, step, cursor)
@@ -244,19 +252,21 @@ class _RankReader:
         elif event == LEDGER_PLACED:
             self._position = step, cursor
             if self._is_leader:
-                self._session.happened.append((step, cursor))
+                self._generation.happened.append((step, cursor))
 
-    def _begin_session(self, line: Mapping[str, Any], step: int, cursor: int) -> None:
-        self._session_id, self._open = str(line["session"]), None
+    def _begin_generation(
+        self, generation_id: str, line: Mapping[str, Any], step: int, cursor: int
+    ) -> None:
+        self._generation_id, self._open = generation_id, None
         self._batch_rank = int(line["batch_rank"])
         self._position = step, cursor
         self._tries.clear()
         if self._is_leader:
-            self._sessions[self._session_id] = _Session(step, cursor, float(line["time"]))
-        self._session = self._sessions.get(self._session_id)
+            self._generations[self._generation_id] = _Generation(step, cursor, float(line["time"]))
+        self._generation = self._generations.get(self._generation_id)
 
     def _begin_attempt(self, line: Mapping[str, Any], step: int, cursor: int) -> None:
-        assert self._session is not None
+        assert self._generation is not None
         if self._open is not None:
             self._problem(f"step {self._open.key[1]} has no outcome, but the rank continued")
         self._misplaced = None
@@ -268,12 +278,12 @@ class _RankReader:
             )
         key = (str(line["attempt"]), step, cursor)
         self._tries[key] += 1
-        name = (self._session_id, key, self._tries[key])
+        name = (self._generation_id, key, self._tries[key])
         if name not in self._attempts:
             share, shares = int(line["share"]), int(line["shares"])
             made = _StepAttempt(key, int(line["size"]), share, shares, float(line["time"]))
             self._attempts[name] = made
-            self._session.happened.append(made)
+            self._generation.happened.append(made)
         self._open = self._attempts[name]
         used = [int(sample) for sample in line["samples"]]
         first_used = self._open.by_batch_rank.setdefault(self._batch_rank, used)
@@ -303,23 +313,23 @@ class _RankReader:
         self._problems.append(f"{self._path}: {text}")
 
 
-def _decide(replicas: Sequence[Sequence[_Session]]) -> int:
+def _decide(replicas: Sequence[Sequence[_Generation]]) -> int:
     """Decide the attempts without an outcome, and return how many steps are committed by the
-    position of a later session alone."""
+    position of a later generation alone."""
     attempts = [
-        (place, sessions, attempt)
-        for sessions in replicas
-        for place, session in enumerate(sessions)
-        for attempt in session.happened
+        (place, generations, attempt)
+        for generations in replicas
+        for place, generation in enumerate(generations)
+        for attempt in generation.happened
         if isinstance(attempt, _StepAttempt)
     ]
     committed = {attempt.key for *_, attempt in attempts if attempt.outcome == LEDGER_COMMITTED}
-    known = _merged([_history(sessions) for sessions in replicas], [])
+    known = _merged([_history(generations) for generations in replicas], [])
     recovered: set[Key] = set()
-    for place, sessions, attempt in attempts:
+    for place, generations, attempt in attempts:
         if attempt.outcome is None and attempt.key not in committed and attempt.key[1] not in known:
-            later = sessions[place + 1 : place + 2]
-            if any(session.step >= attempt.key[1] for session in later):
+            later = generations[place + 1 : place + 2]
+            if any(generation.step >= attempt.key[1] for generation in later):
                 recovered.add(attempt.key)
     for *_, attempt in attempts:
         if attempt.outcome is None and attempt.key in committed | recovered:
@@ -328,12 +338,12 @@ def _decide(replicas: Sequence[Sequence[_Session]]) -> int:
     return len(recovered)
 
 
-def _history(sessions: Sequence[_Session]) -> _History:
+def _history(generations: Sequence[_Generation]) -> _History:
     """Replay what a replica did."""
     history = _History()
-    for session in sessions:
-        _go_back(history, session.step)
-        for event in session.happened:
+    for generation in generations:
+        _go_back(history, generation.step)
+        for event in generation.happened:
             if isinstance(event, tuple):
                 _go_back(history, event[0])
                 history.received.append(event)
@@ -437,8 +447,8 @@ def _used(key: Key, attempts: Sequence[Sequence[_StepAttempt]], problems: list[s
     if used != list(range(start, start + size)):
         twice = sorted(sample for sample, times in Counter(used).items() if times > 1)
         missing = sorted(set(range(start, start + size)) - set(used))
-        foreign = sorted(set(used) - set(range(start, start + size)))
-        for name, some in (("used twice", twice), ("lost", missing), ("of other steps", foreign)):
+        of_others = sorted(set(used) - set(range(start, start + size)))
+        for name, some in (("used twice", twice), ("lost", missing), ("of other steps", of_others)):
             if some:
                 problems.append(f"step {key[1]}: samples {some[:_MAX_SHOWN]} are {name}")
     return used

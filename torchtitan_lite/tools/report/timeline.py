@@ -48,7 +48,8 @@ _KIND_OF_EVENT = {
     "validation": "validation",
     "averaged": "averaged",
 }
-_NOT_SHOWN = frozenset({"books", "goodput", "sample", "samples", "start"})
+_NOT_SHOWN = frozenset({"time_accounting", "sample", "samples", "start", "books"})
+"""`books` is the former name of `time_accounting`."""
 _LAUNCHER_KINDS = {"failed": "fault", "given up": "fault", "makes no progress": "hang"}
 """Kinds by prefix of the launcher's text."""
 _EXPECTED = (LAUNCHER_STARTED, "lighthouse: listening")

@@ -98,6 +98,7 @@ def build(
         phases.follow(lambda: state.step)
         run = RunContext(
             config=config,
+            identity=restored.checkpoints.identity,
             spec=spec,
             mesh=mesh,
             folder=folder,

@@ -1,11 +1,8 @@
 """Build the hooks of a run: what happens after each step."""
 
 import os
-from pathlib import Path
 
-from torchtitan_lite.checkpoint import run_id_in
 from torchtitan_lite.data import OpenedData
-from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.models import recorded_dims
 from torchtitan_lite.nn.spec import PipelineSchedule
@@ -84,13 +81,11 @@ def _publish_hook(run: RunContext, state: TrainState) -> Hook:
     )
 
     config = run.config
-    folder, replica = Path(config.job.dump_folder), config.fault_tolerance.replica
-    run_id = run_on_all_ranks(lambda: run_id_in(folder, replica))
     publisher = Publisher(
         config.publish,
         published_tensors(state.model),
         run.mesh,
-        run_id=run_id,
+        identity=run.identity,
         folder=run.folder,
         model=describe_model(run.spec, recorded_dims(config.model)),
         secret=os.environ.get(TOKEN, ""),

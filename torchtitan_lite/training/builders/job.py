@@ -1,7 +1,6 @@
 """Build the `Job`: what the training loop needs around the restored state."""
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -177,7 +176,7 @@ def _open_ledger(run: RunContext, restored: RestoredState) -> StepLedger:
         sample_ledger(run.folder, mesh.rank),
         run.faults,
         continues=restored.is_resumed or is_restarted() or by_hand,
-        session=f"{mesh.broadcast_int(time.time_ns()):x}",
+        generation_id=run.identity.generation_id,
         step=restored.state.step,
         cursor=restored.state.cursor,
         rank=mesh.rank,

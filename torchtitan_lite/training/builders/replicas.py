@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.checkpoint import RunHistory, shared_run_id
+from torchtitan_lite.checkpoint import FencingTokens, shared_run_id
 from torchtitan_lite.config import Config, config_fingerprint
 from torchtitan_lite.core.phases import Phases
 from torchtitan_lite.core.preemption import StopRequest
@@ -22,14 +22,14 @@ def join_replicas(
     # Imported here because importing torchft takes a second.
     from torchtitan_lite.fault_tolerance.replica.joining import join
 
-    checkpoints = restored.checkpoints
+    checkpoints, run_folder = restored.checkpoints, Path(config.job.dump_folder)
     announce("joining")
     with join(
         config.fault_tolerance,
         restored.state,
         mesh,
-        run_id=shared_run_id(Path(config.job.dump_folder)) if mesh.is_leader else "",
-        history=RunHistory(Path(config.job.dump_folder), config.fault_tolerance.replica_id),
+        run_id=shared_run_id(run_folder) if mesh.is_leader else "",
+        fencing_tokens=FencingTokens(run_folder, config.fault_tolerance.replica_id),
         config_fingerprint=config_fingerprint(config, mesh.world_size),
         newest_stored_step=checkpoints.newest_stored,
         wait_until_modifiable=checkpoints.wait_for_snapshot,

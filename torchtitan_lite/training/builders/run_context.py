@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.checkpoint import RunIdentity
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.output_files import OutputFaults
 from torchtitan_lite.core.phases import Phases
@@ -13,9 +14,10 @@ from torchtitan_lite.nn.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """A run before it has a state: what it is asked to do, on which mesh, and where it writes."""
+    """What a run is asked to do, on which mesh, and where it writes."""
 
     config: Config
+    identity: RunIdentity
     spec: ModelSpec
     mesh: Mesh
     folder: Path

@@ -10,7 +10,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.core.errors import CheckpointError, ConfigError
 from torchtitan_lite.core.urls import is_url
 from torchtitan_lite.distributed.rpc.authentication import TOKEN, secret_problem
-from torchtitan_lite.nn.lora import adapted_layers
+from torchtitan_lite.nn.lora import layers_with_adapters
 from torchtitan_lite.nn.spec import ModelSpec
 
 
@@ -74,7 +74,7 @@ def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
     exports_adapters = config.checkpoint.last_save_in_hf and config.model.uses_lora
     if exports_adapters and spec.hugging_face is not None:
         try:
-            for layer in adapted_layers(spec):
+            for layer in layers_with_adapters(spec):
                 peft_module_name(spec.hugging_face.keys, layer)
         except CheckpointError as error:
             yield f"checkpoint.last_save_in_hf = true, but {error}"

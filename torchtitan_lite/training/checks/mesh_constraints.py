@@ -329,7 +329,7 @@ def _expert_sharding(config: Config, spec: ModelSpec) -> Iterator[str]:
         if degree > 1 and not spec.num_experts:
             yield (
                 f"parallelism.{key} ({degree}): {spec.name} {spec.flavor} has no experts. Set it "
-                "to 1, or choose a flavor with a mixture of experts."
+                "to 1, or choose a flavor with experts (MoE)."
             )
         elif size % degree:
             yield (

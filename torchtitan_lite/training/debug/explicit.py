@@ -22,11 +22,13 @@ def explicit_redistribution(
     backward of the model, whose parts on this rank are `parts`."""
     tracker = ModuleTracker(parts)
 
-    def refuse(operation: str, given: tuple[Placement, ...], wanted: tuple[Placement, ...]) -> None:
+    def refuse(
+        operation: str, source: tuple[Placement, ...], wanted: tuple[Placement, ...]
+    ) -> None:
         raise RedistributionError(
             f"Implicit redistribution in the {tracker.phase or 'step'} of "
             f"{tracker.module or ROOT}: {operation} is given a DTensor placed as "
-            f"{_shown(given)} and needs it as {_shown(wanted)}. Call redistribute() before it, or "
+            f"{_shown(source)} and needs it as {_shown(wanted)}. Call redistribute() before it, or "
             "choose placements that need none; debug.explicit_redistribution = false allows it."
         )
 

@@ -13,7 +13,7 @@ def folded(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     """Return groups of equal collectives, in the order of their first one."""
     counts: dict[tuple[str, str, str, str, str, int], int] = {}
     for collective in collectives:
-        module = fold(collective.module)
+        module = fold_module_name(collective.module)
         key = (
             collective.phase,
             module,
@@ -30,12 +30,12 @@ def folded(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     ]
 
 
-def fold(module: str) -> str:
+def fold_module_name(module: str) -> str:
     """Map layers.3.attention to layers.*.attention."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
-def table(trace: Mapping[str, Any]) -> str:
+def trace_table(trace: Mapping[str, Any]) -> str:
     """Return the text of one rank's trace."""
     degrees = ", ".join(f"{axis} {size}" for axis, size in trace["mesh"].items() if size > 1)
     parts = [
@@ -91,7 +91,7 @@ def _by_axis(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def _by_module(peaks: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
     folded: dict[str, dict[str, int]] = {}
     for module, of_module in peaks.items():
-        folded_peaks = folded.setdefault(fold(module), {})
+        folded_peaks = folded.setdefault(fold_module_name(module), {})
         for phase, num_bytes in of_module.items():
             column = phase if phase in ("forward", "backward") else "elsewhere"
             folded_peaks[column] = max(folded_peaks.get(column, 0), num_bytes)

@@ -28,7 +28,7 @@ from torchtitan_lite.distributed.torch_compat import (
 from torchtitan_lite.training.debug.communication import AxisNames, Collective, name_of, size_of
 from torchtitan_lite.training.debug.memory import ModulePeaks
 from torchtitan_lite.training.debug.modules import ROOT, ModuleTracker
-from torchtitan_lite.training.debug.table import folded, table
+from torchtitan_lite.training.debug.table import folded, trace_table
 
 _FSDP_COLLECTIVE = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.+)\))?")
 """Labels of FSDP2's communication; the root's label has no name in brackets."""
@@ -122,7 +122,7 @@ class StepTracer:
             path.write_text(json.dumps(trace, indent=1))
             if self._mesh.is_leader:
                 path = self._folder / "communication.txt"
-                path.write_text(table(trace))
+                path.write_text(trace_table(trace))
                 logger.info(
                     "Wrote what travels in step %d, and the peak memory of each module: %s",
                     number,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NOT_SHOWN = {
     # The start, each save and the end show their content.
-    *("books", "initial_load", "resume", "saved", "start"),
+    *("initial_load", "resume", "saved", "start", "time_accounting"),
     # Whatever reports them has logged a line.
     *("buddy_copies_failed", "error", "quorum", "refused", "replay_differs", "rolled_back"),
     *("slow_rank", "slow_rank_ended", "step_failed"),

@@ -20,7 +20,7 @@ import psutil
 
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.output_files import OutputFaults
-from torchtitan_lite.core.outputs import GOODPUT_FILE
+from torchtitan_lite.core.outputs import EARLIER_GOODPUT_FILE, GOODPUT_FILE
 from torchtitan_lite.core.phases import Phase
 from torchtitan_lite.core.rank.supervised import generation_age_s
 from torchtitan_lite.distributed.torch_compat import compile_time_ns
@@ -42,7 +42,7 @@ class Entry:
     ns: Counter[str]
 
 
-class TimeLedger:
+class TimeByStep:
     """The time of a run by step.
 
     The newest steps have an entry each; older entries cover more steps. A run that rolls back into
@@ -107,7 +107,7 @@ class TimeLedger:
         return [[entry.first, entry.last, dict(entry.ns)] for entry in self._entries]
 
     @staticmethod
-    def from_json(entries: Any) -> "TimeLedger":
+    def from_json(entries: Any) -> "TimeByStep":
         """Restore from `to_json`. Raises ValueError for anything else."""
         if not isinstance(entries, list):
             raise ValueError("entries is not a list")
@@ -122,7 +122,7 @@ class TimeLedger:
                     parsed.append(Entry(first, last, Counter(ns)))
                 case _:
                     raise ValueError(f"{entry!r:.80} is not an entry")
-        return TimeLedger(parsed)
+        return TimeByStep(parsed)
 
 
 def lose_work(ns: Counter[str], share: int = 1, of: int = 1) -> None:
@@ -185,9 +185,9 @@ class GoodputTracker:
         the disk."""
         self._faults = faults or OutputFaults()
         self._path, self._clock, self._compiled_ns = path, clock, compiled_ns
-        self._ledger, first_ns, until_ns = TimeLedger(), started_ns, started_ns
+        self._time_by_step, first_ns, until_ns = TimeByStep(), started_ns, started_ns
         if resumes and path.exists():
-            self._ledger, first_ns, until_ns = _read(path, started_ns)
+            self._time_by_step, first_ns, until_ns = _read(path, started_ns)
         self._first_ns = first_ns
         # If the clock was set back in the meantime, no time must be counted twice.
         self._ahead_ns = max(0, until_ns - started_ns)
@@ -207,13 +207,13 @@ class GoodputTracker:
         self._count()
         self._entered_ns = self._since_ns
         if phase is Phase.QUORUM and self._is_kept:
-            self._ledger.add(step, self._open)
+            self._time_by_step.add(step, self._open)
             self._open.clear()
             self._before, self._is_kept = step, False
         elif phase is Phase.DATA:
-            if step < self._ledger.highest:
+            if step < self._time_by_step.highest:
                 # The run was rolled back: an earlier attempt has run these steps.
-                self._ledger.lose_after(step)
+                self._time_by_step.lose_after(step)
         elif phase in (Phase.CHECKPOINT, Phase.END) and not self._is_kept:
             self._is_kept = True
             if step <= self._before:
@@ -234,8 +234,8 @@ class GoodputTracker:
     def goodput(self) -> float:
         """Return `totals().goodput`, at a lower cost."""
         self._count()
-        booked, attempt = self._ledger.totals, self._open
-        useful = sum(booked[kind] for kind in USEFUL)
+        committed, attempt = self._time_by_step.totals, self._open
+        useful = sum(committed[kind] for kind in USEFUL)
         if self._is_kept:
             useful += sum(attempt[kind] for kind in USEFUL)
         return useful / max(1, self._since_ns - self._first_ns)
@@ -267,21 +267,21 @@ class GoodputTracker:
         return ns
 
     def _totals(self, attempt: Mapping[str, int]) -> TimeTotals:
-        booked = self._ledger.totals
-        return TimeTotals({kind: booked[kind] + attempt.get(kind, 0) for kind in KINDS})
+        committed = self._time_by_step.totals
+        return TimeTotals({kind: committed[kind] + attempt.get(kind, 0) for kind in KINDS})
 
     def _write(self) -> None:
         """Replace the file in one rename, with the current attempt as if it ended here."""
         self._written_ns = self._since_ns
         attempt = self._attempt_if_ended_now()
-        step = max(self._step, self._ledger.highest)
+        step = max(self._step, self._time_by_step.highest)
         content = {
             "version": _VERSION,
             "first_start_ns": self._first_ns,
             "until_ns": self._since_ns,
             # Readers of the file use these values.
             **self._totals(attempt).values(),
-            "entries": [*self._ledger.to_json(), [step, step, attempt]],
+            "entries": [*self._time_by_step.to_json(), [step, step, attempt]],
         }
         temporary = self._path.with_name(self._path.name + ".tmp")
         try:
@@ -302,9 +302,13 @@ def open_goodput_tracker(
 ) -> GoodputTracker:
     """Return the tracker of the record in `folder`, of a run that this process started or, if
     `resumes`, continues. `faults` records failures of the disk."""
+    path = folder / GOODPUT_FILE
+    if resumes and not path.exists():
+        with suppress(OSError):
+            (folder / EARLIER_GOODPUT_FILE).rename(path)
     began_ns = time.time_ns() - time.monotonic_ns()
     return GoodputTracker(
-        folder / GOODPUT_FILE,
+        path,
         started_ns=time.time_ns() - round(process_age_s() * 1e9),
         resumes=resumes,
         # Monotonic within a process.
@@ -326,22 +330,22 @@ def process_age_s() -> float:
     return max(0.0, time.time() - created_s)
 
 
-def _read(path: Path, now_ns: int) -> tuple[TimeLedger, int, int]:
-    """Read the ledger, the first start and the last entry; start a new record if the file is
+def _read(path: Path, now_ns: int) -> tuple[TimeByStep, int, int]:
+    """Read the time by step, the first start and the last entry; start a new record if the file is
     damaged."""
     try:
         content: Any = json.loads(path.read_text())
         if not isinstance(content, dict) or content.get("version") != _VERSION:
             raise ValueError(f"its version is not {_VERSION}")
-        ledger = TimeLedger.from_json(content.get("entries"))
+        time_by_step = TimeByStep.from_json(content.get("entries"))
         first_ns, until_ns = content.get("first_start_ns"), content.get("until_ns")
         if not isinstance(first_ns, int) or not isinstance(until_ns, int):
             raise ValueError("first_start_ns or until_ns is missing")
-        if unknown := ledger.totals.keys() - set(KINDS):
+        if unknown := time_by_step.totals.keys() - set(KINDS):
             raise ValueError(f"{min(unknown)} is not a kind of time")
-        if ledger.totals.total() != until_ns - first_ns:
+        if time_by_step.totals.total() != until_ns - first_ns:
             raise ValueError("its seconds do not add up")
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s is damaged, and time accounting starts again: %s", path, error)
-        return TimeLedger(), now_ns, now_ns
-    return ledger, first_ns, until_ns
+        return TimeByStep(), now_ns, now_ns
+    return time_by_step, first_ns, until_ns

@@ -51,7 +51,7 @@ class JsonLines:
 def _prepare(path: Path, resume_step: int, *, continues: bool) -> None:
     is_there = path.exists() and path.stat().st_size > 0
     if is_there and not continues:
-        rotate(path)
+        rotate_file(path)
     elif is_there and resume_step > 0:
         _truncate(path, resume_step)
     elif is_there:
@@ -71,7 +71,7 @@ def cut_torn_line(path: Path) -> None:
             file.write(b"\n")
 
 
-def rotate(path: Path) -> None:
+def rotate_file(path: Path) -> None:
     """Rename an earlier run's file to the next free number."""
     start = f"{path.stem}."
     earlier = (other.name for other in path.parent.glob(f"{start}*{path.suffix}"))

@@ -2,9 +2,9 @@
 
 Before a step is committed, each rank passes a line with its samples to the operating system, so
 that the line survives SIGKILL; after the step, a line with the outcome. A process that dies between
-the two leaves an undecided attempt. The next session of the replica decides it: its first line has
-the position of the restored state, which contains the step or does not. `report.samples` reads the
-ledgers.
+the two leaves an undecided attempt. The next generation of the replica decides it: its first line
+has the position of the restored state, which contains the step or does not. `report.samples` reads
+the ledgers.
 """
 
 import json
@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 from torchtitan_lite.core.output_files import OutputFaults, RecordFile
 from torchtitan_lite.core.outputs import (
+    LEDGER_GENERATION,
     LEDGER_OUTCOME,
     LEDGER_PLACED,
     LEDGER_SAMPLES,
-    LEDGER_SESSION,
 )
-from torchtitan_lite.training.metrics.jsonl import cut_torn_line, rotate
+from torchtitan_lite.training.metrics.jsonl import cut_torn_line, rotate_file
 
 
 class StepLedger(Protocol):
@@ -84,19 +84,19 @@ class SampleLedger:
         faults: OutputFaults,
         *,
         continues: bool,
-        session: str,
+        generation_id: str,
         step: int,
         cursor: int,
         rank: int,
         batch_rank: int,
     ) -> None:
-        """A run that does not continue the one whose file is there renames it. `session` is unique
-        to this start of the replica and equal on its ranks; `step` and `cursor` are the position of
-        the restored state; ranks with the same `batch_rank` read the same samples."""
-        self._session = session
+        """A run that does not continue the one whose file is there renames it. `generation_id` is
+        unique to this start of the replica and equal on its ranks; `step` and `cursor` are the
+        position of the restored state; ranks with the same `batch_rank` read the same samples."""
+        self._generation_id = generation_id
         self._file = RecordFile(path, faults, partial(_prepare, path, continues=continues))
         self._append(
-            LEDGER_SESSION, step, cursor=cursor, session=session, rank=rank,
+            LEDGER_GENERATION, step, cursor=cursor, generation_id=generation_id, rank=rank,
             batch_rank=batch_rank,
         )  # fmt: skip
 
@@ -115,7 +115,7 @@ class SampleLedger:
     ) -> None:
         index, count = share
         self._append(
-            LEDGER_SAMPLES, step, cursor=cursor, size=size, attempt=token or self._session,
+            LEDGER_SAMPLES, step, cursor=cursor, size=size, attempt=token or self._generation_id,
             share=index, shares=count, samples=list(samples),
         )  # fmt: skip
 
@@ -135,4 +135,4 @@ def _prepare(path: Path, *, continues: bool) -> None:
         if continues:
             cut_torn_line(path)
         else:
-            rotate(path)
+            rotate_file(path)

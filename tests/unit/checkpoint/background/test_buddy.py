@@ -34,7 +34,7 @@ from torchtitan_lite.core.errors import DamagedSnapshot, RpcError
 from torchtitan_lite.distributed.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.distributed.rpc.state_server import ServedState, StateServer
 
-_SECRET = "a secret of one session"
+_SECRET = "a secret of one generation"
 _LARGE = 600_000
 """Elements of the large tensor: 2.3 MiB, more than a second at the lowest rate."""
 
@@ -43,12 +43,17 @@ class Machine:
     """Region and process of one rank, whose buddy is the other rank."""
 
     def __init__(
-        self, base: Path, rank: int, run_id: str, session: str, listener: socket.socket
+        self, base: Path, rank: int, run_id: str, generation_id: str, listener: socket.socket
     ) -> None:
         self.rank, self.base, self.listener = rank, base, listener
         self.folder = shared_memory_folder(run_id, base=base)
         described = description(
-            base / "checkpoint", rank, 2, run_id=run_id, session=session, large_elements=_LARGE
+            base / "checkpoint",
+            rank,
+            2,
+            run_id=run_id,
+            generation_id=generation_id,
+            large_elements=_LARGE,
         )
         self.region = Region.create(self.folder, rank, described, slot_bytes_of(described))
         self.process: BuddyProcess | None = None
@@ -121,11 +126,11 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
     _close(made)
 
 
-def _machines(base: Path, run_id: str, session: str) -> Iterator[Machine]:
+def _machines(base: Path, run_id: str, generation_id: str) -> Iterator[Machine]:
     for rank in range(2):
         listener = socket.create_server(("127.0.0.1", 0))
         (base / f"machine-{rank}").mkdir(exist_ok=True)
-        yield Machine(base / f"machine-{rank}", rank, run_id, session, listener)
+        yield Machine(base / f"machine-{rank}", rank, run_id, generation_id, listener)
 
 
 def _close(machines: list[Machine]) -> None:
@@ -328,7 +333,7 @@ def test_a_source_that_is_gone_fails_the_copy_in_time(machines: list[Machine]) -
     assert response["failed"] == 1 and "cannot be read" in response["error"]
 
 
-def test_another_step_or_session_is_not_taken(machines: list[Machine]) -> None:
+def test_another_step_or_generation_is_not_taken(machines: list[Machine]) -> None:
     start(machines)
     for machine in machines:
         snapshot(machine.region, 0, 7)
@@ -338,10 +343,10 @@ def test_another_step_or_session_is_not_taken(machines: list[Machine]) -> None:
     assert response["failed"] == 1 and "is ordered" in response["error"]
 
 
-def test_a_later_session_keeps_the_copies_until_it_has_its_own(tmp_path: Path) -> None:
+def test_a_later_generation_keeps_the_copies_until_it_has_its_own(tmp_path: Path) -> None:
     run_id = secrets.token_hex(16)
-    for session, step in (("aa", 7), ("bb", 9)):
-        machines = list(_machines(tmp_path, run_id, session))
+    for generation_id, step in (("aa", 7), ("bb", 9)):
+        machines = list(_machines(tmp_path, run_id, generation_id))
         start(machines)
         for machine in machines:
             snapshot(machine.region, 0, step)
@@ -349,7 +354,7 @@ def test_a_later_session_keeps_the_copies_until_it_has_its_own(tmp_path: Path) -
         assert machines[0].response() == {"received": 1, "source": 1}
         _close(machines)
     copies = machines[0].copies()
-    assert (sorted(copies.complete_slots()), copies.sessions) == ([7, 9], ["bb", "aa"])
+    assert (sorted(copies.complete_slots()), copies.generation_ids) == ([7, 9], ["bb", "aa"])
     copies.close()
 
 
@@ -464,7 +469,7 @@ def test_without_its_trainer_the_process_ends(machines: list[Machine]) -> None:
 
 @FEW_OR_MANY
 def test_an_arbitrary_header_fails_the_copy_only(num_examples: int, tmp_path: Path) -> None:
-    right = description(tmp_path / "checkpoint", 0, 2, run_id="a" * 16, session="b" * 16)
+    right = description(tmp_path / "checkpoint", 0, 2, run_id="a" * 16, generation_id="b" * 16)
     content = {
         "description": right,
         "slot_bytes": slot_bytes_of(right),

@@ -16,7 +16,7 @@ from tests.unit.checkpoint.faulty_writer import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
 from torchtitan_lite.checkpoint.background.flush import GracePeriod, SaveAttempt, flush
 from torchtitan_lite.checkpoint.background.save import RankSave, WriterGroup, attempt_token
-from torchtitan_lite.checkpoint.history.fencing_tokens import HistoryClaim, RunHistory
+from torchtitan_lite.checkpoint.history.fencing_tokens import FencingTokens, TokenClaim
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
@@ -183,16 +183,16 @@ def test_a_decision_that_cannot_be_published_does_not_stop_the_flush(
 
 def test_a_superseded_replica_writes_nothing(tmp_path: Path) -> None:
     """Not even what it could not commit."""
-    claim = HistoryClaim(token=1, lighthouse="a", quorum_id=1, members=("b:1",), last_takeover=0)
-    history = RunHistory(tmp_path, 0)
+    claim = TokenClaim(token=1, lighthouse="a", quorum_id=1, members=("b:1",), last_takeover=0)
+    tokens = FencingTokens(tmp_path, 0)
     for taken in (claim, replace(claim, token=2, last_takeover=2)):
-        assert history.try_claim(taken)
+        assert tokens.try_claim(taken)
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 1) as run:
         run.snapshot(0, 7)
         files = RecordingFiles(tmp_path)
         save = _save_of(run, files)
-        save.history, save.writer_group = history, WriterGroup(fencing_token=1)
+        save.fencing_tokens, save.writer_group = tokens, WriterGroup(fencing_token=1)
         assert _flush(save) == []
         assert _attempts(files) == []
 

@@ -69,7 +69,7 @@ def test_ranks_of_all_replicas_are_one_row_of_writers() -> None:
     assert [share.rank for share in shares] == list(range(6))
     assert {share.world_size for share in shares} == {6}
     assert [share.is_leader for share in shares] == [True, *[False] * 5]
-    assert {share.session for share in shares} == {"abc"}
+    assert {share.generation_id for share in shares} == {"abc"}
     names = [(share.file_name, box.tensor) for share in shares for box in share.boxes]
     of_rank_0 = [box.tensor for box in _about(0).boxes]
     assert sorted(tensor for _, tensor in names) == sorted([*of_rank_0, "model.large"])

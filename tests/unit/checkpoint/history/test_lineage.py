@@ -74,7 +74,7 @@ def test_a_file_that_could_not_be_written_is_written_later(
     assert lineage.permitted() == {lineage.segment: None}
 
 
-def test_snapshots_of_an_abandoned_session_are_not_restored(manage: Manage, mesh: Mesh) -> None:
+def test_snapshots_of_an_abandoned_generation_are_not_restored(manage: Manage, mesh: Mesh) -> None:
     """The snapshots survive, as copies on another machine do."""
     asynchronous = {"async_mode": "async", "ram_interval": 1, "interval": 1000}
     state = SmallState()
@@ -84,12 +84,14 @@ def test_snapshots_of_an_abandoned_session_are_not_restored(manage: Manage, mesh
     steps(manager, state, mesh, 4)
     complete(manager, mesh)
     crash(manager)
-    # The next session goes back, and takes no snapshot.
+    # The next generation goes back, and takes no snapshot.
     earlier = SmallState()
     back = manage(earlier, load_step=1)
     assert back.restore() == f"{back.root}/step-1"
     newest = manage(SmallState(), **asynchronous)
-    assert newest.restore() == "step 5 in shared memory", "a session without a step abandons none"
+    assert newest.restore() == "step 5 in shared memory", (
+        "a generation without a step abandons none"
+    )
     steps(back, earlier, mesh, 1)
     where = manage(SmallState(), **asynchronous).restore()
     assert where == f"{back.root}/step-2"

@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.history.snapshot_index import (
 
 
 def region(starts: str, world_size: int, *steps: int, segment: int = 0) -> HeldRegion:
-    """Return a region with these sessions, one per letter of `starts`."""
+    """Return a region with these generations, one per letter of `starts`."""
     positions = [Position(segment, step) for step in steps]
     return HeldRegion(-1, False, list(starts), world_size, positions)
 
@@ -41,18 +41,18 @@ _CASES = {
         ],
         ("t", 7),
     ),
-    "a complete older session and an incomplete newer one": (
+    "a complete older generation and an incomplete newer one": (
         [
             machine(r0=region("s", 2, 4), r1=region("s", 2, 4)),
             machine(r0=region("t", 2, 9)),
         ],
         ("s", 4),
     ),
-    "one that a later session has adopted, unlike the other": (
+    "one that a later generation has adopted, unlike the other": (
         [machine(r0=region("ts", 2, 4, 5), r1=region("s", 2, 5, 6))],
         ("s", 5),
     ),
-    "one that a later session has adopted alone": (
+    "one that a later generation has adopted alone": (
         [machine(r0=region("t", 2, 5), r1=region("ts", 2, 5, 6))],
         ("t", 5),
     ),
@@ -83,7 +83,7 @@ _CASES = {
         ],
         ("s", 4),
     ),
-    "an abandoned session of higher steps": (
+    "an abandoned generation of higher steps": (
         [
             machine(r0=region("t", 2, 4, segment=2), c1=region("s", 2, 9, segment=1)),
             machine(r1=region("t", 2, 4, segment=2), c0=region("s", 2, 9, segment=1)),
@@ -98,13 +98,13 @@ _CASES = {
 
 
 @pytest.mark.parametrize("case", _CASES)
-def test_the_newest_step_that_all_ranks_of_one_session_have(case: str) -> None:
+def test_the_newest_step_that_all_ranks_of_one_generation_have(case: str) -> None:
     seen, expected = _CASES[case]
     actual = newest_common(seen, range(len(seen)))
-    assert (actual and (actual.session, actual.position.step)) == expected
+    assert (actual and (actual.generation_id, actual.position.step)) == expected
 
 
-def test_a_region_is_opened_on_the_machine_of_its_session() -> None:
+def test_a_region_is_opened_on_the_machine_of_its_generation() -> None:
     seen = _CASES["swapped machines"][0]
     actual = newest_common(seen, range(2))
     assert actual is not None
@@ -162,12 +162,13 @@ def test_a_part_is_read_from_the_rank_itself_or_from_its_copy() -> None:
 
 
 def copied_in(seen: list[list[HeldRegion]]) -> tuple[str, int, str | None, int | None]:
-    """Return session and step of the newest snapshot, and of the newest copied one."""
-    found = newest_common(seen, range(len(seen)))
-    assert found is not None
-    position = found.copied_position
+    """Return generation and step of the newest snapshot, and of the newest copied one."""
+    newest = newest_common(seen, range(len(seen)))
+    assert newest is not None
+    copied = newest.copied_position
     return (
-        found.session, found.position.step, found.copied_session, position and position.step
+        newest.generation_id, newest.position.step,
+        newest.copied_generation_id, copied and copied.step,
     )  # fmt: skip
 
 
@@ -185,7 +186,7 @@ def test_copies_count_after_a_resume_that_ended_before_its_first_copy(
     # One of two.
     seen[0] = machine(r0=region(both, 2, 4, 9), c1=region(both, 2, 4, 8))
     assert copied_in(seen) == (earlier, 9, earlier, 4)
-    # Both: the earlier session is not needed any more.
+    # Both: the earlier generation is not needed any more.
     seen = [
         machine(r0=region(later, 2, 8, 9), c1=region(both, 2, 4, 8)),
         machine(r1=region(later, 2, 8, 9), c0=region(both, 2, 4, 8)),
@@ -194,7 +195,7 @@ def test_copies_count_after_a_resume_that_ended_before_its_first_copy(
 
 
 @pytest.mark.parametrize(("earlier", "later"), [("s", "t"), ("t", "s")])
-def test_the_newest_snapshot_and_the_newest_copied_one_may_be_of_two_sessions(
+def test_the_newest_snapshot_and_the_newest_copied_one_may_be_of_two_generations(
     earlier: str, later: str
 ) -> None:
     # A third machine took over from the second, which is back, and then was lost itself.
@@ -212,7 +213,7 @@ def test_nothing_is_copied_of_which_a_part_exists_once() -> None:
         machine(r1=region("s", 2, 5, 6), c0=region("s", 2, 4)),
     ]
     assert copied_in(seen) == ("s", 6, None, None)
-    # A copy of a session whose regions are gone.
+    # A copy of a generation whose regions are gone.
     seen = [machine(r0=region("s", 1, 4), c0=region("t", 1, 4))]
     assert copied_in(seen) == ("s", 4, None, None)
 

@@ -135,59 +135,65 @@ def test_a_store_torn_at_any_byte_hides_no_other_slot(tmp_path: Path, what: str)
     region.close()
 
 
-def _adopted(folder: Path, session: str, start: str | None = None) -> Region:
-    result = Region.adopt(folder, 0, {"session": session}, 4096, values_bytes=4096, session=start)
+def _adopted(folder: Path, generation_id: str, start: str | None = None) -> Region:
+    result = Region.adopt(
+        folder, 0, {"generation_id": generation_id}, 4096, values_bytes=4096, generation_id=start
+    )
     assert result is not None
     return result
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_an_adoption_torn_at_any_byte_loses_no_session(tmp_path: Path, shared: bool) -> None:
-    """The session from whose step the run resumes has the region, whatever was written."""
+def test_an_adoption_torn_at_any_byte_loses_no_generation(tmp_path: Path, shared: bool) -> None:
+    """The generation from whose step the run resumes has the region, whatever was written."""
     ends, num_bytes = 0, 0
     while ends < 3:
-        made = Region.create(tmp_path, 0, {"session": "a"}, 4096, values_bytes=4096)
+        made = Region.create(tmp_path, 0, {"generation_id": "a"}, 4096, values_bytes=4096)
         _fill(made, 1, 7)
         made.close()
         if shared:
-            # Killed before all ranks have adopted; the other ranks have their regions of session
+            # Killed before all ranks have adopted; the other ranks have their regions of generation
             # "a".
             _adopted(tmp_path, "b").close()
         with torn_after(num_bytes) as was_torn:
             adopted = _adopted(tmp_path, "c", start="a")
-            assert adopted.earlier_sessions == (("b", "a") if shared else ("a",))
+            assert adopted.earlier_generation_ids == (("b", "a") if shared else ("a",))
             adopted.close()
         seen = Region.open(made.path)
         assert seen.complete_slots() == {7: 1} and seen.values(1) == {"step": 7}
-        assert "a" in seen.sessions and seen.description == {"session": seen.sessions[0]}
+        assert "a" in seen.generation_ids and seen.description == {
+            "generation_id": seen.generation_ids[0]
+        }
         if not was_torn[0]:
-            assert seen.sessions == ["c", "a"]
+            assert seen.generation_ids == ["c", "a"]
             ends += 1
         num_bytes += 1
         seen.close()
     assert num_bytes > 100
 
 
-def test_a_region_that_all_ranks_adopted_belongs_to_the_last_session(tmp_path: Path) -> None:
-    made = Region.create(tmp_path, 0, {"session": "a"}, 4096, values_bytes=4096)
+def test_a_region_that_all_ranks_adopted_belongs_to_the_last_generation(tmp_path: Path) -> None:
+    made = Region.create(tmp_path, 0, {"generation_id": "a"}, 4096, values_bytes=4096)
     _fill(made, 1, 7)
     made.close()
-    for session in "bcd":
-        adopted = _adopted(tmp_path, session)
+    for generation_id in "bcd":
+        adopted = _adopted(tmp_path, generation_id)
         token = adopted.token
-        assert adopted.sessions[0] == session and len(adopted.sessions) == 2
+        assert adopted.generation_ids[0] == generation_id and len(adopted.generation_ids) == 2
         adopted.finish_takeover()
         seen = Region.open(adopted.path)
-        assert seen.sessions == adopted.sessions == [session] and seen.token == token
+        assert (
+            seen.generation_ids == adopted.generation_ids == [generation_id] and seen.token == token
+        )
         assert seen.complete_slots() == {7: 1}
         seen.close()
         adopted.close()
 
 
 def test_a_longer_description_is_adopted_if_there_is_space(tmp_path: Path) -> None:
-    made = Region.create(tmp_path, 0, {"session": "a", "config": ""}, 4096)
+    made = Region.create(tmp_path, 0, {"generation_id": "a", "config": ""}, 4096)
     made.close()
-    expected = {"session": "b", "config": "x" * ALIGNMENT}
+    expected = {"generation_id": "b", "config": "x" * ALIGNMENT}
     adopted = Region.adopt(tmp_path, 0, expected, 4096)
     assert adopted is not None and adopted.description == expected
     adopted.close()
@@ -283,9 +289,9 @@ def test_the_region_of_an_earlier_process_is_replaced(region: Region) -> None:
 
 
 def test_a_region_with_too_little_space_for_values_is_not_adopted(tmp_path: Path) -> None:
-    made = Region.create(tmp_path, 0, {"session": "1"}, 4096, values_bytes=4096)
+    made = Region.create(tmp_path, 0, {"generation_id": "1"}, 4096, values_bytes=4096)
     made.close()
-    expected = {"session": "2"}
+    expected = {"generation_id": "2"}
     assert Region.adopt(tmp_path, 0, expected, 4096, values_bytes=4097) is None
     adopted = Region.adopt(tmp_path, 0, expected, 4096, values_bytes=4096)
     assert adopted is not None and adopted.description == expected

@@ -126,7 +126,7 @@ def test_a_write_ends_as_its_tick_says(storage: Storage) -> None:
 
 
 def test_what_is_removed(storage: Storage) -> None:
-    """Attempts that are abandoned, of other sessions, or at earlier steps."""
+    """Attempts that are abandoned, of other generations, or at earlier steps."""
     boxes = [PartBox("w", "U8", (5,), 0, 5)]
 
     def begin(step: int, token: str) -> None:

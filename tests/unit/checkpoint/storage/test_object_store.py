@@ -273,12 +273,12 @@ def test_attempts_at_one_step_do_not_interfere(root: str) -> None:
     data = memoryview(content(0, 9, 5000))
     boxes = [PartBox("model.w", "U8", (1, 5000), 0, 5000)]
     store.write(1, "b-0", "rank-00000.safetensors", boxes, [data])
-    # Not announced yet, and of the current session of the run.
+    # Not announced yet, and of the current generation of the run.
     attempts.recover(store, "b")
     attempts.put_part(store, 1, "b-0", 0, {"rank": 0})
     _save(store, 1, "a-0", seed=11)
     assert _parts(store, 1, "b-0") == [0]
-    # Writes and deletions of an orphan of an earlier session do not affect committed steps.
+    # Writes and deletions of an orphan of an earlier generation do not affect committed steps.
     store.write(1, "0-0", "rank-00001.safetensors", boxes, [data])
     attempts.abandon(store, 1, "0-0")
     attempts.abandon(store, 1, "a-0")

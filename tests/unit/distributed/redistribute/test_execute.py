@@ -26,7 +26,7 @@ from torchtitan_lite.distributed.redistribute.execution.shared_memory import (
     is_supported,
 )
 from torchtitan_lite.distributed.redistribute.planning.cost import CPU
-from torchtitan_lite.distributed.torch_compat import spec_of, strided_shard
+from torchtitan_lite.distributed.torch_compat import dtensor_spec_of, strided_shard
 
 R, S0, S1, P, AVG = Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")
 FOUR, SQUARE = HolderMesh.ranks(4), HolderMesh.ranks(2, 2)
@@ -113,7 +113,7 @@ def test_a_result_may_encode_the_order_of_axes_as_strides(per_thread: None) -> N
         stride = Layout(SQUARE, [strided_shard(0, 2), S1])
         for layout, other, local in ((order, stride, (2, 4)), (stride, order, (4, 2))):
             mesh = processes.device_mesh(SQUARE)
-            given = spec_of(layout.to_dtensor(torch.empty(local), mesh, (8, 4)))
+            given = dtensor_spec_of(layout.to_dtensor(torch.empty(local), mesh, (8, 4)))
             check_out(given, layout, (8, 4), torch.float32)
             for wrong in (
                 (other, (8, 4), torch.float32),

@@ -76,7 +76,7 @@ def _execute(
     for holder, result in results.items():
         (part,) = found.transfers(holder)
         for piece in (*part.receives, *part.copies):
-            for block in rectangles(piece.segments, piece.start, piece.stop):
+            for block in rectangles(piece.ranges, piece.start, piece.stop):
                 part = sources[piece.peer][slices(block.src, block.shape)]
                 result[slices(block.dst, block.shape)] = part
                 copied += part.nbytes

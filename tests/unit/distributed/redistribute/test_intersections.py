@@ -97,7 +97,7 @@ def test_intersections_have_the_common_elements(src: Layout, shape: tuple[int, i
 
 
 def _check(piece: Intersection, ours: np.ndarray, theirs: np.ndarray) -> None:
-    """Its segments are the same elements of both shards; a row is one index of the first long
+    """Its ranges are the same elements of both shards; a row is one index of the first long
     dim."""
     pairs = list(itertools.product(*piece.block))
     blocks = [

@@ -76,16 +76,16 @@ def test_a_partition_has_the_shards_of_its_splits(length: int) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_intersections_are_the_common_indices(length: int) -> None:
-    # From the fifth: a pair with adjacent segments after a gap.
+    # From the fifth: a pair with adjacent ranges after a gap.
     pairs = itertools.islice(itertools.product(ALL, ALL), 4, None, 7)
     for src, dst in [*pairs, ((), ()), *((splits, splits) for splits in THREE)]:
         ours, theirs = _shards(length, src), _shards(length, dst)
         found = dim_intersections(length, src, dst)
         of_src = [
-            {n: s for n, other in enumerate(theirs) if (s := _segments(one, other))} for one in ours
+            {n: s for n, other in enumerate(theirs) if (s := _ranges(one, other))} for one in ours
         ]
         of_dst = [
-            {n: s for n, one in enumerate(ours) if (s := _segments(one, other))} for other in theirs
+            {n: s for n, one in enumerate(ours) if (s := _ranges(one, other))} for other in theirs
         ]
         assert [found.of_src(n) for n in range(len(ours))] == of_src
         assert [found.of_dst(n) for n in range(len(theirs))] == of_dst
@@ -96,7 +96,7 @@ def test_intersections_are_the_common_indices(length: int) -> None:
         ]
 
 
-def _segments(one: Sequence[int], other: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def _ranges(one: Sequence[int], other: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """The longest runs of common indices that are adjacent in both shards."""
     runs: list[list[int]] = []
     for index in sorted({*one} & {*other}):

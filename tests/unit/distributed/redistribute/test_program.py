@@ -22,14 +22,14 @@ def test_spans_are_consecutive_elements(lengths: tuple[int, ...]) -> None:
 
 
 def test_rectangles_are_the_elements_of_a_part() -> None:
-    segments = (((4, 0, 2), (9, 2, 1)), ((0, 7, 1), (5, 3, 3)))
+    ranges = (((4, 0, 2), (9, 2, 1)), ((0, 7, 1), (5, 3, 3)))
     per_dim = [
-        [(src + n, dst + n) for src, dst, size in dim for n in range(size)] for dim in segments
+        [(src + n, dst + n) for src, dst, size in dim for n in range(size)] for dim in ranges
     ]
     elements = list(itertools.product(*per_dim))
     for start, stop in itertools.combinations(range(len(elements) + 1), 2):
         found = []
-        for block in rectangles(segments, start, stop):
+        for block in rectangles(ranges, start, stop):
             assert prod(block.shape) > 0
             for index in itertools.product(*map(range, block.shape)):
                 places = zip(block.src, block.dst, index, strict=True)

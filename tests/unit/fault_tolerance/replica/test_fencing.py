@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint import HistoryClaim, RunHistory, SupersededError
+from torchtitan_lite.checkpoint import FencingTokens, SupersededError, TokenClaim
 from torchtitan_lite.core.errors import ReplicaError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.outputs import quorum_name
@@ -33,11 +33,11 @@ class Run:
     """The fences of a run's replicas."""
 
     def __init__(self, folder: Path) -> None:
-        self.history = RunHistory(folder, 0)
+        self.tokens = FencingTokens(folder, 0)
         self._fences: list[Fence] = []
 
-    def fence(self, replica: int, history: RunHistory | None = None) -> Fence:
-        made = Fence(history or RunHistory(self.history.run_folder, replica), JOIN_TIMEOUT_S)
+    def fence(self, replica: int, tokens: FencingTokens | None = None) -> Fence:
+        made = Fence(tokens or FencingTokens(self.tokens.run_folder, replica), JOIN_TIMEOUT_S)
         self._fences.append(made)
         return made
 
@@ -60,10 +60,10 @@ class Run:
 
     def expire(self) -> None:
         """Let the newest lease expire."""
-        newest = self.history.newest()
+        newest = self.tokens.newest()
         assert newest is not None
         past = time.time() - 2 * fencing.LEASE_S
-        os.utime(self.history.folder / f"{newest.token:08d}.json", (past, past))
+        os.utime(self.tokens.folder / f"{newest.token:08d}.json", (past, past))
 
     def close(self) -> None:
         for one in self._fences:
@@ -93,7 +93,7 @@ def test_all_replicas_of_a_quorum_share_one_claim(run: Run) -> None:
     for number, fence in enumerate((fences[0], later)):
         assert run.admit(fence, ["0:a", "1:b"], own=number, quorum_id=3) == ""
     assert (fences[0].token, later.token) == (3, 3)
-    newest = run.history.newest()
+    newest = run.tokens.newest()
     assert newest is not None
     assert newest.last_takeover == 0
 
@@ -119,7 +119,7 @@ def test_a_takeover_needs_an_expired_lease_and_time_for_the_missing(run: Run) ->
     assert "replica_00000, replica_00001 may have a newer state" in reason
     time.sleep(JOIN_TIMEOUT_S)
     assert run.admit(stranger, ["2:a"], lighthouse="second") == ""
-    newest = run.history.newest()
+    newest = run.tokens.newest()
     assert newest is not None
     assert (newest.token, newest.last_takeover) == (2, 2)
 
@@ -141,7 +141,7 @@ def test_a_superseded_replica_ends(run: Run) -> None:
     # The others wait until it is gone, and train with its next process.
     reason = run.admit(other, ["0:a", "1:a"], own=1, quorum_id=5, tokens=[1, 2])
     assert "must restart" in reason
-    run.history.record_token(2)
+    run.tokens.record_token(2)
     restarted = run.fence(0)
     assert run.admit(restarted, ["0:b", "1:a"], quorum_id=6) == ""
 
@@ -154,7 +154,7 @@ def test_all_processes_of_all_replicas_are_new(run: Run) -> None:
     # The lighthouse has removed the older processes.
     for number, fence in enumerate((first, second)):
         assert run.admit(fence, ["0:b", "1:b"], own=number, quorum_id=3) == ""
-    newest = run.history.newest()
+    newest = run.tokens.newest()
     assert newest is not None
     assert newest.last_takeover == 0
 
@@ -174,8 +174,8 @@ def test_another_folder_is_noticed(run: Run) -> None:
     assert "all replicas need the same job.dump_folder" in reason
 
 
-class _BrokenHistory(RunHistory):
-    """A history on a disk that is full, gone, or does not answer."""
+class _BrokenTokens(FencingTokens):
+    """Fencing tokens on a disk that is full, gone, or does not answer."""
 
     is_full = True
     is_gone = False
@@ -195,9 +195,9 @@ class _BrokenHistory(RunHistory):
 
 
 def test_a_quorum_continues_without_its_disk_and_a_new_one_does_not_begin(run: Run) -> None:
-    fence, broken = run.fence(0), _BrokenHistory(run.history.run_folder, 0)
+    fence, broken = run.fence(0), _BrokenTokens(run.tokens.run_folder, 0)
     assert run.admit(fence, ["0:a", "1:a"]) == ""
-    fence._history = broken
+    fence._tokens = broken
     assert run.admit(fence, ["0:a"], quorum_id=2) == ""
     assert not fence.is_claimed
     # A replica that returns agrees with it.
@@ -214,14 +214,14 @@ def test_leases_are_renewed_until_the_fence_is_closed(
     monkeypatch.setattr(fencing, "_RENEW_EVERY_S", 0.02)
     fence = run.fence(0)
     assert run.admit(fence, ["0:a"]) == ""
-    newest = run.history.newest()
+    newest = run.tokens.newest()
     assert newest is not None
     run.expire()
-    _wait_until(lambda: run.history.seconds_since_renewal(newest) < 5)
+    _wait_until(lambda: run.tokens.seconds_since_renewal(newest) < 5)
     fence.close()
     run.expire()
     time.sleep(0.2)
-    assert run.history.seconds_since_renewal(newest) > fencing.LEASE_S
+    assert run.tokens.seconds_since_renewal(newest) > fencing.LEASE_S
 
 
 @pytest.mark.parametrize("lasts", [False, True], ids=["full disk", "no answer"])
@@ -233,10 +233,10 @@ def test_only_most_of_a_quorum_continues_without_a_claim(
     for number, fence in enumerate(fences):
         assert run.admit(fence, members, own=number) == ""
         assert fence.is_claimed
-        broken = _BrokenHistory(run.history.run_folder, number)
+        broken = _BrokenTokens(run.tokens.run_folder, number)
         if lasts:
             broken.answers = threading.Event()
-        fence._history = broken
+        fence._tokens = broken
     if lasts:
         monkeypatch.setattr(fencing, "_ANSWER_WITHIN_S", 0.1)
     expected = "does not answer" if lasts else "No space left"
@@ -246,7 +246,7 @@ def test_only_most_of_a_quorum_continues_without_a_claim(
     reason = run.admit(fences[1], ["1:a", "2:a", "3:a"], quorum_id=3)
     assert reason == ""
     for fence in fences:
-        answers = fence._history.answers  # pyright: ignore[reportAttributeAccessIssue]
+        answers = fence._tokens.answers  # pyright: ignore[reportAttributeAccessIssue]
         if answers is not None:
             answers.set()
 
@@ -259,8 +259,8 @@ def test_a_quorum_without_a_claim_claims_later_or_ends(
     fence, other = run.fence(0), run.fence(1)
     for number, one in enumerate((fence, other)):
         assert run.admit(one, ["0:a", "1:a"], own=number) == ""
-    broken = _BrokenHistory(run.history.run_folder, 0)
-    fence._history = broken
+    broken = _BrokenTokens(run.tokens.run_folder, 0)
+    fence._tokens = broken
     assert run.admit(fence, ["0:a"], quorum_id=2) == ""
     assert (fence.token, fence.is_claimed) == (1, False)
     if not is_first:
@@ -279,10 +279,10 @@ def test_a_quorum_without_a_claim_claims_later_or_ends(
 def test_a_folder_that_does_not_answer_blocks_no_step(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fence, broken = run.fence(0), _BrokenHistory(run.history.run_folder, 0)
+    fence, broken = run.fence(0), _BrokenTokens(run.tokens.run_folder, 0)
     assert run.admit(fence, ["0:a"]) == ""
     broken.answers = threading.Event()
-    fence._history = broken
+    fence._tokens = broken
     monkeypatch.setattr(fencing, "_ANSWER_WITHIN_S", 0.1)
     fence._checked_s -= 2 * fencing.LEASE_S
     started_s = time.monotonic()
@@ -323,9 +323,9 @@ def test_the_time_to_join_begins_anew_with_each_sign_of_the_others(
     if returns:
         assert run.admit(fence, members) == ""
     else:
-        newest = run.history.newest()
+        newest = run.tokens.newest()
         assert newest is not None
-        run.history.renew(newest)
+        run.tokens.renew(newest)
         assert "trained 0 s ago" in run.admit(fence, ["0:b"], **alone)
     run.expire()
     now_s += JOIN_TIMEOUT_S + 1
@@ -357,11 +357,11 @@ def test_the_lease_of_replicas_that_stay_is_renewed_after_one_left(
     for number, fence in enumerate(fences):
         assert run.admit(fence, ["0:a", "1:a"], own=number) == ""
     fences[0].release(_process("0:a"))
-    newest = run.history.newest()
+    newest = run.tokens.newest()
     assert newest is not None
     assert newest.members == (_process("1:a"),)
     run.expire()
-    _wait_until(lambda: run.history.seconds_since_renewal(newest) < 5)
+    _wait_until(lambda: run.tokens.seconds_since_renewal(newest) < 5)
 
 
 def test_an_empty_folder_is_another_folder(run: Run) -> None:
@@ -377,8 +377,8 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_replica_without_a_token_joins_those_that_took_the_run_over(run: Run) -> None:
-    newest = run.history
-    claim = HistoryClaim(
+    newest = run.tokens
+    claim = TokenClaim(
         token=1, lighthouse="first", quorum_id=1, members=(_process("0:a"),), last_takeover=0
     )
     for one in (claim, replace(claim, token=2, last_takeover=2)):
@@ -400,11 +400,11 @@ def test_restarted_replicas_with_another_lighthouse_wait_for_the_lease(run: Run)
 def test_only_the_lease_of_an_own_quorum_is_renewed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    history = RunHistory(run.history.run_folder, 0)
-    fence = run.fence(0, history)
+    tokens = FencingTokens(run.tokens.run_folder, 0)
+    fence = run.fence(0, tokens)
     fence.close()
     renewed: list[int] = []
-    monkeypatch.setattr(history, "renew", lambda claim: renewed.append(claim.token))
+    monkeypatch.setattr(tokens, "renew", lambda claim: renewed.append(claim.token))
     fence._is_closed = False
     fence._check()
     assert run.admit(fence, ["0:a", "1:a"]) == ""
@@ -417,6 +417,6 @@ def test_only_the_lease_of_an_own_quorum_is_renewed(
 
 def test_a_replica_in_no_quorum_renews_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.admit(run.fence(0), ["0:a"]) == ""
-    history = RunHistory(run.history.run_folder, 1)
-    monkeypatch.setattr(history, "renew", lambda claim: pytest.fail("it renews"))
-    run.fence(1, history)._check()
+    tokens = FencingTokens(run.tokens.run_folder, 1)
+    monkeypatch.setattr(tokens, "renew", lambda claim: pytest.fail("it renews"))
+    run.fence(1, tokens)._check()

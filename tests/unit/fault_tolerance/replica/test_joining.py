@@ -109,7 +109,7 @@ def test_a_rank_that_is_not_the_leader_leaves_without_a_claim(
 
 def _unused() -> Any:
     """Arguments that only the leader, or nothing, reads."""
-    names = "run_id history config_fingerprint newest_stored_step wait_until_modifiable"
+    names = "run_id fencing_tokens config_fingerprint newest_stored_step wait_until_modifiable"
     names += " stop_requested initial_stored_step phases"
     return dict.fromkeys(names.split())
 
@@ -160,7 +160,7 @@ def test_all_ranks_meet_at_the_store_of_the_leader(
                 state,
                 Mesh(detect_device("cpu"), ParallelDims(dp_shard=2)),
                 run_id="run",
-                history=unused,
+                fencing_tokens=unused,
                 config_fingerprint="",
                 newest_stored_step=unused,
                 wait_until_modifiable=unused,

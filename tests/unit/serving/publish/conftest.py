@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from benchmarks.processes import free_port
+from torchtitan_lite.checkpoint import RunIdentity
 from torchtitan_lite.checkpoint.shared_memory import free_run
 from torchtitan_lite.config.tables.publish import PublishConfig
 from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.distributed.host_collectives import broadcast_bytes
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.serving.publish import Subscriber
 from torchtitan_lite.serving.publish.publisher import Publisher
@@ -32,11 +34,12 @@ def open_publisher(
 ) -> Publisher:
     """Open a publisher of `tensors` with these settings of [publish]."""
     config = PublishConfig(enable=True, **settings)
+    generation_id = broadcast_bytes(secrets.token_hex(6).encode()).decode()
     return Publisher(
         config,
         tensors,
         mesh,
-        run_id=run_id,
+        identity=RunIdentity(run_id, generation_id),
         folder=folder,
         model=model or {},
         secret=SECRET,

@@ -153,7 +153,7 @@ def test_versions_of_an_earlier_start_are_not_read(tmp_path: Path, run_id: str) 
         # The run restarts on another machine, in the same output folder.
         path = tmp_path / PUBLISHED_FILE
         announced = json.loads(path.read_text())
-        other = json.dumps(announced | {"session": "of another machine"})
+        other = json.dumps(announced | {"generation_id": "of another machine"})
         path.with_suffix(".part").write_text(other)
         path.with_suffix(".part").rename(path)
         time.sleep(1.1)
@@ -187,7 +187,7 @@ def test_free_without_a_run_keeps_published_versions_in_use(tmp_path: Path) -> N
     assert not any(folder.exists() for folder in runs.values())
 
 
-def test_a_new_session_removes_what_killed_publishers_left(
+def test_a_new_generation_removes_what_killed_publishers_left(
     run_id: str, publish: Publish, tmp_path: Path
 ) -> None:
     folder = shared_memory_folder(run_id)

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.threads import run_on_threads
+from torchtitan_lite.checkpoint import RunIdentity
 from torchtitan_lite.distributed.rpc.state_server import MAX_RANGES, MAX_ROWS, ByteRows
 from torchtitan_lite.serving.publish import publisher
 from torchtitan_lite.serving.publish.publication import Publication
@@ -38,7 +39,7 @@ def test_a_version_is_published_by_all_ranks_or_none(
         assert free == is_free and text.startswith(warning) and bool(text) == bool(warning)
 
 
-def test_all_ranks_are_of_one_session_and_the_first_offers_them_all(
+def test_all_ranks_announce_their_identity_and_the_first_offers_them_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offered: list[Any] = []
@@ -65,10 +66,10 @@ def test_all_ranks_are_of_one_session_and_the_first_offers_them_all(
         publisher, "ThreadPoolExecutor", lambda *given: SimpleNamespace(shutdown=None)
     )
 
-    def open_on_rank() -> str:
+    def open_on_rank() -> None:
         rank = dist.get_rank()
         mesh = SimpleNamespace(rank=rank, device=SimpleNamespace(torch_device=None))
-        found: Any = SimpleNamespace(
+        unopened: Any = SimpleNamespace(
             _config=SimpleNamespace(dtype=None, address=None, keep_versions=1),
             _mesh=mesh,
             _offer_index=offered.append,
@@ -77,13 +78,13 @@ def test_all_ranks_are_of_one_session_and_the_first_offers_them_all(
             _announce=lambda about: where.__setitem__(rank, about),
         )
         stack: Any = Stack()
-        Publisher._open(found, stack, {}, "run", {}, "secret")
-        return found._session
+        Publisher._open(unopened, stack, {}, RunIdentity("run", "generation"), {}, "secret")
+        assert unopened._generation_id == "generation"
 
-    first, second = run_on_threads(2, open_on_rank)
-    assert first == second == where[0]["session"] == where[1]["session"]
+    run_on_threads(2, open_on_rank)
+    assert where == 2 * [{"run_id": "run", "generation_id": "generation", "url": None}]
     (index,) = offered
-    assert [one["description"] for one in index] == [{"rank": 0}, {"rank": 1}]
+    assert [rank["description"] for rank in index] == [{"rank": 0}, {"rank": 1}]
 
 
 def test_the_newest_version_is_one_that_all_ranks_have() -> None:

@@ -74,6 +74,7 @@ def test_the_first_version_is_published_at_the_start(
         hook: Any = hooks._publish_hook(
             RunContext(
                 config=config,
+                identity=unused,
                 spec=unused,
                 mesh=mesh,
                 folder=tmp_path,

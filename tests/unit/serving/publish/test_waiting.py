@@ -17,7 +17,7 @@ from torchtitan_lite.serving.publish.subscriber import Subscription
 class _Publication:
     """Records waits, and ends the test after some."""
 
-    session = "session"
+    generation_id = "generation"
 
     def __init__(self) -> None:
         self.waits: list[int] = []

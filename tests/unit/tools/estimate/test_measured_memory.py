@@ -68,7 +68,7 @@ def _check(name: str, pools: Pools, folder: Path) -> None:
         path = folder / f"communication_rank_{rank}.json"
         measured = json.loads(path.read_text())
         predicted = _trace(folder, settings, rank, world_size)
-        peak = max(sum(segment.peak.values()) for segment in predicted.segments)
+        peak = max(sum(span.peak.values()) for span in predicted.unit_spans)
         # Where the same storages live, the sums are equal. Routing is not even in a run.
         assert peak == pytest.approx(max(measured["peak_memory_bytes"]["model"].values()), rel=0.05)
         if "experts" not in str(overrides):

@@ -139,7 +139,7 @@ def test_lone_surrogates_are_replaced(make_run, capsys):
     ]
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-    (folder / "books.json").write_text(json.dumps({"goodput": 1, "wall_s": 1, f"{lone}_s": 1}))
+    (folder / "goodput.json").write_text(json.dumps({"goodput": 1, "wall_s": 1, f"{lone}_s": 1}))
     # The surrogate of a folder name that is not UTF-8.
     folder = folder.rename(Path(f"{folder}\udcff"))
     assert main([str(folder)]) == 0

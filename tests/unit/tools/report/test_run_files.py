@@ -119,10 +119,10 @@ def test_rotated_files_are_ignored(make_run):
 @pytest.mark.parametrize("content", ["", "{", '{"goodput": 1}', '{"goodput": "a", "wall_s": 1}'])
 def test_a_damaged_goodput_file_is_named(make_run, content):
     folder = make_run()
-    (folder / "books.json").write_text(content)
+    (folder / "goodput.json").write_text(content)
     run = read_run(folder)
     assert not run.goodput
-    assert "books.json" in run.problems[0]
+    assert "goodput.json" in run.problems[0]
 
 
 def test_a_damaged_config_is_named(make_run):

@@ -34,15 +34,15 @@ def _open(*args: Any, **kwargs: Any) -> SampleLedger:
 class Replica:
     """Ledgers of the ranks of a replica, which share its samples."""
 
-    def __init__(self, folder: Path, ranks: int, session: str, step: int = 0) -> None:
+    def __init__(self, folder: Path, ranks: int, generation_id: str, step: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.step, self.cursor, self.ranks = step, step * _BATCH, ranks
         self.ledgers = [
             _open(
                 sample_ledger(folder, rank),
                 OutputFaults(),
-                continues=session != "1",
-                session=session,
+                continues=generation_id != "1",
+                generation_id=generation_id,
                 step=step,
                 cursor=self.cursor,
                 rank=rank,
@@ -107,6 +107,21 @@ def test_an_undecided_step_is_decided_by_the_restored_state(tmp_path: Path, rest
     assert checked.problems == []
     assert max(checked.samples) == restored + 2
     assert checked.num_recovered == restored - 2
+
+
+def test_a_ledger_that_began_under_the_former_names_is_continued(tmp_path: Path) -> None:
+    run = Replica(tmp_path, 1, "1")
+    run.steps(2)
+    run.begin()
+    path = sample_ledger(tmp_path, 0)
+    text = path.read_text()
+    former = text.replace('"generation"', '"session"').replace('"generation_id"', '"session"')
+    path.write_text(former)
+    Replica(tmp_path, 1, "2", step=3).steps(1)
+    assert former != text and path.read_text().startswith(former)
+    checked = check_samples(tmp_path)
+    assert checked.problems == [] and max(checked.samples) == 4
+    assert checked.num_recovered == 1
 
 
 def test_a_step_that_one_rank_recorded_is_committed(tmp_path: Path) -> None:

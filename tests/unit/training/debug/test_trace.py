@@ -19,7 +19,7 @@ from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.training.checks.constraints import check_against
 from torchtitan_lite.training.debug import traced_step
 from torchtitan_lite.training.debug.communication import Collective
-from torchtitan_lite.training.debug.table import columns, fold, folded
+from torchtitan_lite.training.debug.table import columns, fold_module_name, folded
 from torchtitan_lite.training.debug.trace import StepTracer
 
 # torch warns of its own code.
@@ -57,7 +57,13 @@ def _counts(trace: Mapping[str, Any]) -> Counter[Row]:
     assert [one["order"] for one in trace["collectives"]] == list(range(len(trace["collectives"])))
     assert {one["dtype"] for one in trace["collectives"]} == {"float64"}
     return Counter(
-        (one["phase"], fold(one["module"]), one["operation"], one["axis"], one["num_bytes"])
+        (
+            one["phase"],
+            fold_module_name(one["module"]),
+            one["operation"],
+            one["axis"],
+            one["num_bytes"],
+        )
         for one in trace["collectives"]
     )
 
@@ -188,7 +194,9 @@ def test_experts_have_their_own_axes(pools: Pools, tmp_path: Path) -> None:
     stack_bytes = 3 * dims.hidden_dim * DIM * FLOAT64
     for trace in _traces(pools, tmp_path / "run", 4, overrides):
         travels = [one for one in trace["collectives"] if one["operation"] == "all_to_all"]
-        places = Counter((one["phase"], fold(one["module"]), one["axis"]) for one in travels)
+        places = Counter(
+            (one["phase"], fold_module_name(one["module"]), one["axis"]) for one in travels
+        )
         assert places == {
             ("forward", "layers.*.feed_forward.experts", "ep"): 3 * LAYERS,
             ("backward", "layers.*.feed_forward.experts", "ep"): 2 * LAYERS,

@@ -13,7 +13,8 @@ from torchtitan_lite.core.phases import Phase
 from torchtitan_lite.training.metrics.goodput import (
     KINDS,
     GoodputTracker,
-    TimeLedger,
+    TimeByStep,
+    open_goodput_tracker,
     process_age_s,
 )
 
@@ -24,7 +25,7 @@ class Run:
     """A manual clock, and the time accounting of consecutive attempts."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "books.json"
+        self.path = folder / "goodput.json"
         self.now_ns = 1000 * S
         self.compiled_ns = 0
 
@@ -260,17 +261,27 @@ def test_all_kinds_add_up_to_the_wall_time(seed: int, tmp_path: Path) -> None:
         assert len(accounting["entries"]) < 150
 
 
+def test_a_resumed_run_continues_the_file_of_the_former_name(tmp_path: Path) -> None:
+    former, path = tmp_path / "books.json", tmp_path / "goodput.json"
+    open_goodput_tracker(tmp_path, resumes=False).close()
+    path.rename(former)
+    first_ns = json.loads(former.read_text())["first_start_ns"]
+    open_goodput_tracker(tmp_path, resumes=True).close()
+    assert json.loads(path.read_text())["first_start_ns"] == first_ns
+    assert not former.exists()
+
+
 def test_old_steps_share_an_entry_and_lose_their_part_of_it() -> None:
-    ledger = TimeLedger()
+    times = TimeByStep()
     for step in range(1, 1001):
-        ledger.add(step, {"compute": 10, "quorum": 1})
-    entries = ledger.to_json()
+        times.add(step, {"compute": 10, "quorum": 1})
+    entries = times.to_json()
     assert len(entries) <= 130
     assert entries[-5:] == [[n, n, {"compute": 10, "quorum": 1}] for n in range(996, 1001)]
-    ledger.lose_after(100)
-    assert ledger.totals == Counter({"compute": 1000, "quorum": 1000, "lost": 9000})
-    assert ledger.highest == 100
-    assert TimeLedger.from_json(ledger.to_json()).totals == ledger.totals
+    times.lose_after(100)
+    assert times.totals == Counter({"compute": 1000, "quorum": 1000, "lost": 9000})
+    assert times.highest == 100
+    assert TimeByStep.from_json(times.to_json()).totals == times.totals
 
 
 def sleep_and_check_age(started: float) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.ranks import exit_status
 from torchtitan_lite.training.metrics import Event
-from torchtitan_lite.training.metrics.jsonl import JsonLines, rotate
+from torchtitan_lite.training.metrics.jsonl import JsonLines, rotate_file
 
 KEYS = {
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib"),
@@ -122,7 +122,7 @@ def test_an_earlier_file_keeps_its_suffix(tmp_path, name):
     path.with_name(f"{path.stem}.1x{path.suffix}").touch()
     for content in ("first", "second"):
         path.write_text(content)
-        rotate(path)
+        rotate_file(path)
     for number, content in ((1, "first"), (2, "second")):
         kept = path.with_name(f"{path.stem}.{number}{path.suffix}")
         assert kept.read_text() == content

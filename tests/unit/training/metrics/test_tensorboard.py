@@ -50,7 +50,7 @@ def test_nothing_is_opened_before_the_first_write(tmp_path):
 
 def test_tensorboard_opens_on_the_losses(tmp_path, make_record):
     board = TensorBoard(tmp_path, resume_step=0)
-    for name in ("validation", "books", "averaged", "quorum", "healed", "start"):
+    for name in ("validation", "time_accounting", "averaged", "quorum", "healed", "start"):
         board.event(Event(name=name, step=1, values={"loss": 2.0, "seconds": 1.0}))
     board.step(make_record(1, loss=5.0, router_load={"layers.1": 1.5}))
     board.close()

@@ -18,7 +18,7 @@ from torchtitan_lite.distributed.redistribute.planning.cost import (
 from torchtitan_lite.distributed.redistribute.planning.layout import Layout, TensorSpec
 from torchtitan_lite.distributed.redistribute.planning.placements import HolderMesh, StridedReading
 from torchtitan_lite.distributed.redistribute.planning.plan import Plan, plan
-from torchtitan_lite.distributed.torch_compat import DTensorSpec, spec_of, with_spec
+from torchtitan_lite.distributed.torch_compat import DTensorSpec, dtensor_spec_of, with_spec
 
 
 @torch.no_grad()
@@ -46,13 +46,15 @@ def redistribute_state_dict(
     meshes = tuple(meshes)
     device = _device([*tensors.values(), *out.values()], meshes)
     known = tuple(
-        spec_of(tensors[name]) if name in tensors else _described(name, remote_specs)
+        dtensor_spec_of(tensors[name]) if name in tensors else _described(name, remote_specs)
         for name in layouts
     )
     plans = _plans(known, tuple(layouts.values()), strided, options.costs_on(device))
     for name, tensor_plan in zip(layouts, plans, strict=True):
         if name in out:
-            check_out(spec_of(out[name]), tensor_plan.dst, tensor_plan.shape, tensor_plan.dtype)
+            check_out(
+                dtensor_spec_of(out[name]), tensor_plan.dst, tensor_plan.shape, tensor_plan.dtype
+            )
     sources = [tensors[name].to_local() if name in tensors else None for name in layouts]
     outs = [out[name].to_local() if name in out else None for name in layouts]
     moved = execute_exchange(plans, sources, outs, device, options)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchtitan_lite.distributed.redistribute.planning.partition import Segments
+from torchtitan_lite.distributed.redistribute.planning.partition import SharedRanges
 from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 from torchtitan_lite.distributed.redistribute.planning.plan import Plan
 from torchtitan_lite.distributed.redistribute.planning.transfers import (
@@ -141,10 +141,10 @@ class TensorTask:
         `stop` parts `of` it. Both sides are the destination's if results are broadcast."""
         size = piece.stop - piece.start
         first, last = piece.start + size * start // of, piece.start + size * stop // of
-        segments = piece.segments
+        ranges = piece.ranges
         if self.kind(index) == "broadcast":
-            segments = tuple(tuple((d, d, n) for _, d, n in dim) for dim in segments)
-        return rectangles(*to_raw(segments, first, last, self.ratio))
+            ranges = tuple(tuple((d, d, n) for _, d, n in dim) for dim in ranges)
+        return rectangles(*to_raw(ranges, first, last, self.ratio))
 
 
 class BucketRange(NamedTuple):
@@ -204,28 +204,28 @@ def spans(lengths: Sequence[int], start: int, stop: int) -> list[Span]:
     return pieces
 
 
-def rectangles(segments: Sequence[Segments], start: int, stop: int) -> Iterator[Rectangle]:
+def rectangles(ranges: Sequence[SharedRanges], start: int, stop: int) -> Iterator[Rectangle]:
     """Yield the elements [start, stop) of a transfer as rectangles, in a deterministic order."""
-    lengths = [sum(length for _, _, length in dim) for dim in segments]
+    lengths = [sum(length for _, _, length in dim) for dim in ranges]
     if start == 0 and stop == prod(lengths):
-        # By far the most pieces: whole, and of one segment a dim.
-        yield from _product_of(segments)
+        # By far the most pieces: whole, and of one range a dim.
+        yield from _product_of(ranges)
         return
     for span in spans(lengths, start, stop):
-        per_dim = [_clipped(dim, *bounds) for dim, bounds in zip(segments, span, strict=True)]
+        per_dim = [_clipped(dim, *bounds) for dim, bounds in zip(ranges, span, strict=True)]
         yield from _product_of(per_dim)
 
 
-def _product_of(per_dim: Sequence[Segments]) -> Iterator[Rectangle]:
+def _product_of(per_dim: Sequence[SharedRanges]) -> Iterator[Rectangle]:
     for combination in itertools.product(*per_dim):
         src, dst, shape = zip(*combination, strict=True) if combination else ((), (), ())
         yield Rectangle(src, dst, shape)
 
 
-def _clipped(segments: Segments, start: int, stop: int) -> Segments:
-    """Return the segments of a dim in [start, stop) of their common length."""
+def _clipped(ranges: SharedRanges, start: int, stop: int) -> SharedRanges:
+    """Return the ranges of a dim in [start, stop) of their common length."""
     clipped, before = [], 0
-    for src, dst, length in segments:
+    for src, dst, length in ranges:
         first, last = max(start - before, 0), min(stop - before, length)
         if first < last:
             clipped.append((src + first, dst + first, last - first))
@@ -234,15 +234,15 @@ def _clipped(segments: Segments, start: int, stop: int) -> Segments:
 
 
 def to_raw(
-    segments: tuple[Segments, ...], start: int, stop: int, ratio: int
-) -> tuple[tuple[Segments, ...], int, int]:
+    ranges: tuple[SharedRanges, ...], start: int, stop: int, ratio: int
+) -> tuple[tuple[SharedRanges, ...], int, int]:
     """Return a transfer in raw elements, `ratio` of which make an element; a scalar has one dim."""
-    if not segments:
-        segments = (((0, 0, 1),),)
+    if not ranges:
+        ranges = (((0, 0, 1),),)
     if ratio == 1:
-        return segments, start, stop
-    last = tuple((src * ratio, dst * ratio, length * ratio) for src, dst, length in segments[-1])
-    return (*segments[:-1], last), start * ratio, stop * ratio
+        return ranges, start, stop
+    last = tuple((src * ratio, dst * ratio, length * ratio) for src, dst, length in ranges[-1])
+    return (*ranges[:-1], last), start * ratio, stop * ratio
 
 
 def slices(first: Sequence[int], shape: Sequence[int]) -> Slices:

@@ -108,11 +108,11 @@ def held_blocks(
     return tuple(
         HeldBlock(
             tuple(parts.src.holders(intersection.src_part)),
-            tuple(slice(start, start + length) for start, _, length in segments),
-            tuple(slice(start, start + length) for _, start, length in segments),
+            tuple(slice(start, start + length) for start, _, length in ranges),
+            tuple(slice(start, start + length) for _, start, length in ranges),
         )
         for intersection in parts.of_destination(position)
-        for segments in itertools.product(*intersection.block)
+        for ranges in itertools.product(*intersection.block)
     )
 
 
@@ -183,7 +183,7 @@ def element_range(
     (part,) = plan(layout, once, tuple(shape), torch.uint8).transfers(holder)
     for piece in part.copies:
         row = prod(layout.local_shape(shape, holder)[1:])
-        start = piece.segments[0][0][0] * row if piece.segments else 0
+        start = piece.ranges[0][0][0] * row if piece.ranges else 0
         return start, start + piece.stop - piece.start
     return 0, 0
 

@@ -89,14 +89,14 @@ def gather_specs(
 
 
 def match_layouts(
-    wanted: Mapping[str, TensorSpec], given: Mapping[str, TensorSpec]
+    wanted: Mapping[str, TensorSpec], stored: Mapping[str, TensorSpec]
 ) -> dict[str, Layout]:
-    """Return the layouts of `wanted` as destinations of `given`. Raises LayoutError with every
+    """Return the layouts of `wanted` as destinations of `stored`. Raises LayoutError with every
     name, shape and dtype in which the two differ."""
-    problems = [f"{name} is missing" for name in wanted.keys() - given.keys()]
-    problems += [f"{name} is unexpected" for name in given.keys() - wanted.keys()]
-    for name in wanted.keys() & given.keys():
-        there, here = ((tuple(p.shape), p.dtype) for p in (given[name], wanted[name]))
+    problems = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
+    problems += [f"{name} is unexpected" for name in stored.keys() - wanted.keys()]
+    for name in wanted.keys() & stored.keys():
+        there, here = ((tuple(p.shape), p.dtype) for p in (stored[name], wanted[name]))
         if there != here:
             problems.append(f"{name} is {there[0]}, {there[1]}, but must be {here[0]}, {here[1]}")
     if problems:

@@ -17,7 +17,7 @@ import numpy as np
 
 from torchtitan_lite.distributed.redistribute.planning.layout import Layout, TensorSpec
 from torchtitan_lite.distributed.redistribute.planning.partition import (
-    Segments,
+    SharedRanges,
     Split,
     dim_intersections,
     shard_sizes,
@@ -107,7 +107,7 @@ class Intersection(NamedTuple):
     """Shard of the source."""
     dst_part: int
     """Shard of the destination."""
-    block: tuple[Segments, ...]
+    block: tuple[SharedRanges, ...]
     """Intersections per dim of the tensor."""
     size: int
     """Number of elements."""
@@ -157,15 +157,15 @@ class Intersections:
     def _of(self, index: HolderIndex, position: int, is_src: bool) -> Iterator[Intersection]:
         mine = int(index.part_of[position])
         strides = (self.dst if is_src else self.src).strides
-        rows: list[list[tuple[int, Segments, int]]] = []
+        rows: list[list[tuple[int, SharedRanges, int]]] = []
         for dim, (part, dim_parts) in enumerate(
             zip(index.per_dim(mine), self._by_dim, strict=True)
         ):
             row = dim_parts.of_src(part) if is_src else dim_parts.of_dst(part)
             rows.append(
                 [
-                    (peer * strides[dim], segments, sum(length for _, _, length in segments))
-                    for peer, segments in row.items()
+                    (peer * strides[dim], ranges, sum(length for _, _, length in ranges))
+                    for peer, ranges in row.items()
                 ]
             )
         for combination in itertools.product(*rows):

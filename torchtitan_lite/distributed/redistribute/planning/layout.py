@@ -35,9 +35,9 @@ from torchtitan_lite.distributed.redistribute.planning.placements import (
 from torchtitan_lite.distributed.torch_compat import (
     DTensorSpec,
     contiguous_spec,
+    dtensor_spec_of,
     is_strided_shard,
     shard_order_of,
-    spec_of,
     split_factor,
     strided_shard,
     with_spec,
@@ -136,7 +136,7 @@ class Layout:
         differ is an error. Raises LayoutError for that, and for a strided shard that is not an
         order if "order" is requested.
         """
-        return Layout.from_spec(spec_of(tensor), strided=strided)
+        return Layout.from_spec(dtensor_spec_of(tensor), strided=strided)
 
     @staticmethod
     def from_spec(spec: DTensorSpec, *, strided: StridedReading | None = None) -> "Layout":
@@ -333,7 +333,7 @@ class TensorSpec:
     @staticmethod
     def from_dtensor(tensor: DTensor, strided: StridedReading | None = None) -> "TensorSpec":
         """Return the spec of a DTensor."""
-        return TensorSpec.from_dtensor_spec(spec_of(tensor), strided)
+        return TensorSpec.from_dtensor_spec(dtensor_spec_of(tensor), strided)
 
     @staticmethod
     def from_dtensor_spec(spec: DTensorSpec, strided: StridedReading | None = None) -> "TensorSpec":

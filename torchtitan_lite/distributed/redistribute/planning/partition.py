@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-Segments = tuple[tuple[int, int, int], ...]
-"""Intersections of two shards of a dim: (start in the first shard, start in the second, length)."""
+SharedRanges = tuple[tuple[int, int, int], ...]
+"""Ranges that two shards of a dim share: (start in the first, start in the second, length)."""
 
 
 class Split(NamedTuple):
@@ -94,13 +94,13 @@ class DimIntersections:
         self.src_part, self.src_local = _at(src, first)
         self.dst_part, self.dst_local = _at(dst, first)
         self.length = starts[1:] - first
-        self._of: dict[tuple[bool, int], dict[int, Segments]] = {}
+        self._of: dict[tuple[bool, int], dict[int, SharedRanges]] = {}
 
-    def of_src(self, part: int) -> dict[int, Segments]:
+    def of_src(self, part: int) -> dict[int, SharedRanges]:
         """Return the intersections of the first partition's shard `part`, by other shard."""
         return self._row(True, part)
 
-    def of_dst(self, part: int) -> dict[int, Segments]:
+    def of_dst(self, part: int) -> dict[int, SharedRanges]:
         """Return the intersections of the second partition's shard `part`, by other shard."""
         return self._row(False, part)
 
@@ -121,23 +121,23 @@ class DimIntersections:
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         return np.where(keys[at] == wanted, lengths[at], 0)
 
-    def _row(self, of_src: bool, part: int) -> dict[int, Segments]:
+    def _row(self, of_src: bool, part: int) -> dict[int, SharedRanges]:
         key = (of_src, part)
         if key not in self._of:
             mine, theirs = (
                 (self.src_part, self.dst_part) if of_src else (self.dst_part, self.src_part)
             )
             at = np.flatnonzero(mine == part)
-            segments = zip(
+            ranges = zip(
                 self.src_local[at].tolist(),
                 self.dst_local[at].tolist(),
                 self.length[at].tolist(),
                 strict=True,
             )
             rows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-            for peer, segment in zip(theirs[at].tolist(), segments, strict=True):
-                rows[peer].append(segment)
-            self._of[key] = {peer: _merged(peer_segments) for peer, peer_segments in rows.items()}
+            for peer, shared_range in zip(theirs[at].tolist(), ranges, strict=True):
+                rows[peer].append(shared_range)
+            self._of[key] = {peer: _merged(peer_ranges) for peer, peer_ranges in rows.items()}
         return self._of[key]
 
 
@@ -159,11 +159,11 @@ def dim_intersections(
     return DimIntersections(partition(length, src_splits), partition(length, dst_splits))
 
 
-def _merged(segments: list[tuple[int, int, int]]) -> Segments:
-    """Merge segments that are adjacent in both shards: other shards are between them in the dim,
+def _merged(ranges: list[tuple[int, int, int]]) -> SharedRanges:
+    """Merge ranges that are adjacent in both shards: other shards are between them in the dim,
     but not in storage."""
-    merged = segments[:1]
-    for src_start, dst_start, length in segments[1:]:
+    merged = ranges[:1]
+    for src_start, dst_start, length in ranges[1:]:
         last_src, last_dst, last = merged[-1]
         if last_src + last == src_start and last_dst + last == dst_start:
             merged[-1] = (last_src, last_dst, last + length)

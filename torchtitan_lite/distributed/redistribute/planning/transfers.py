@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from torchtitan_lite.distributed.redistribute.planning.partition import Segments
+from torchtitan_lite.distributed.redistribute.planning.partition import SharedRanges
 from torchtitan_lite.distributed.redistribute.planning.placements import Holder
 
 RoundKind = Literal["move", "reduce", "broadcast"]
@@ -20,12 +20,12 @@ RoundKind = Literal["move", "reduce", "broadcast"]
 class Transfer(NamedTuple):
     """Elements that one holder sends to another, or copies for itself.
 
-    The segments of all dims form a rectangle, whose elements are counted in row-major order; the
+    The ranges of all dims form a rectangle, whose elements are counted in row-major order; the
     transfer is [start, stop) of them.
     """
 
     peer: Holder
-    segments: tuple[Segments, ...]
+    ranges: tuple[SharedRanges, ...]
     """Per dim: (start in the source's shard, start in the destination's shard, length)."""
     start: int
     stop: int

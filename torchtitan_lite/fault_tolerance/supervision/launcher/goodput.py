@@ -14,8 +14,8 @@ _MIN_SHOWN_S = 0.05
 
 
 def read(path: Path) -> Mapping[str, float] | None:
-    """Read the goodput and the seconds in a replica's file `books.json`, all of them finite. Return
-    None if the file is missing or damaged."""
+    """Read the goodput and the seconds in a replica's file `goodput.json`, all of them finite.
+    Return None if the file is missing or damaged."""
     try:
         values = json.loads(path.read_text())
         figures = {

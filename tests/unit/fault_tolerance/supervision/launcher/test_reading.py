@@ -285,7 +285,7 @@ def test_progress_ignores_step_times_that_are_not_finite(tmp_path: Path) -> None
 
 
 def test_goodput_is_read_as_finite_floats(tmp_path: Path) -> None:
-    path = tmp_path / "books.json"
+    path = tmp_path / "goodput.json"
     path.write_text(
         '{"version": 1, "entries": [[1]], "goodput": 0.5, "wall_s": 10, "lost_s": 0, '
         '"compute_s": 5.0, "odd_s": "1"}'
@@ -307,7 +307,7 @@ def test_goodput_is_read_as_finite_floats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["goodput", "wall_s", "lost_s", "compute_s"])
 @pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", "1" + "0" * 400, "1" + "0" * 5000])
 def test_non_finite_goodput_is_damaged(key: str, value: str, tmp_path: Path) -> None:
-    path = tmp_path / "books.json"
+    path = tmp_path / "goodput.json"
     values = {"goodput": "0.5", "wall_s": "10", "lost_s": "0", key: value}
     path.write_text("{" + ", ".join(f'"{k}": {v}' for k, v in values.items()) + "}")
     assert goodput.read(path) is None
@@ -322,7 +322,7 @@ def test_non_finite_goodput_is_damaged(key: str, value: str, tmp_path: Path) -> 
     ],
 )
 def test_a_damaged_goodput_file_is_ignored(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "books.json"
+    path = tmp_path / "goodput.json"
     path.write_text(content)
     assert goodput.read(path) is None
     assert goodput.read(tmp_path / "nowhere") is None
