@@ -120,31 +120,38 @@ def list_runs(*, base: Path = SHARED_MEMORY) -> list[SharedMemoryRun]:
     _require_private(folder)
     runs = []
     for path in sorted(folder.iterdir()):
-        if not _RUN_ID.fullmatch(path.name) or not path.is_dir():
-            continue
-        owners = {
-            (kind, rank): owner
-            for kind in _KINDS
-            for rank in _rank_files(path, kind, "lock")
-            if (owner := RankLock(path, rank, kind).owner()) is not None
-        }
-        published = tuple(region_files(path, PUBLISHED))
-        runs.append(
-            SharedMemoryRun(
-                run_id=path.name,
-                path=path,
-                bytes=sum(entry.stat().st_blocks * 512 for entry in path.iterdir()),
-                ranks={kind: tuple(region_files(path, kind)) for kind in _KINDS},
-                owners=owners,
-                # The locks of a live publisher are not tried, because it would skip a version.
-                pinned=tuple(
-                    rank
-                    for rank in published
-                    if (PUBLISHED, rank) not in owners and _is_pinned(path, rank)
-                ),
-            )
-        )
+        if _RUN_ID.fullmatch(path.name) and path.is_dir():
+            # A run that ends meanwhile removes its folder.
+            with suppress(FileNotFoundError):
+                runs.append(_read_run(path))
     return runs
+
+
+def _read_run(path: Path) -> SharedMemoryRun:
+    """Return what the folder of a run holds. Raises FileNotFoundError if it disappears."""
+    owners = {
+        (kind, rank): owner
+        for kind in _KINDS
+        for rank in _rank_files(path, kind, "lock")
+        if (owner := RankLock(path, rank, kind).owner()) is not None
+    }
+    num_bytes = 0
+    for entry in path.iterdir():
+        with suppress(FileNotFoundError):
+            num_bytes += entry.stat().st_blocks * 512
+    return SharedMemoryRun(
+        run_id=path.name,
+        path=path,
+        bytes=num_bytes,
+        ranks={kind: tuple(region_files(path, kind)) for kind in _KINDS},
+        owners=owners,
+        # The locks of a live publisher are not tried, because it would skip a version.
+        pinned=tuple(
+            rank
+            for rank in region_files(path, PUBLISHED)
+            if (PUBLISHED, rank) not in owners and _is_pinned(path, rank)
+        ),
+    )
 
 
 def free_run(run_id: str, *, base: Path = SHARED_MEMORY) -> int:

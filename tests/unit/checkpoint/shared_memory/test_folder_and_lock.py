@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.checkpoint.shared_memory import folder as folder_module
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     OWN,
     RankLock,
@@ -50,6 +51,23 @@ def test_runs_are_listed_and_freed(tmp_path: Path) -> None:
     assert list_runs(base=tmp_path) == []
     with pytest.raises(CheckpointError, match="holds shared memory"):
         free_run(run_id, base=tmp_path)
+
+
+def test_a_run_that_ends_while_runs_are_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending, lasting = "a" * 32, "b" * 32
+    for run_id in (ending, lasting):
+        shared_memory_folder(run_id, base=tmp_path)
+    read_files = folder_module._rank_files
+
+    def remove_and_read(folder: Path, kind: str, suffix: str) -> dict[int, Path]:
+        if folder.name == ending and folder.exists():
+            folder.rmdir()
+        return read_files(folder, kind, suffix)
+
+    monkeypatch.setattr(folder_module, "_rank_files", remove_and_read)
+    assert [run.run_id for run in list_runs(base=tmp_path)] == [lasting]
 
 
 def test_folders_of_other_users_and_invalid_ids_are_rejected(tmp_path: Path) -> None:
