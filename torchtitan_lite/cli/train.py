@@ -7,23 +7,19 @@ replaces a rank that dies. With --rdzv-endpoint the agents of several machines r
 that a typo fails fast.
 """
 
-import logging
 import os
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_lite.cli.rendezvous import rendezvous_secret
 from torchtitan_lite.cli.train_options import TrainOptions, checked_config, split_options
 from torchtitan_lite.cli.train_processes import die_with_nproc, run_local_ranks
 from torchtitan_lite.config import Config
-from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after
 from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0, logger
 from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
-from torchtitan_lite.fault_tolerance.supervision.launcher.plan import refuse_keys_of_replicas
 
 if TYPE_CHECKING:
     from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import RecoveryHooks
@@ -43,10 +39,8 @@ def run_train(argv: Sequence[str]) -> int:
             return run_local_ranks(arguments, options.num_ranks)
         if "RANK" in os.environ or (is_plain and options.num_ranks == 1):
             return train_rank(arguments)
-        if options.num_replicas > 1:
-            if not options.endpoint:
-                return _launch_replicas(arguments, options)
-            refuse_keys_of_replicas(arguments)
+        if options.num_replicas > 1 and not options.endpoint:
+            return _launch_replicas(arguments, options)
         words = [*arguments, *options.of_replica(0), *options.resized]
         config, _ = checked_config(words, options.world_size)
         return _train_in_processes(arguments, options, config)
@@ -100,7 +94,9 @@ def train_rank(argv: Sequence[str], recovery: "RecoveryHooks | None" = None) -> 
     die_with_nproc()
     try:
         config, file = checked_config(argv, int(os.environ.get("WORLD_SIZE", "1")))
-        _log_about_keys(config, file)
+        from torchtitan_lite.training.checks.torchtitan_file import log_about_keys
+
+        log_about_keys(config, file)
         if config.memory_estimation.enable:
             from torchtitan_lite.cli.estimate import estimate_instead
 
@@ -138,26 +134,3 @@ def _import_rank() -> None:
     # The data imports tokenizers when it opens one.
     for name in ("torchtitan_lite.cli.train_rank", "tokenizers"):
         import_module(name)
-
-
-def _log_about_keys(config: Config, file: Path) -> None:
-    if not logger.isEnabledFor(logging.INFO):
-        # Rank 0 logs them.
-        return
-    from torchtitan_lite.config.keys import without_effect
-    from torchtitan_lite.training.checks.torchtitan_file import (
-        differing_defaults,
-        is_torchtitan_file,
-    )
-
-    for line in without_effect(config):
-        logger.info("%s", line)
-    if is_torchtitan_file(read_toml(file)) and (lines := differing_defaults(config)):
-        logger.info(
-            "%s is a file of torchtitan: its defaults of %s differ here. See "
-            "docs/from_torchtitan.md.",
-            file,
-            ", ".join(lines),
-        )
-        for line in lines.values():
-            logger.debug("%s", line)

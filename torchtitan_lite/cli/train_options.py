@@ -10,6 +10,7 @@ from torchtitan_lite.cli.parsers import similar_option, train_parser
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.problems import tables_with
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.fault_tolerance.supervision.launcher.plan import refuse_keys_of_replicas
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
 from torchtitan_lite.fault_tolerance.supervision.local_ranks import check_process_count
 from torchtitan_lite.training.run_config import parse_command_line
@@ -96,6 +97,8 @@ def split_options(argv: Sequence[str]) -> tuple[TrainOptions, list[str]]:
         ),
     )
     _check_endpoint(options, values)
+    if options.num_replicas > 1:
+        refuse_keys_of_replicas(rest)
     local_replicas = 1 if options.endpoint else options.num_replicas
     check_process_count(
         local_replicas * (options.num_ranks + options.num_spares),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.cli.train import _log_about_keys
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.keys import all_keys, type_at, value_text, without_effect
 from torchtitan_lite.config.tables.model import ModelConfig
@@ -25,7 +24,11 @@ from torchtitan_lite.core.log import logger
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import RopeScaling
-from torchtitan_lite.training.checks.torchtitan_file import differing_defaults, is_torchtitan_file
+from torchtitan_lite.training.checks.torchtitan_file import (
+    differing_defaults,
+    is_torchtitan_file,
+    log_about_keys,
+)
 from torchtitan_lite.training.run_config import config_from, load_config
 
 TORCHTITAN = json.loads(Path("tests/assets/torchtitan_defaults.json").read_text())
@@ -280,7 +283,7 @@ def test_a_start_has_one_line_about_torchtitan(
     monkeypatch.setattr(logger, "propagate", False)
     with caplog.at_level("INFO", logger.name):
         for path in (own, file):
-            _log_about_keys(load_config(path, ["--job.device=cpu"]), path)
+            log_about_keys(load_config(path, ["--job.device=cpu"]), path)
     (line,) = caplog.messages
     assert line == (
         f"{file} is a file of torchtitan: its defaults of model.hf_assets_path, training.dataset, "

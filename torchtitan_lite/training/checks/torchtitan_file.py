@@ -3,18 +3,22 @@
 Invariant: a line is about a value that neither the file nor the command line has set.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.keys import all_keys
+from torchtitan_lite.config.keys import all_keys, without_effect
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.tables.section import toml_literal
+from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.config.torchtitan_keys import (
     DEFAULTS,
     KEYS,
     ROUTER_BIAS_UPDATE_RATE,
     VERSION,
 )
+from torchtitan_lite.core.log import logger
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.training.checks.mesh_constraints import on_gpu
 
@@ -44,6 +48,25 @@ def differing_defaults(config: Config) -> dict[str, str]:
         for part in (_of_model, _of_data, _of_arithmetic, _of_replicas)
         for key, text in part(config)
     }
+
+
+def log_about_keys(config: Config, file: Path) -> None:
+    """Log which keys have no effect and, for a file of torchtitan, which of its defaults differ
+    here."""
+    if not logger.isEnabledFor(logging.INFO):
+        # Rank 0 logs them.
+        return
+    for line in without_effect(config):
+        logger.info("%s", line)
+    if is_torchtitan_file(read_toml(file)) and (lines := differing_defaults(config)):
+        logger.info(
+            "%s is a file of torchtitan: its defaults of %s differ here. See "
+            "docs/from_torchtitan.md.",
+            file,
+            ", ".join(lines),
+        )
+        for line in lines.values():
+            logger.debug("%s", line)
 
 
 _TORCHTITAN_KEYS = {f"{table}.{key}" for table, keys in KEYS.items() for key in keys.split()}
