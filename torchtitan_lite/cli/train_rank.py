@@ -43,6 +43,8 @@ def run_rank(config: Config, argv: Sequence[str], recovery: RecoveryHooks | None
                 finished = train(_reporting(built.job, recovery))
             if not finished:
                 report_early_stop()
+                if recovery is not None:
+                    recovery.was_stopped = True
             print_end(built, config, argv, finished=finished)
         if finished and config.checkpoint.last_save_in_hf:
             root, folder = built.job.checkpoints.root, built.data.tokenizer_files.folder

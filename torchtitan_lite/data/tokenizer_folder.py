@@ -53,6 +53,8 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         # The bytes, because they may begin with a byte order mark.
         values = json.loads(file.read_bytes()) if file.is_file() else {}
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON: {error}") from error
     if not isinstance(values, dict):

@@ -64,7 +64,7 @@ def test_a_spare_machine_takes_the_place_of_one_that_gets_sigterm(
         agent = run.agents.pop(stopped)
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(120) == 0, run.report()
-        assert "was asked to stop" in run.text("rendezvous")
+        assert "a stop was requested" in run.text("rendezvous")
         run.wait(lambda: launch.steps_of(run.output)[-1]["num_replicas"] == 2)
         run.wait(lambda: run.writers(spare))
         assert run.rank("a") == survivor

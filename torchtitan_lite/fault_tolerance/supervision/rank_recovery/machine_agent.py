@@ -99,8 +99,8 @@ class MachineAgent(ProcessAgent):
         """Last generation that its ranks were ordered to leave for a resize."""
         self._stop_s = math.inf
         """When this machine was asked to stop."""
-        self._has_saved = False
-        """Whether its ranks had finished when they were stopped: they have saved."""
+        self._has_unsaved_steps = False
+        """Whether its ranks have committed steps since they saved and exited."""
 
     def join(self) -> RendezvousInfo:
         """Block until this machine has a node rank in a new generation. Raises
@@ -123,22 +123,22 @@ class MachineAgent(ProcessAgent):
             if answer is not None and self._is_spare(answer):
                 if answer.generation != self._spare_generation:
                     self._writers.kill()
-                    logger.info("This is a spare machine: all places are taken.")
+                    if not self._requests:
+                        logger.info("This is a spare machine: all places are taken.")
                 self._spare_generation = answer.generation
             if self._link.rejection:
                 self._leave(self._link.report.failure_status or 1, self._link.rejection)
             self._report_stop()
             if self._requests and not self._stop_waits(answer):
                 silent = f", and {self._link.problem}" if self._link.problem else ""
-                is_saved = self._is_spare(answer) or self._has_saved
-                self._leave(0 if is_saved else 1, f"it was asked to stop{silent}")
+                self._leave(self._status_of_stop(answer), f"it was asked to stop{silent}")
             if answer is not None and answer.state is RunState.ENDED:
                 self._finish(answer)
                 raise RendezvousGracefulExitError
             if self._is_spare(answer) and self._link.has_lease:
                 since_s = time.monotonic()
             elif time.monotonic() - since_s > self._join_timeout_s:
-                self._leave(1, self._too_few(answer))
+                self._leave(1, self._link.missing_machines(self._join_timeout_s))
             if answer is None or not self._has_seat(answer):
                 if self._link.report.phase is NodeState.JOINED:
                     self._link.update(phase=NodeState.STANDBY)
@@ -164,9 +164,8 @@ class MachineAgent(ProcessAgent):
                 # Its state may be part of the cause. This prints its traceback, too.
                 self._end([self._ranks.pop(self._excepted)], time.monotonic() + STANDBY_S)
             self._excepted = None
-            for number, process in list(self._ranks.items()):
-                if process.state is RankState.EXITED:
-                    del self._ranks[number]
+            living = {n: p for n, p in self._ranks.items() if p.state is not RankState.EXITED}
+            self._ranks = living
             self._generation_number = answer.generation
             # The ranks of the former generation may have left before they could follow a signal.
             self._num_forwarded = 0
@@ -188,6 +187,7 @@ class MachineAgent(ProcessAgent):
                 store_port=port,
                 has_progress=False,
                 has_lost_lease=False,
+                was_stopped=False,
                 failure=FailureKind.NONE,
                 failure_status=0,
             )
@@ -204,16 +204,6 @@ class MachineAgent(ProcessAgent):
             RendezvousStoreInfo(answer.store_address, answer.store_port),
         )
 
-    def _too_few(self, answer: Answer | None) -> str:
-        needed = self._link.report.machines_per_replica
-        if answer is None or self._link.problem:
-            return f"the rendezvous cannot be reached: {self._link.problem}"
-        return (
-            f"{answer.num_joined} of {needed} machines have joined in "
-            f"{self._join_timeout_s:g} s ({answer.joined}): start the others, or raise "
-            "--rdzv-timeout-s"
-        )
-
     def _leave(self, status: int, reason: str) -> None:
         """End this machine's part of the run. Raises RendezvousGracefulExitError."""
         self.exit_status = status
@@ -227,6 +217,12 @@ class MachineAgent(ProcessAgent):
         lease_s = self._link.lease_until_s - lease_clock_s()
         return min(super()._standby_deadline_s(began_s), time.monotonic() + lease_s + STANDBY_S)
 
+    def _may_write(self) -> bool:
+        """Whether the checkpoint writers of this machine may write: in its place of the present
+        generation, or for ranks that have finished in it."""
+        waits = self._link.report.phase is NodeState.STANDBY
+        return self._link.has_lease or (not waits and self._has_finished())
+
     def _has_finished(self) -> bool:
         """Whether all ranks have finished their training."""
         ended = [rank for rank in self._ranks.values() if rank.state is RankState.ENDED]
@@ -235,7 +231,7 @@ class MachineAgent(ProcessAgent):
 
     def _pause(self) -> None:
         self._link.beat()
-        self._writers.check(may_write=self._link.has_lease or self._has_finished())
+        self._writers.check(may_write=self._may_write())
         answer = self._link.answer
         before, replica = self._link.report.seen_generation, self._link.report.seen_replica
         if answer is not None and (answer.generation > before or answer.replica != replica):
@@ -259,6 +255,18 @@ class MachineAgent(ProcessAgent):
         is_going = answer.state in (RunState.RUNNING, RunState.REBUILDING)
         return not (is_in and is_going and self._link.has_lease and not self._link.rejection)
 
+    def _status_of_stop(self, answer: Answer | None) -> int:
+        """Return the exit status of this machine if it leaves now: 1 if steps may be lost."""
+        if self._link.report.num_replicas > 1:
+            return int(self._has_unsaved_steps)
+        return int(not self._is_spare(answer))
+
+    def _departs_at_once(self) -> bool:
+        """Whether this machine leaves its replica without a save: its ranks are starting, in which
+        a signal would kill them, and have no steps to save."""
+        has_trained = any(rank.has_progress for rank in self._ranks.values())
+        return bool(self._requests) and self._link.report.num_replicas > 1 and not has_trained
+
     def _report_stop(self) -> None:
         if self._requests and not self._link.report.is_stopping:
             self._stop_s = time.monotonic()
@@ -275,12 +283,12 @@ class MachineAgent(ProcessAgent):
     def _may_forward(self) -> bool:
         answer, report = self._link.answer, self._link.report
         assert answer is not None
+        if self._departs_at_once():
+            return False
         # Ranks that leave would disagree with those of other machines; the rendezvous may already
         # have decided that they do, also one that was restarted and is still learning it.
         is_present = answer.resize == report.ready_for or answer.state is RunState.REBUILDING
-        waits = self._left_generation == self._generation_number or (
-            bool(report.ready_for) and is_present
-        )
+        waits = self._is_ordered or (bool(report.ready_for) and is_present)
         # Ranks that start would die.
         is_first = (
             answer.resize_state is ResizeState.LEFT
@@ -301,7 +309,9 @@ class MachineAgent(ProcessAgent):
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.SUCCEEDED:
             if self._link.report.phase is not NodeState.ENDED:
-                self._link.update(phase=NodeState.ENDED)
+                was_stopped = any(rank.was_stopped for rank in self._ranks.values())
+                self._has_unsaved_steps = False
+                self._link.update(phase=NodeState.ENDED, was_stopped=was_stopped)
             if not self._link.has_lease:
                 logger.warning(
                     "All ranks of this machine have finished, but the rendezvous does not answer "
@@ -313,7 +323,7 @@ class MachineAgent(ProcessAgent):
             if result.state is not WorkerState.HEALTHY:
                 return result
             self._order_to_leave(answer)
-            if not self._has_left():
+            if not self._has_left() and not self._departs_at_once():
                 return result
             self._failed_at_s = time.monotonic()
             return RunResult(state=WorkerState.UNHEALTHY)
@@ -358,9 +368,9 @@ class MachineAgent(ProcessAgent):
             super()._stop_workers(worker_group)
             return
         has_lost_lease = not self._link.has_lease
-        has_left, self._has_saved = self._has_left(), self._has_finished()
+        has_left = self._has_left()
         # First of all: what they write must end with the lease, too.
-        self._writers.check(may_write=self._link.has_lease or self._has_finished())
+        self._writers.check(may_write=self._may_write())
         for process in self._ranks.values():
             process.poll()
         self._lost = {n for n, process in self._ranks.items() if process.state is RankState.EXITED}
@@ -434,19 +444,22 @@ class MachineAgent(ProcessAgent):
 
     def _order_to_leave(self, answer: Answer) -> None:
         """Let the ranks leave the training if all machines are ready to."""
-        is_ordered = self._left_generation == self._generation_number
-        if is_ordered or answer.resize_state is not ResizeState.READY:
-            return
-        if all(process.has_progress for process in self._ranks.values()):
+        is_ready = answer.resize_state is ResizeState.READY and not self._is_ordered
+        if is_ready and all(process.has_progress for process in self._ranks.values()):
             self._left_generation = self._generation_number
             self._link.update(leaving_for=answer.resize_mesh)
             for process in self._ranks.values():
                 process.leave_training()
 
+    @property
+    def _is_ordered(self) -> bool:
+        """Whether the ranks were ordered to leave this generation for a resize."""
+        return self._left_generation == self._generation_number
+
     def _has_left(self) -> bool:
         """Whether all ranks have left the training as they were ordered to."""
-        is_ordered = self._left_generation == self._generation_number
-        return is_ordered and all(rank.state is RankState.STANDBY for rank in self._ranks.values())
+        ranks = self._ranks.values()
+        return self._is_ordered and all(rank.state is RankState.STANDBY for rank in ranks)
 
     def _finish(self, answer: Answer) -> RunResult:
         """End with the run."""
@@ -476,10 +489,10 @@ class MachineAgent(ProcessAgent):
     def _arguments(self) -> Sequence[str]:
         return [*self._replica_arguments(self._link.report.replica), *super()._arguments()]
 
-    def _generation_started(self) -> None:
-        """Nothing to record: the rendezvous counts the generations."""
+    def _generation_started(self) -> None: ...
 
     def _made_progress(self) -> None:
+        self._has_unsaved_steps = True
         if not self._link.report.has_progress:
             self._link.update(has_progress=True, trained_mesh=self._mesh.to_text())
 

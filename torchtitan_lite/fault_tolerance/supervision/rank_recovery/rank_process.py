@@ -53,6 +53,8 @@ class RankProcess:
         """Whether the cause of that exception may pass."""
         self.end_reason = ""
         """Error with which its training ended."""
+        self.was_stopped = False
+        """Whether its training ended before the last step, because a rank was asked to stop."""
         self.failed_at_s = 0.0
         """When it reported the exception (time.monotonic())."""
         self.has_progress = False
@@ -74,6 +76,7 @@ class RankProcess:
             elif "ended" in message:
                 self.state, self.status = RankState.ENDED, ExitStatus(int(message["ended"]))
                 self.end_reason = str(message["reason"])
+                self.was_stopped = bool(message["stopped"])
             elif "progress" in message:
                 self.has_progress = True
         code = self._process.poll()

@@ -46,6 +46,8 @@ class RecoveryHooks:
         self._is_leaving = threading.Event()
         self.end_reason = ""
         """Error that ends the training and that the user must correct."""
+        self.was_stopped = False
+        """Whether the training ended before its last step, because a rank was asked to stop."""
 
     @contextmanager
     def report_failure(self) -> Iterator[None]:
@@ -70,7 +72,7 @@ class RecoveryHooks:
 
     def begin(self) -> None:
         """Forget what an earlier training of this process has reported."""
-        self._has_reported = False
+        self._has_reported = self.was_stopped = False
         self.end_reason = ""
 
     @contextmanager
@@ -148,7 +150,8 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
                 recovery.report(error)
             failure, outcome = traceback.format_exc(), {"standby": True}
         else:
-            outcome = {"ended": status, "reason": recovery.end_reason}
+            reason, stopped = recovery.end_reason, recovery.was_stopped
+            outcome = {"ended": status, "reason": reason, "stopped": stopped}
         # The frames of the traceback, which held the model and its process groups, are gone. After
         # a training that has ended, another generation may follow, too.
         forget_groups()

@@ -5,8 +5,8 @@ members when a machine is lost or a rank fails. The next one is decided when eve
 still answers has its ranks on standby: members keep their node ranks, spare machines fill the
 others.
 
-When a machine is asked to stop, all ranks save and exit. A run of one replica ends with that; one
-of several replicas is without the machine in its next generation, for which it waits.
+When a machine is asked to stop, all ranks save and exit. A run of one replica ends with that; with
+several replicas, the next generation of the replica waits for another machine.
 
 A resize, which any member may request, has three phases: all members start missing processes, all
 ranks leave the training after the same step, and the next generation is on the new mesh. If that
@@ -108,6 +108,8 @@ class Coordinator:
         """Machines at fault, which must not train again."""
         self._left_s: dict[str, float] = {}
         """Machines that have left, until no earlier report of them can arrive any more."""
+        self._is_alone = True
+        """Whether the run has no other replicas."""
         # Machines may train that were members before a restart of this process.
         self.start(now_s, learn_s=LOST_S)
 
@@ -130,6 +132,8 @@ class Coordinator:
         """Names of the members that were lost in this generation."""
         self._departed: list[str] = []
         """Names of those that have left it because they were asked to stop."""
+        self._was_stopped = False
+        """Whether ranks of a machine that has left ended it before the last step."""
         self._suspects: dict[str, int] = {}
         """Failures since the run was last healthy, by machine."""
         self._progress_since_s: float | None = None
@@ -156,18 +160,19 @@ class Coordinator:
     def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, all of whose ranks have ended; `reason` is why if they could not save.
         `report` is its last one."""
-        machine = report.machine
+        machine, self._is_alone = report.machine, report.num_replicas == 1
         self._left_s = {m: s for m, s in self._left_s.items() if now_s - s <= LOST_S}
         self._left_s[machine] = now_s
         is_known = self._machines.pop(machine, None) is not None
         has_finished = report.phase is NodeState.ENDED and not reason
         if has_finished and self._state in (RunState.REBUILDING, RunState.RUNNING):
             self._finished[report.node_rank] = report.generation
+            self._was_stopped |= report.was_stopped
             if report.is_stopping:
                 self._departed.append(report.name)
         if not is_known or machine not in self._members or self._state is RunState.ENDED:
             return
-        if reason and report.num_replicas == 1:
+        if reason and self._is_alone:
             self._end(1, f"{report.name}: {reason}")
             return
         if not has_finished:
@@ -215,6 +220,7 @@ class Coordinator:
             )
 
     def _record(self, report: Report, now_s: float) -> None:
+        self._is_alone = report.num_replicas == 1
         known = self._machines.get(report.machine)
         if known is None:
             known = self._machines[report.machine] = _Machine(report, now_s)
@@ -227,6 +233,16 @@ class Coordinator:
             report.generation,
         ):
             known.failed_at_s = now_s - report.failure_age_s
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether its ranks have taken the last step of the run."""
+        return self._state is RunState.ENDED and not self._status
+
+    def end_with_run(self, size: int) -> None:
+        """End it, if it waits for machines, because another replica has finished the run."""
+        if self._state is RunState.FORMING and self.num_missing(size) > 0:
+            self._end(0, "another replica has finished the run")
 
     def contact(self, now_s: float) -> None:
         """Record that the machines of the run can reach the rendezvous."""
@@ -373,15 +389,16 @@ class Coordinator:
         self._state, self._is_judged = RunState.FORMING, False
 
     def _end_training(self, members: list[Report], now_s: float) -> None:
-        """End the run, because all ranks have exited, or go on without the machines that were asked
-        to stop."""
-        stopping = [member for member in members if member.is_stopping]
-        names = ", ".join([*self._departed, *(member.name for member in stopping)])
-        if not names or members[0].num_replicas == 1:
+        """End the run, because all ranks have finished, or form the next generation without the
+        machines that were asked to stop."""
+        was_stopped = self._was_stopped or any(member.was_stopped for member in members)
+        if not was_stopped or self._is_alone:
             self._end(0, "all ranks have finished")
             return
+        stopping = [member.name for member in members if member.is_stopping]
+        names = ", ".join([*self._departed, *stopping]) or "a rank"
         self._state, self._not_before_s = RunState.FORMING, now_s
-        self._blamed, self._reason = "", f"{names} was asked to stop"
+        self._blamed, self._reason = "", f"a stop was requested on {names}"
 
     def _continues(self, members: list[_Machine], now_s: float) -> bool:
         """Return whether all members train, or their ranks are still leaving to resize the run."""
@@ -459,9 +476,9 @@ class Coordinator:
         if self._state is not RunState.FORMING or now_s < self._not_before_s:
             return
         size = self.reports[0].machines_per_replica
-        # Ranks that have left to resize the run save in the next generation.
-        stopping = [report for report in self.reports if report.is_stopping and not report.has_left]
-        departing = {report.machine for report in stopping if report.num_replicas > 1}
+        departing = {
+            report.machine for report in self.reports if report.is_stopping and not self._is_alone
+        }
         seats: dict[int, str] = {
             node_rank: machine
             for node_rank, machine in enumerate(self._members)
@@ -477,6 +494,7 @@ class Coordinator:
         self._generation = max(self._generation, seen) + 1
         self._members = [seats[node_rank] for node_rank in range(size)]
         self._state, self._lost, self._departed = RunState.RUNNING, [], []
+        self._was_stopped = False
         self._policy.started()
         self._progress_since_s = None
         for member in self._machines.values():
@@ -526,6 +544,10 @@ class Coordinator:
             self._end_leaving(stopping)
             self._not_before_s = now_s
             return
+        if cause is None and not was_cut and stopping is not None and not self._is_alone:
+            # Its ranks had not trained yet, and have nothing to save.
+            self._reason, self._not_before_s = f"a stop was requested on {stopping.name}", now_s
+            return
         if cause is None:
             names = ", ".join(self._lost or [member.report.name for member in cut])
             self._reason = f"lost {names}" if self._lost else f"{names or 'a machine'} was cut off"
@@ -550,7 +572,7 @@ class Coordinator:
             resize.num_failures += 1
             if resize.num_failures == _FAILED_LEAVES:
                 self._end_resize(ResizeState.FAILED, self._reason)
-        if stopping is not None and stopping.num_replicas == 1:
+        if stopping is not None and self._is_alone:
             self._end(failure.status or 1, f"{self._reason}; {stopping.name} was asked to stop")
             return
         if not suspects and not self._lost:

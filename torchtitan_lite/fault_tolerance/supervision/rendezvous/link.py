@@ -107,9 +107,19 @@ class RendezvousLink:
         """Whether ranks of this machine may train."""
         return lease_clock_s() < self.lease_until_s
 
+    def missing_machines(self, waited_s: float) -> str:
+        """Return why there is no generation after `waited_s`."""
+        answer = self.answer
+        if answer is None or self.problem:
+            return f"the rendezvous cannot be reached: {self.problem}"
+        return (
+            f"{answer.num_joined} of {self.report.machines_per_replica} machines have joined in "
+            f"{waited_s:g} s ({answer.joined}): start the others, or raise --rdzv-timeout-s"
+        )
+
     def leave(self, reason: str = "") -> None:
         """End the reports and notify the rendezvous, if it answers. All ranks must have ended.
-        `reason`: why the run must end with this machine."""
+        `reason`: why the ranks could not save, which ends a run of one replica."""
         if self._ended:
             return
         self._ended = True

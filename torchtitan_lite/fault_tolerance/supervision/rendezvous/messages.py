@@ -119,6 +119,9 @@ class Report(_Message):
     """Whether its ranks have committed a step in `generation`."""
     is_stopping: bool = False
     """Whether it was asked to stop."""
+    was_stopped: bool = False
+    """Whether its ranks have ended `generation` before the last step, because one of all ranks was
+    asked to stop."""
     has_lost_lease: bool = False
     """Whether it went on standby in `generation` because its lease had ended."""
     failure: FailureKind = FailureKind.NONE

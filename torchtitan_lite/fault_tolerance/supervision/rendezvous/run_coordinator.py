@@ -53,12 +53,19 @@ class RunCoordinator:
         for other in self._replicas:
             if other is not replica:
                 other.advance(now_s)
+        if any(replica.has_finished for replica in self._replicas):
+            for other in self._replicas:
+                other.end_with_run(report.machines_per_replica)
         return answer
 
     def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, see `Coordinator.leave`."""
-        owner = self._owner_of(report.machine) or self._replicas[0]
-        owner.leave(report, reason, now_s)
+        owner = self._owner_of(report.machine)
+        # A rendezvous that was restarted does not know it yet.
+        if owner is None and 0 <= report.replica < len(self._replicas):
+            owner = self._replicas[report.replica]
+        if owner is not None:
+            owner.leave(report, reason, now_s)
 
     def _begin(self, num_replicas: int, now_s: float) -> None:
         """Begin a run, or go on with one whose machines have left or lost their leases: some may

@@ -133,7 +133,7 @@ def test_a_dead_launcher_ends_everything(tmp_path: Path) -> None:
 def test_a_dead_lighthouse_restarts_at_its_port_and_sigterm_lets_ranks_save(
     tmp_path: Path,
 ) -> None:
-    with launched(tmp_path, "run") as process:
+    with launched(tmp_path, "run", 2, 2, 3, 90) as process:
         until_training(tmp_path)
         ranks = pids(tmp_path, "rank")
         shown = {int(path.read_text()) for path in tmp_path.glob("logs/replica_*/rank_*.pid")}

@@ -13,6 +13,7 @@ class FakeProcess:
         self.state, self.has_progress = RankState.TRAINING, True
         self.status: ExitStatus | None = None
         self.error, self.end_reason, self.may_pass, self.pid = "", "", False, 0
+        self.was_stopped = False
         self.failed_at_s = 0.0
         self.is_ordered_to_leave = self.is_started = False
         self.signals: list[object] = []

@@ -146,6 +146,14 @@ class _Agent(MachineAgent):
         self._ranks = {}
         return may
 
+    def commit_step(self) -> None:
+        """Let its ranks commit a step."""
+        self._made_progress()
+
+    def status_of_stop(self) -> int:
+        """Return the exit status if it leaves now, because it was asked to."""
+        return self._status_of_stop(self._link.answer)
+
     def may_wait(self, answer: Answer) -> bool:
         """Return whether it waits while no rank trains."""
         return self._stop_waits(answer)
@@ -389,6 +397,27 @@ def test_a_generation_ends_with_the_lease_or_when_there_is_another(
     agent.joins(1)
     agent.answered(answer, has_lease=has_lease)
     assert agent.monitored(FakeProcess()) is state
+
+
+def test_a_machine_of_several_replicas_that_is_asked_to_stop_departs(agent: _Agent) -> None:
+    agent.report(NodeState.JOINED, num_replicas=2)
+    agent.joins(1)
+    agent.answered(_QUIET)
+    starting, training, ended = FakeProcess(), FakeProcess(), FakeProcess()
+    starting.has_progress = False
+    ended.state, ended.status, ended.was_stopped = RankState.ENDED, ExitStatus(0), True
+    assert agent.monitored(starting) is WorkerState.HEALTHY
+    agent.stop()
+    # Ranks that start would die of the signal, and have nothing to save.
+    assert not agent.may_forward(starting)
+    assert agent.monitored(starting) is WorkerState.UNHEALTHY
+    assert agent.status_of_stop() == 0
+    agent.commit_step()
+    assert agent.may_forward(training)
+    assert agent.status_of_stop() == 1, "their steps would be lost"
+    agent.monitored(ended)
+    assert agent.current_report.phase is NodeState.ENDED and agent.current_report.was_stopped
+    assert agent.status_of_stop() == 0
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,7 @@ def test_spares_start_once_all_ranks_have_progress(has_progress: bool) -> None:
 
 @pytest.mark.parametrize("second", [RankState.STANDBY, RankState.ENDED])
 def test_a_machine_has_left_once_all_its_ranks_are_on_standby(second: RankState) -> None:
-    agent: Any = SimpleNamespace(
-        _left_generation=3, _generation_number=3, _ranks=_ranks({}, {"state": second})
-    )
+    agent: Any = SimpleNamespace(_is_ordered=True, _ranks=_ranks({}, {"state": second}))
     assert MachineAgent._has_left(agent) == (second is RankState.STANDBY)
 
 
@@ -73,6 +71,8 @@ def test_a_signal_waits_for_ranks_that_start_after_a_resize(has_progress: bool) 
         _link=SimpleNamespace(answer=answer, report=SimpleNamespace(ready_for="")),
         _left_generation=-1,
         _generation_number=5,
+        _is_ordered=False,
+        _departs_at_once=lambda: False,
         _stop_s=time.monotonic() + 3600,
         _ranks=_ranks({"has_progress": True}, {"has_progress": has_progress}),
     )

@@ -127,6 +127,6 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
     assert log == [
         "[{'standby': True}] training: False",
         "forgotten",
-        "[{'ended': 0, 'reason': ''}] training: False",
+        "[{'ended': 0, 'reason': '', 'stopped': False}] training: False",
     ]
     assert RANK_CHANNEL not in os.environ

@@ -32,6 +32,7 @@ def _serve(there: socket.socket, train_s: float, module: str) -> None:
         if changed == ["wrong"]:
             recovery.end_reason = "a wrong setting"
             return 1
+        recovery.was_stopped = recovery.was_stopped or changed == ["stopped"]
         if changed == ["swallow"]:
             # As a callback of torch does.
             with recovery.report_failure(), recovery.interruptible():
@@ -87,9 +88,9 @@ def test_a_generation_may_follow_one_that_has_ended(
     quick: tuple[AgentChannel, Any],
 ) -> None:
     channel, process = quick
-    for _ in range(2):
-        channel.send(start={}, arguments=[])
-        assert channel.receive(wait=True) == [{"ended": 0, "reason": ""}]
+    for arguments, was_stopped in ((["stopped"], True), ([], False)):
+        channel.send(start={}, arguments=arguments)
+        assert channel.receive(wait=True) == [{"ended": 0, "reason": "", "stopped": was_stopped}]
     channel.send(exit=0)
     process.join(20)
     assert process.exitcode == 0
@@ -106,7 +107,9 @@ def test_an_error_before_the_process_groups_exist_is_reported(
             messages += channel.receive(wait=True)
         assert messages[0] == {"failed": "ConnectionRefusedError: the store", "may_pass": True}
     channel.send(start={}, arguments=["wrong"])
-    assert channel.receive(wait=True) == [{"ended": 1, "reason": "a wrong setting"}]
+    assert channel.receive(wait=True) == [
+        {"ended": 1, "reason": "a wrong setting", "stopped": False}
+    ]
 
 
 def test_an_error_of_the_imports_is_reported() -> None:

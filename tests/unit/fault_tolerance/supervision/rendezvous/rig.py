@@ -71,6 +71,7 @@ class Rig:
                 ready_for="",
                 has_progress=False,
                 has_lost_lease=False,
+                was_stopped=False,
                 failure=FailureKind.NONE,
             )
         elif answer.state is RunState.FORMING and report.phase is not NodeState.STANDBY:
@@ -149,9 +150,11 @@ def depart(rig: Rig, name: str, *, others: str) -> None:
     exit."""
     rig.send(name, is_stopping=True)
     for machine in (*others, name):
-        is_stopping = machine == name
         rig.machines[machine] = replace(
-            rig.machines[machine], phase=NodeState.ENDED, is_stopping=is_stopping
+            rig.machines[machine],
+            phase=NodeState.ENDED,
+            is_stopping=machine == name,
+            was_stopped=True,
         )
 
 

@@ -199,7 +199,7 @@ def test_another_machine_takes_the_place_of_one_that_was_asked_to_stop() -> None
     depart(rig, "b", others="a")
     rig.run(3)
     assert sorted(map(sorted, _members(rig))) == [["a", "e"], ["c", "d"]]
-    assert rig.answers["b"].node_rank < 0 and rig.answers["a"].reason == "b was asked to stop"
+    assert rig.answers["b"].node_rank < 0 and rig.answers["a"].reason == "a stop was requested on b"
     # The other replica trains on.
     assert _generations(rig, "cd") == others
     before = _generations(rig, "acd")
@@ -229,11 +229,68 @@ def test_a_machine_that_was_asked_to_stop_may_leave_before_the_others_have_saved
     rig.leave("b")
     rig.run(1)
     assert rig.answers["a"].state is RunState.RUNNING
-    rig.machines["a"] = replace(rig.machines["a"], phase=NodeState.ENDED)
+    rig.machines["a"] = replace(rig.machines["a"], phase=NodeState.ENDED, was_stopped=True)
     del rig.answers["b"]
     rig.run(3)
     assert sorted(map(sorted, _members(rig))) == [["a", "e"], ["c", "d"]]
-    assert rig.answers["a"].reason == "b was asked to stop"
+    assert rig.answers["a"].reason == "a stop was requested on b"
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_last_machine_of_a_replica_may_leave_after_it_was_asked_to_stop(
+    num_replicas: int,
+) -> None:
+    """It has no lease, and does not wait for an answer."""
+    rig = _rig("ab"[:num_replicas], machines=num_replicas, replicas=num_replicas)
+    name = next(iter(rig.places()))
+    stopped = replace(rig.machines[name], phase=NodeState.ENDED, is_stopping=True, was_stopped=True)
+    rig.machines[name] = stopped
+    rig.leave(name)
+    rig.run(2)
+    if num_replicas == 2:
+        other = next(answer for key, answer in rig.answers.items() if key != name)
+        assert other.state is RunState.RUNNING
+        rig.add("c", num_machines=2, num_replicas=2)
+        rig.run(2)
+        assert rig.machines["c"].phase is NodeState.JOINED
+
+
+def test_all_machines_of_a_replica_may_be_asked_to_stop() -> None:
+    rig = _rig("abcdef")
+    depart(rig, "b", others="a")
+    rig.run(1)
+    # The next generation starts on "a" and a spare machine, when the signal reaches "a", too.
+    rig.send("a", is_stopping=True)
+    rig.machines["a"] = replace(rig.machines["a"], phase=NodeState.STANDBY)
+    rig.run(3)
+    assert sorted(map(sorted, _members(rig))) == [["c", "d"], ["e", "f"]]
+    assert rig.answers["e"].reason == "a stop was requested on a"
+
+
+def test_a_machine_that_finishes_while_it_is_asked_to_stop_ends_its_replica() -> None:
+    rig = _rig("abcd")
+    for name in "ab":
+        rig.machines[name] = replace(
+            rig.machines[name], phase=NodeState.ENDED, is_stopping=name == "b"
+        )
+    rig.run(1)
+    assert (rig.answers["a"].state, rig.answers["a"].status) == (RunState.ENDED, 0)
+
+
+def test_a_machine_leaves_its_own_replica_though_a_restarted_rendezvous_does_not_know_it() -> None:
+    rig = _rig("abcd")
+    members = _members(rig)
+    rig.restart_server()
+    first = members[1][0]
+    rig.machines[first] = replace(
+        rig.machines[first], phase=NodeState.ENDED, is_stopping=True, was_stopped=True
+    )
+    before = _generations(rig, members[0])
+    rig.leave(first)
+    del rig.answers[first]
+    rig.run(LOST_S + 4)
+    assert _generations(rig, members[0]) == before
+    assert {rig.answers[name].state for name in members[0]} == {RunState.RUNNING}
 
 
 def test_a_failure_while_a_machine_stops_does_not_end_its_replica() -> None:
@@ -243,6 +300,35 @@ def test_a_failure_while_a_machine_stops_does_not_end_its_replica() -> None:
     rig.run(5)
     assert sorted(map(sorted, _members(rig))) == [["a", "e"], ["c", "d"]]
     assert rig.answers["b"].node_rank < 0
+
+
+def test_a_replica_whose_ranks_were_asked_to_stop_trains_again_on_the_same_machines() -> None:
+    """The signal came from a memory daemon, and not to the agent."""
+    rig = _rig("abcd")
+    for name in "ab":
+        rig.machines[name] = replace(
+            rig.machines[name], phase=NodeState.ENDED, was_stopped=True, has_progress=True
+        )
+    before = _members(rig)
+    rig.run(3)
+    assert _members(rig) == before and _generations(rig, "abcd") == [2, 2, 1, 1]
+    assert rig.answers["a"].reason == "a stop was requested on a rank"
+
+
+def test_a_replica_that_waits_for_a_machine_ends_when_another_has_finished_the_run() -> None:
+    rig = _rig("abcd")
+    rig.train(*"abcd")
+    depart(rig, "b", others="a")
+    rig.run(1)
+    rig.leave("b")
+    del rig.answers["b"]
+    assert rig.answers["a"].state is RunState.FORMING
+    for name in "cd":
+        rig.machines[name] = replace(rig.machines[name], phase=NodeState.ENDED)
+    rig.run(2)
+    assert rig.answers["c"].state is RunState.ENDED
+    assert (rig.answers["a"].state, rig.answers["a"].status) == (RunState.ENDED, 0)
+    assert rig.answers["a"].reason == "another replica has finished the run"
 
 
 def test_a_spare_machine_that_was_asked_to_stop_is_for_no_replica() -> None:
