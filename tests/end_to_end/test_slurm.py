@@ -91,9 +91,9 @@ def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: P
     assert "Replica 1 failed, restart 1 of at most 10 in a row" in log.read_text()
     assert {path.name for path in (tmp_path / "job-7").iterdir()} == {
         "lighthouse.log",
-        "replica_0-attempt_0-node_0.log",
-        "replica_1-attempt_0-node_0.log",
-        "replica_1-attempt_1-node_0.log",
+        "replica_0-generation_0-node_0.log",
+        "replica_1-generation_0-node_0.log",
+        "replica_1-generation_1-node_0.log",
     }
     # The survivor records every step once, from the first that it joined: on a busy machine its
     # peer may have trained alone before.

@@ -88,7 +88,7 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
         == ["replica_00001"] * 2 + ["replica_00002"] * 2
     )
     logs = {path.name for path in (site / "job-7").iterdir()}
-    assert {"lighthouse.log", "replica_1-attempt_2-node_0.log"} <= logs
+    assert {"lighthouse.log", "replica_1-generation_2-node_0.log"} <= logs
     called = (site / "calls").read_text()
     assert "--config x.toml --fault_tolerance.enable true --fault_tolerance.replica_id 2" in called
     (lighthouse,) = re.findall(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from ipaddress import ip_address
+from os.path import abspath
 
 from torchtitan_lite.cli.train_agents import resizing
 from torchtitan_lite.cli.train_options import TrainOptions
@@ -10,6 +11,7 @@ from torchtitan_lite.cli.train_processes import agent_environment, received_sign
 from torchtitan_lite.config import Config, check_resize_arguments, config_fingerprint
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rank.supervised import LIGHTHOUSE
+from torchtitan_lite.core.urls import is_url
 from torchtitan_lite.distributed.network import address_for_others, names_loopback
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
@@ -33,7 +35,8 @@ def train_on_machines(
         num_replicas=options.num_replicas,
         num_ranks=options.num_ranks,
         fingerprint=config_fingerprint(config, options.world_size),
-        dump_folder=config.job.dump_folder,
+        # With checkpoints in an object store, each machine may have a folder of its own.
+        dump_folder="" if is_url(config.checkpoint.folder) else abspath(config.job.dump_folder),
     )
     inbox = ResizeInbox(
         *resizing(arguments, options, config), check_arguments=check_resize_arguments

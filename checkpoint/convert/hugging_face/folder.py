@@ -150,7 +150,7 @@ def check_counts(config: Mapping[str, Any], names: Collection[str], where: str) 
             value = values[key] if fnmatchcase(key, pattern) else None
             if type(value) is int and value > held > 0:
                 raise DamagedCheckpoint(
-                    f"{where}/{CONFIG}: {key} is {value!r:.100}, and the weights beside it are of "
+                    f"{where}/{CONFIG}: {key} is {value!r:.100}, but the weights beside it have "
                     f"{held}. Correct it, or download the folder again."
                 )
 

@@ -25,7 +25,8 @@ STORE_LISTENER = "TORCHTITAN_LITE_STORE_LISTENER"
 """Environment variable of rank 0: an inherited socket, at which the store of the ranks listens."""
 
 GENERATION = "TORCHTITAN_LITE_GENERATION"
-"""Environment variable: the number of earlier generations of this replica."""
+"""Environment variable: a number that is 0 in the first generation of a replica since its launch,
+and not in later ones."""
 GENERATION_STARTED = "TORCHTITAN_LITE_GENERATION_STARTED"
 """Environment variable: when a generation in a process of an earlier one started, by
 time.monotonic(), which has one origin for all processes of a machine."""

@@ -1,4 +1,4 @@
-"""Start, watch and replace the processes of a run.
+"""Start, watch and replace the processes of a run: launcher, rank recovery, rendezvous, failures.
 
 `launcher` runs replicas on one machine, `rank_recovery` the ranks of one machine with spare
 processes, `rendezvous` decides about several machines; `failures` finds why ranks hang or fail. The

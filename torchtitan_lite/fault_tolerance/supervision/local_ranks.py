@@ -39,14 +39,13 @@ class _Rank:
 
 
 def check_process_count(number: int, options: str) -> None:
-    """Raise ConfigError if the memory of this machine is too small for `number` processes, which
-    `options` of the command line ask for, before they have any weights."""
+    """Raise ConfigError if this machine has too little memory for `number` processes without any
+    weights; `options` of the command line require them."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if number > memory // _PROCESS_BYTES:
         raise ConfigError(
-            f"{options} are {number:,} processes on this machine, whose {memory / 1e9:.0f} GB of "
-            f"memory are enough for {memory // _PROCESS_BYTES:,} at most, without a model: lower "
-            "them."
+            f"{options} need {number:,} processes on this machine, and its {memory / 1e9:.0f} GB "
+            f"of memory hold at most {memory // _PROCESS_BYTES:,} without a model. Lower them."
         )
 
 

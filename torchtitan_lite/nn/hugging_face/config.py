@@ -154,13 +154,13 @@ class HuggingFaceConfig:
         # null means the default, too.
         value = default if value is None else value
         if type(value) is not int or value < least:
-            self.not_whole(key, value, "above 0" if least == 1 else f"of at least {least}")
+            self.report_not_whole(key, value, "above 0" if least == 1 else f"of at least {least}")
             return 1
         return value
 
-    def not_whole(self, key: str, value: Any, limit: str = "") -> None:
-        """Record that a value is not a whole number within a limit. 4.0 is none in transformers,
-        either."""
+    def report_not_whole(self, key: str, value: Any, limit: str = "") -> None:
+        """Record that a value is not a whole number within a limit. transformers rejects 4.0,
+        too."""
         given = "absent" if value is None else f"{value!r:.100}"
         wanted = f"a whole number {limit}".rstrip()
         is_whole = isinstance(value, float) and value.is_integer()

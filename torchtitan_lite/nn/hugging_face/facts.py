@@ -257,7 +257,7 @@ class PadToken:
         if not config.has("pad_token_id"):
             token_id = self.default
         if token_id is not None and type(token_id) is not int:
-            config.not_whole("pad_token_id", token_id)
+            config.report_not_whole("pad_token_id", token_id)
         is_input = type(token_id) is int and -vocab_size <= token_id < vocab_size
         dims["pad_token_id"] = token_id % vocab_size if is_input else None
 

@@ -201,5 +201,5 @@ def _value(config: HuggingFaceConfig, key: str, value: Any) -> Any:
     if key not in (_ORIGINAL, _MAX):
         return number
     if number % 1:
-        config.not_whole(key, value)
+        config.report_not_whole(key, value)
     return int(number)

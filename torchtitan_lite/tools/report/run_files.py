@@ -16,6 +16,7 @@ from typing import Any
 
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.core.outputs import (
+    EARLIER_GOODPUT_FILE,
     GOODPUT_FILE,
     LAUNCH_EVENTS,
     LAUNCH_LOGS,
@@ -331,6 +332,8 @@ def _goodput(
 ) -> Iterator[Goodput]:
     """Read the goodput file, or else the newest event with the same values."""
     path = folder / GOODPUT_FILE
+    if not path.is_file():
+        path = folder / EARLIER_GOODPUT_FILE
     if path.is_file():
         try:
             content = json.loads(path.read_bytes(), parse_constant=reject_constant)

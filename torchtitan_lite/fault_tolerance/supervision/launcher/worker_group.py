@@ -64,7 +64,7 @@ class WorkerGroup:
         self.num_ranks, self.folder, self.environment = num_ranks, folder, environment
         self._parent_name = "agent" if has_agent else "parent"
         self.replaces_ranks = has_agent
-        """Whether a rank that dies is replaced within this generation."""
+        """Whether a rank that dies is replaced while the others keep their processes."""
         self._lost: list[Failure] = []
         self._killed: set[int] = set()
         """Processes of hung ranks that were killed, and that the agent replaces."""

@@ -189,7 +189,9 @@ class ProcessAgent(SimpleElasticAgent):
         for number in self._requests[self._num_forwarded :] if self._may_forward() else ():
             self._num_forwarded += 1
             for process in self._ranks.values():
-                process.signal(forwarded_signal(number))
+                # One that has finished would die of it, and with it the whole training.
+                if process.state is not RankState.ENDED:
+                    process.signal(forwarded_signal(number))
         for process in (*self._ranks.values(), *self._spares):
             process.poll()
         self._spares = [spare for spare in self._spares if spare.state is not RankState.EXITED]

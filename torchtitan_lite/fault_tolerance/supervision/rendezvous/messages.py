@@ -95,7 +95,7 @@ class Report(_Message):
     fingerprint: str
     """Fingerprint of the configuration."""
     dump_folder: str = ""
-    """As configured. Its machines share it."""
+    """Absolute; empty if the machines need not share it."""
     phase: NodeState = NodeState.STANDBY
     generation: int = 0
     """The last generation of which it was a member; 0 if there is none."""

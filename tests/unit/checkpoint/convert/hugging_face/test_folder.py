@@ -208,9 +208,9 @@ def refusal(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("key", "wanted", "message"),
     [
-        ("num_hidden_layers", 10**9, "is 1000000000, and the weights beside it are of 2"),
-        ("num_hidden_layers", 3, "is 3, and the weights beside it are of 2"),
-        ("num_local_experts", 10**9, "is 1000000000, and the weights beside it are of 4"),
+        ("num_hidden_layers", 10**9, "is 1000000000, but the weights beside it have 2"),
+        ("num_hidden_layers", 3, "is 3, but the weights beside it have 2"),
+        ("num_local_experts", 10**9, "is 1000000000, but the weights beside it have 4"),
         ("vocab_size", 10**30, "is 1000000000000000000000000000000, and at most"),
     ],
 )

@@ -132,7 +132,7 @@ def test_the_script_is_started_by_torchrun_if_it_has_several_ranks(
 
 @pytest.mark.parametrize("words", ["--replicas 1000000", "--nproc=200000 --spares=800000"])
 def test_more_processes_than_the_memory_holds_are_refused(words: str) -> None:
-    with pytest.raises(ConfigError, match="--replicas are 1,000,000 processes on this machine"):
+    with pytest.raises(ConfigError, match="--replicas need 1,000,000 processes on this machine"):
         split_options(words.split())
     # On several machines, each has its part.
     options, _ = split_options(
