@@ -122,9 +122,9 @@ class _Agent(MachineAgent):
         self._link.answer = answer
         self._link._leased_s = lease_clock_s() + (_LEASED_S if has_lease else -2 * LEASE_S)
 
-    def monitored(self, process: FakeProcess) -> WorkerState:
-        """Return what this machine's agent finds, with `process` as its rank."""
-        self._ranks = cast("dict[int, Any]", {0: process})
+    def monitored(self, *processes: FakeProcess) -> WorkerState:
+        """Return what this machine's agent finds, with `processes` as its ranks."""
+        self._ranks = cast("dict[int, Any]", dict(enumerate(processes)))
         state = self._monitor_workers(self._worker_group).state
         self._ranks = {}
         return state
@@ -139,9 +139,9 @@ class _Agent(MachineAgent):
         self._requests = [signal.SIGTERM]
         self._report_stop()
 
-    def may_forward(self, process: FakeProcess | None = None) -> bool:
-        """Return whether the ranks receive it, with `process` as one of them."""
-        self._ranks = cast("dict[int, Any]", {} if process is None else {0: process})
+    def may_forward(self, *processes: FakeProcess) -> bool:
+        """Return whether the ranks receive it, with `processes` as ranks."""
+        self._ranks = cast("dict[int, Any]", dict(enumerate(processes)))
         may = self._may_forward()
         self._ranks = {}
         return may
@@ -400,6 +400,8 @@ def test_a_generation_ends_with_the_lease_or_when_there_is_another(
 
 
 def test_a_machine_of_several_replicas_that_is_asked_to_stop_departs(agent: _Agent) -> None:
+    agent.answered(_QUIET)
+    assert agent.status_of_stop() == 1, "the run of one replica ends with it"
     agent.report(NodeState.JOINED, num_replicas=2)
     agent.joins(1)
     agent.answered(_QUIET)
@@ -413,9 +415,11 @@ def test_a_machine_of_several_replicas_that_is_asked_to_stop_departs(agent: _Age
     assert agent.monitored(starting) is WorkerState.UNHEALTHY
     assert agent.status_of_stop() == 0
     agent.commit_step()
-    assert agent.may_forward(training)
+    assert agent.may_forward(training) and agent.may_forward(starting, training)
     assert agent.status_of_stop() == 1, "their steps would be lost"
-    agent.monitored(ended)
+    finished = FakeProcess()
+    finished.state, finished.status = RankState.ENDED, ExitStatus(0)
+    agent.monitored(ended, finished)
     assert agent.current_report.phase is NodeState.ENDED and agent.current_report.was_stopped
     assert agent.status_of_stop() == 0
 

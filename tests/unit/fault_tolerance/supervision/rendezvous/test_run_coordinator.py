@@ -234,6 +234,11 @@ def test_a_machine_that_was_asked_to_stop_may_leave_before_the_others_have_saved
     rig.run(3)
     assert sorted(map(sorted, _members(rig))) == [["a", "e"], ["c", "d"]]
     assert rig.answers["a"].reason == "a stop was requested on b"
+    # The stop is not that of the next generation.
+    for name in "ae":
+        rig.machines[name] = replace(rig.machines[name], phase=NodeState.ENDED)
+    rig.run(1)
+    assert rig.answers["a"].state is RunState.ENDED
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -273,6 +278,16 @@ def test_a_machine_that_finishes_while_it_is_asked_to_stop_ends_its_replica() ->
         rig.machines[name] = replace(
             rig.machines[name], phase=NodeState.ENDED, is_stopping=name == "b"
         )
+    rig.run(1)
+    assert (rig.answers["a"].state, rig.answers["a"].status) == (RunState.ENDED, 0)
+
+
+def test_ranks_that_finish_after_a_restart_of_the_rendezvous_end_their_replica() -> None:
+    rig = _rig("abcd")
+    rig.restart_server()
+    rig.run(LOST_S + 4)
+    for name in "ab":
+        rig.machines[name] = replace(rig.machines[name], phase=NodeState.ENDED)
     rig.run(1)
     assert (rig.answers["a"].state, rig.answers["a"].status) == (RunState.ENDED, 0)
 
