@@ -120,8 +120,16 @@ def register_storage(scheme: str, filesystem: type) -> None:
     """Add the scheme of a URL: `checkpoint.folder = "SCHEME://..."` is stored by `filesystem`, a
     subclass of `fsspec.AbstractFileSystem`, as every other location of that scheme.
 
-    Raises ConfigError if another class has that scheme.
+    Raises ConfigError if another class has that scheme, or if the class's `protocol` lacks it: it
+    would take the URL for a path.
     """
+    given = getattr(filesystem, "protocol", ())
+    protocols = (given,) if isinstance(given, str) else tuple(given)
+    if scheme not in protocols:
+        raise ConfigError(
+            f'{filesystem.__name__} is registered for "{scheme}://", but its protocol is '
+            f"{protocols}: add the scheme there."
+        )
     if REGISTRY.storages.get(scheme, filesystem) != filesystem:
         raise ConfigError(f'The storage "{scheme}://" is registered twice.')
     # Only registering a storage needs the package.

@@ -276,7 +276,7 @@ class Architecture:
     facts: tuple[Fact, ...]
     """In the order in which they are read: one may need what those before it have read (`Rotation`
     the rotated share, `LayerThetas` and `RopeInWindows` the windows, `SharedExperts` the width of
-    an expert)."""
+    an expert, `RotatedWidth` and `AttentionMultiplier` the width of a head)."""
     experts: tuple[HuggingFaceKey, ...] = ()
     """Names of the parameters of experts. Empty: its layers are dense."""
     names: HuggingFaceNames = USUAL_NAMES

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.harness.snapshots import content, read_safetensors
@@ -17,7 +18,8 @@ from torchtitan_lite.checkpoint.storage.attempts import checksum_matches, manife
 from torchtitan_lite.checkpoint.storage.base import Storage, open_storage
 from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
-from torchtitan_lite.core.errors import CheckpointError
+from torchtitan_lite.core.errors import CheckpointError, ConfigError
+from torchtitan_lite.core.registry import register_storage
 
 
 class FlakyFilesystem:
@@ -394,3 +396,12 @@ def test_a_file_that_is_written_again_has_the_checksums_of_its_boxes_once(root: 
     store = ObjectStore(root, filesystem, first_wait_s=0.0)  # type: ignore[arg-type]
     (place,) = store.write(1, "a-0", "rank-00000.safetensors", boxes, [data])
     assert filesystem.num_opened == 2 and place.end - place.first == 5000
+
+
+@pytest.mark.parametrize("protocol", ["other", ("other", "others")])
+def test_a_storage_is_registered_under_a_scheme_of_its_protocol(
+    protocol: str | tuple[str, ...],
+) -> None:
+    filesystem = type("OtherFileSystem", (AbstractFileSystem,), {"protocol": protocol})
+    with pytest.raises(ConfigError, match='registered for "another://", but its protocol is'):
+        register_storage("another", filesystem)
