@@ -17,12 +17,14 @@ pytestmark = [
 ]
 _STEPS = 60
 _STEP_S = 1.0
+_TWO_REPLICAS = pytest.mark.parametrize(
+    ("names", "num_training"), [("abc", 2), ("abcde", 4)], ids=["one machine each", "two each"]
+)
+"""Machines, the last one a spare."""
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("names", "num_training"), [("abc", 2), ("abcde", 4)], ids=["one machine each", "two each"]
-)
+@_TWO_REPLICAS
 def test_a_spare_machine_completes_the_replica_of_a_killed_one(
     names: str, num_training: int, tmp_path: Path
 ) -> None:
@@ -49,9 +51,7 @@ def test_a_spare_machine_completes_the_replica_of_a_killed_one(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("names", "num_training"), [("abc", 2), ("abcde", 4)], ids=["one machine each", "two each"]
-)
+@_TWO_REPLICAS
 def test_a_spare_machine_takes_the_place_of_one_that_gets_sigterm(
     names: str, num_training: int, tmp_path: Path
 ) -> None:

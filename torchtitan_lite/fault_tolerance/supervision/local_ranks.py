@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.machine import memory_bytes
 from torchtitan_lite.core.rank.processes import (
     ExitStatus,
     exit_status_of,
@@ -41,7 +42,7 @@ class _Rank:
 def check_process_count(number: int, options: str) -> None:
     """Raise ConfigError if this machine has too little memory for `number` processes without any
     weights; `options` of the command line require them."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_bytes()
     if number > memory // _PROCESS_BYTES:
         raise ConfigError(
             f"{options} need {number:,} processes on this machine, and its {memory / 1e9:.0f} GB "

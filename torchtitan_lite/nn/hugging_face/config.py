@@ -1,7 +1,6 @@
 """Strict reading of a transformers config.json: an unknown setting that changes the mathematics is
 an error."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -10,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.machine import memory_bytes
 from torchtitan_lite.nn.spec import RUN_SETTINGS
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def is_irrelevant(key: str, value: Any) -> bool:
 def _check_capacity(values: Mapping[str, Any]) -> None:
     """Raise ConfigError for sizes of which even the modules do not fit into the memory of this
     machine: building them would not end."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_bytes()
     given = values.get("num_hidden_layers")
     num_layers = given if type(given) is int and given > 0 else 1
     limits = {"num_hidden_layers": memory // _LAYER_BYTES}
