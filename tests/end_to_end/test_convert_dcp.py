@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -41,11 +42,9 @@ def test_round_trip(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[st
     # The weights fit, but would give other logits.
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     dims = manifest["config"]["model"]["dims"] | {"rope_theta": 5.0}
-    shown = ", ".join(
-        f"{name} = {json.dumps(value)}" for name, value in dims.items() if value is not None
-    )
+    stated = {name: value for name, value in dims.items() if value is not None}
     other = tmp_path / "other.toml"
-    other.write_text(f'[model]\nflavor = "other"\ndims = {{{shown}}}')
+    other.write_text(tomli_w.dumps({"model": {"flavor": "other", "dims": stated}}))
     assert (
         main(["convert", "from-dcp", str(dcp), str(out), f"--config={other}"]) == 1
         and not out.exists()

@@ -134,7 +134,7 @@ def _order(rank: int) -> str:
 def overrides(inputs: Inputs, row: Sequence[str], folder: Path, steps: int) -> list[str]:
     """Return the row's overrides, followed by those that make the run small."""
     validates = "--validation.enable" in row
-    args = [word.replace("{hugging_face}", f"{folder}/hf_checkpoint/step-2") for word in row]
+    args = [word.replace("{hugging_face}", f"{folder}/hf/step-2") for word in row]
     args = [
         str(inputs.folder / "order.csv") if word.endswith("custom_schedule.csv") else word
         for word in args
