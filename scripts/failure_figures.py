@@ -7,6 +7,7 @@ installation has them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from scripts.benchmark_page import Result
@@ -33,6 +34,7 @@ class Origin:
 
 _RANKS = "1 of 4 ranks killed, FSDP-4"
 _AGAIN = "until training again, median"
+_LOST = "1 of 2 machines killed, 1 spare, state from buddy"
 _REPLICAS = "ours, builtin lighthouse"
 _SAVES = "1 proc, 474 MB"
 _BYTES = "bytes read, unique bytes"
@@ -40,7 +42,9 @@ _BYTES = "bytes read, unique bytes"
 ORIGINS: Mapping[str, Origin] = {
     "restart_s": Origin("rank_recovery", _RANKS, _AGAIN, "peer"),
     "spare_s": Origin("rank_recovery", _RANKS, _AGAIN),
+    "lost_machine_s": Origin("lost_machine", _LOST, _AGAIN),
     "replica_stall_s": Origin("recovery", _REPLICAS, "survivor's stall, median"),
+    "lost_machine_stall_s": Origin("recovery", "link of 1 of 2 replicas cut", "longest pause"),
     "replica_restart_s": Origin("recovery", _REPLICAS, "restart to first committed step, median"),
     "donor_stall_s": Origin("recovery", _REPLICAS, "donor's stall, median"),
     "torchft_stall_s": Origin("recovery", _REPLICAS, "survivor's stall, median", "peer"),
@@ -79,7 +83,10 @@ def module_text(figures: Mapping[str, tuple[float, str]]) -> str:
         "MEASUREMENTS: dict[str, tuple[float, str]] = {",
     ]
     for name, (value, words) in figures.items():
-        lines += [f'    "{name}": (', f"        {value!r},", f'        "{words}",', "    ),"]
+        # The lines of a long text, in the width of the source.
+        parts = wrap(words, 89, drop_whitespace=False)
+        texts = "\n".join(f'        "{part}"' for part in parts)
+        lines += [f'    "{name}": (', f"        {value!r},", f"{texts},", "    ),"]
     return "\n".join([*lines, "}", ""])
 
 

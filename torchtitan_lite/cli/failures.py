@@ -7,16 +7,19 @@ from collections.abc import Sequence
 
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.tools.failure_model import (
+    CASES,
     STRATEGIES,
     Prediction,
     Scenario,
     as_values,
+    compare,
     goodput_picture,
     input_lines,
     overridden,
     parts,
     predict,
     predict_trace,
+    published_lines,
     read_trace,
     table,
 )
@@ -24,6 +27,11 @@ from torchtitan_lite.tools.failure_model import (
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the predictions. Returns the exit status."""
+    if options.published:
+        comparisons = compare(CASES, failures=options.num_failures, seed=options.seed)
+        print("\n".join(published_lines(comparisons)))
+        print("\ndocs/failures.md lists what each source states and what is assumed.")
+        return 0
     try:
         scenario = overridden(Scenario(), dict(options.set))
         if options.trace is not None:

@@ -559,6 +559,11 @@ def _estimate(commands) -> None:
     )
     add("--trace", type=Path, metavar="FILE", help="replay a trace of machines (Oobleck's format)")
     add(
+        "--published",
+        action="store_true",
+        help="compare the model with results that others have published, and nothing else",
+    )
+    add(
         "--num-failures",
         type=positive,
         metavar="N",
@@ -574,6 +579,12 @@ def _check_estimate(options: argparse.Namespace, arguments: Sequence[str]) -> No
     if options.module.endswith(".failures"):
         if arguments:
             options.parser.error(f"unrecognized arguments: {' '.join(arguments)}")
+        others = (options.set, options.trace, options.json, options.failure_plot)
+        if options.published and any(others):
+            options.parser.error(
+                "--published has its own inputs and output: omit --set, --trace, --json and "
+                "--failure-plot"
+            )
     elif options.config is None or options.world_size is None:
         options.parser.error("--config and --world-size are required, or --failures")
 

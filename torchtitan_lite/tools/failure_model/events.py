@@ -86,13 +86,22 @@ class EventStream:
 
 
 class RandomFailures:
-    """Failures of a range of machines: exponential times between them, each of the machines with
-    the same probability. Failures of machines that are absent have no effect."""
+    """Failures of a range of machines: a renewal process with gamma-distributed times between
+    failures, each of the machines with the same probability. Failures of machines that are absent
+    have no effect."""
 
     def __init__(
-        self, machines: range, *, machine_mtbf_s: float, machine_share: float, seed: str
+        self,
+        machines: range,
+        *,
+        machine_mtbf_s: float,
+        machine_share: float,
+        seed: str,
+        shape: float = 1.0,
     ) -> None:
-        self._machines, self._mtbf_s = machines, machine_mtbf_s
+        """`shape` is that of the gamma distribution: 1 for exponential times, infinite for equal
+        ones; the coefficient of variation is 1 / sqrt(shape)."""
+        self._machines, self._mtbf_s, self._shape = machines, machine_mtbf_s, shape
         self._machine_share, self._random = machine_share, Random(seed)
 
     @property
@@ -102,7 +111,12 @@ class RandomFailures:
 
     def next_s(self, now_s: float) -> float:
         """Draw the time of the next failure."""
-        return now_s + self._random.expovariate(len(self._machines) / self._mtbf_s)
+        mean_s = self._mtbf_s / len(self._machines)
+        if self._shape == 1:
+            return now_s + self._random.expovariate(1 / mean_s)
+        if math.isinf(self._shape):
+            return now_s + mean_s
+        return now_s + self._random.gammavariate(self._shape, mean_s / self._shape)
 
     def draw(self) -> tuple[str, int]:
         """Draw the kind of a failure and its machine."""

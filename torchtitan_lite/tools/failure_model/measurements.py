@@ -12,9 +12,19 @@ MEASUREMENTS: dict[str, tuple[float, str]] = {
         1.01,
         "rank_recovery.json, 1 of 4 ranks killed, FSDP-4, until training again, median of 3, ours",
     ),
+    "lost_machine_s": (
+        31.4,
+        "lost_machine.json, 1 of 2 machines killed, 1 spare, state from buddy, until training "
+        "again, median of 3, ours",
+    ),
     "replica_stall_s": (
         0.192,
         "recovery.json, ours, builtin lighthouse, survivor's stall, median of 5, ours",
+    ),
+    "lost_machine_stall_s": (
+        2.22,
+        "recovery.json, link of 1 of 2 replicas cut for 20 s, longest pause of the other replica, "
+        "ours",
     ),
     "replica_restart_s": (
         4.62,

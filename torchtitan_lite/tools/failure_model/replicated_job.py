@@ -54,6 +54,8 @@ class ReplicatedJob:
         self._stalled_until_s = 0.0
         self._step_began_s = 0.0
         self._work = 0.0
+        self._stepping_s = 0.0
+        """Training time of the kept steps, however many replicas take part."""
         self._history: list[tuple[float, float]] = [(0.0, 0.0)]
         """Times and the work until then, since all replicas last began; linear in between."""
         self._died_s = 0.0
@@ -82,18 +84,46 @@ class ReplicatedJob:
         return len(self._live) * self._times.machines_per_replica
 
     @property
-    def _step_s(self) -> float:
-        """Duration of a step: the live replicas of this project compute the samples of all."""
+    def _compute_s(self) -> float:
+        """Duration of a step without the exchange: the live replicas of this project compute the
+        samples of all."""
         if self._strategy.replicas == "torchft" or not self._live:
             return self._times.step_s
         return self._times.step_s * self._num_replicas / len(self._live)
 
     @property
-    def _useful_share(self) -> float:
-        """Share of the training time in which steps are computed, and not saves and snapshots."""
+    def num_steps(self) -> float:
+        """Number of steps that are kept. A step of torchft's replicas lacks the samples of the
+        missing ones; one of this project's replicas has all, and takes longer."""
+        if self._strategy.replicas == "torchft":
+            return self._stepping_s / self._times.step_s
+        return self._work / (self._size * self._times.step_s)
+
+    @property
+    def _exchange_s(self) -> float:
+        """Time that a step waits for the sum of the gradients; none with a single live replica."""
+        return self._times.exchange_s if len(self._live) > 1 else 0.0
+
+    @property
+    def _step_s(self) -> float:
+        return self._compute_s + self._exchange_s
+
+    def _cycle_s(self, exchange_s: float, compute_s: float) -> float:
+        """Return the time from one save to the next."""
         times = self._times
-        training_s = times.save_interval_s / times.training_share
-        return times.save_interval_s / (training_s + times.save_stall_s)
+        exchanges_s = exchange_s * times.save_interval_s / compute_s
+        return times.save_interval_s / times.training_share + exchanges_s + times.save_stall_s
+
+    @property
+    def _full_cycle_s(self) -> float:
+        """Time from one save to the next while all replicas are live."""
+        return self._cycle_s(self._times.exchange_s, self._times.step_s)
+
+    @property
+    def _useful_share(self) -> float:
+        """Share of the training time in which steps are computed, and not exchanges, saves and
+        snapshots."""
+        return self._times.save_interval_s / self._cycle_s(self._exchange_s, self._compute_s)
 
     def _advance(self, until_s: float) -> None:
         seconds = until_s - self._now_s
@@ -105,8 +135,12 @@ class ReplicatedJob:
         self.shares.recovering += machines * stalled_s + starting * seconds
         self.shares.waiting += (capacity - machines - starting) * seconds
         trained = machines * (seconds - stalled_s)
+        exchange_share = self._useful_share * self._exchange_s / self._compute_s
         self.shares.useful += trained * self._useful_share
-        self.shares.saving += trained * (1 - self._useful_share)
+        self.shares.exchanging += trained * exchange_share
+        self.shares.saving += trained * (1 - self._useful_share - exchange_share)
+        if self._live:
+            self._stepping_s += (seconds - stalled_s) * self._useful_share
         if stalled_s:
             self._history.append((self._now_s + stalled_s, self._work))
         self._work += trained * self._useful_share
@@ -126,7 +160,8 @@ class ReplicatedJob:
             self._live = [replica for replica in self._live if replica.isdisjoint(hit)]
         self._starting = [replica for replica in self._starting if replica.machines.isdisjoint(hit)]
         if dead and self._live:
-            self._stall(self._times.replica_stall_s)
+            loss_s = self._times.machine_loss_s if lost else 0.0
+            self._stall(self._times.replica_stall_s + loss_s)
         elif dead:
             self._died_s = self._now_s
             self._needs_storage = bool(lost) or not self._strategy.snapshots
@@ -142,6 +177,7 @@ class ReplicatedJob:
             return
         elapsed_s = (self._now_s - self._step_began_s) % self._step_s
         self._lose(elapsed_s * self._training_machines * self._useful_share)
+        self._stepping_s -= elapsed_s * self._useful_share
 
     def _stall(self, seconds: float) -> None:
         self._stalled_until_s = max(self._stalled_until_s, self._now_s) + seconds
@@ -152,13 +188,15 @@ class ReplicatedJob:
         times = self._times
         if self._needs_storage:
             began_s, began = self._history[0]
-            cycle_s = times.save_interval_s / times.training_share + times.save_stall_s
+            cycle_s = self._full_cycle_s
             saves = max(0, math.floor((self._died_s - times.write_s - began_s) / cycle_s))
             left = self._work_at(began_s + saves * cycle_s) if saves else began
         else:
             interval = times.snapshot_interval_s * self._size
             left = math.floor(self._work / interval + 1e-9) * interval
-        self._lose(max(0.0, self._work - left))
+        lost = max(0.0, self._work - left)
+        self._lose(lost)
+        self._stepping_s -= lost / self._size
 
     def _lose(self, work: float) -> None:
         self.shares.lose(work)
@@ -176,10 +214,9 @@ class ReplicatedJob:
         """Drop the history before the saves that are the newest durable one from now on."""
         if len(self._history) < 1000:
             return
-        times = self._times
-        cycle_s = times.save_interval_s / times.training_share + times.save_stall_s
+        cycle_s = self._full_cycle_s
         began_s = self._history[0][0]
-        saves = math.floor((self._now_s - times.write_s - began_s) / cycle_s) - 1
+        saves = math.floor((self._now_s - self._times.write_s - began_s) / cycle_s) - 1
         if saves > 0:
             at_s = began_s + saves * cycle_s
             kept = [entry for entry in self._history if entry[0] > at_s]

@@ -27,6 +27,8 @@ def _measured(name: str) -> Any:
     return field(default=value, metadata={_SOURCE: f"measured: {origin}", _LEAST: least})
 
 
+_MAY_BE_INFINITE = {"mtbf_h", "failure_shape"}
+"""Inputs of a cluster without failures, or with failures at equal times."""
 _LLAMA_3 = "Llama 3 (arXiv 2407.21783): 419 unexpected interruptions in 54 days on 16,384 GPUs"
 
 
@@ -36,6 +38,11 @@ class Scenario:
 
     mtbf_h: float = _assumed(50_676.0, f"per rank; {_LLAMA_3}", least=_POSITIVE)
     """Mean time between failures of one rank, in hours."""
+    failure_shape: float = _assumed(
+        1.0, "assumption: independent failures, exponential times between them", least=_POSITIVE
+    )
+    """Shape of the gamma distribution of the times between failures of the cluster; infinite: equal
+    times."""
     machine_share: float = _assumed(0.78, "share with hardware at fault in the same report")
     """Share of the failures that lose the machine with its memory."""
     ranks_per_machine: int = _assumed(8, "assumption", least=1)
@@ -54,6 +61,8 @@ class Scenario:
     state_gib_per_rank: float = _assumed(12.0, "assumption: weights and optimizer state")
     storage_gib_per_s: float = _assumed(100.0, "assumption", least=_POSITIVE)
     """Limit of the storage for all machines together."""
+    exchange_s: float = _assumed(0.0, "FT-HSDP (arXiv 2602.00277): steps no slower than without")
+    """Time that each step of several replicas waits for the sum of their gradients."""
     save_interval_steps: int = _assumed(0, "0: the best interval by Young's formula, at most 1 h")
     """Steps between saves to storage."""
     snapshot_interval_steps: int = _assumed(
@@ -62,7 +71,9 @@ class Scenario:
     """Steps between snapshots in shared memory."""
     buddy_interval_steps: int = _assumed(0, "0: each snapshot, as far as buddy_mib_per_s allows")
     """Steps between copies to the memory of a buddy machine."""
-    buddy_mib_per_s: float = _assumed(250.0, "assumption, per rank", least=_POSITIVE)
+    buddy_mib_per_s: float = _assumed(
+        256.0, "the default of checkpoint.buddy_mib_per_s, a limit per rank", least=_POSITIVE
+    )
     """Rate of the copies to a buddy machine."""
     regrow_after_s: float = _assumed(600.0, "the launcher's default")
     """Time without a change after which a job takes machines that have arrived (traces)."""
@@ -71,8 +82,13 @@ class Scenario:
     """Time from the death of a rank until all ranks, restarted, train."""
     spare_s: float = _measured("spare_s")
     """Time from the death of a rank until a warm spare has replaced it."""
+    lost_machine_s: float = _measured("lost_machine_s")
+    """The same where the machine is lost, and a spare machine replaces it; the difference is also
+    added to `restart_s`."""
     replica_stall_s: float = _measured("replica_stall_s")
     """Stall of the other replicas when one of them dies, beyond the aborted step."""
+    lost_machine_stall_s: float = _measured("lost_machine_stall_s")
+    """The same where a machine is lost; the difference is also added to `torchft_stall_s`."""
     replica_restart_s: float = _measured("replica_restart_s")
     """Time from the restart of a replica to its first step, without transfer of a large state."""
     donor_stall_s: float = _measured("donor_stall_s")
@@ -123,8 +139,7 @@ def overridden(scenario: Scenario, values: Mapping[str, str]) -> Scenario:
             continue
         if name == "machine_share" and not 0 <= number <= 1:
             problems.append(f"{name} is {text}, must be from 0 to 1")
-        # An infinite MTBF is a cluster without failures.
-        elif not least <= number or (math.isinf(number) and name != "mtbf_h"):
+        elif not least <= number or (math.isinf(number) and name not in _MAY_BE_INFINITE):
             limit = "more than 0" if least == _POSITIVE else f"at least {least:g}"
             problems.append(f"{name} is {text}, must be finite and {limit}")
         else:

@@ -37,6 +37,8 @@ class Prediction:
     times: JobTimes
     hours: float
     """Simulated time."""
+    num_steps: float
+    """Steps that are kept."""
 
 
 def num_reserve(scenario: Scenario, num_machines: int) -> int:
@@ -87,6 +89,7 @@ def predict(
                 machine_mtbf_s=machine_mtbf_s,
                 machine_share=scenario.machine_share,
                 seed=f"{seed} {num_ranks} {machines.start}",
+                shape=scenario.failure_shape,
             )
             for machines in (range(size), range(size, total))
         ]
@@ -105,6 +108,7 @@ def predict(
                 shares=shares,
                 times=times,
                 hours=horizon_s / 3600,
+                num_steps=job.num_steps,
             )
         )
     return predictions
@@ -150,6 +154,7 @@ def predict_trace(
                 shares=shares,
                 times=times,
                 hours=trace.duration_s / 3600,
+                num_steps=job.num_steps,
             )
         )
     return predictions

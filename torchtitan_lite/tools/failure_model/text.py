@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torchtitan_lite.tools.failure_model.published import PublishedComparison
 from torchtitan_lite.tools.failure_model.scenario import Scenario, described
 from torchtitan_lite.tools.failure_model.simulation import Prediction
 
@@ -41,6 +42,21 @@ def input_lines(scenario: Scenario) -> list[str]:
     return _aligned(
         [[name, f"{value:g}", source] for name, value, source in described(scenario)], left=(0, 2)
     )
+
+
+def published_lines(comparisons: Iterable[PublishedComparison]) -> list[str]:
+    """Return published results next to the predictions, in lines."""
+    rows = [["published result", "published", "predicted", "deviation"]]
+    rows += [
+        [
+            comparison.case.name,
+            f"{comparison.case.published:.0f} {comparison.case.unit}",
+            f"{comparison.predicted:.1f} {comparison.case.unit}",
+            comparison.deviation_text,
+        ]
+        for comparison in comparisons
+    ]
+    return _aligned(rows)
 
 
 def as_values(scenario: Scenario, predictions: Iterable[Prediction], **more: Any) -> dict[str, Any]:

@@ -14,6 +14,8 @@ class TimeShares:
     """Steps that were kept."""
     lost: float = 0.0
     """Steps that were computed again after a failure, and aborted ones."""
+    exchanging: float = 0.0
+    """Steps that wait for the sum of the gradients between replicas."""
     saving: float = 0.0
     """Training blocked by saves and snapshots."""
     recovering: float = 0.0

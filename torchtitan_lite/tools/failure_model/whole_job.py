@@ -74,6 +74,11 @@ class WholeJob:
         self._ready_s = None if self._members else math.inf
 
     @property
+    def num_steps(self) -> float:
+        """Number of steps that are kept."""
+        return self._work / (self._size * self._times.step_s)
+
+    @property
     def is_training(self) -> bool:
         """Whether steps are computed."""
         return self._ready_s is None
@@ -256,7 +261,10 @@ class WholeJob:
             self._ready_s = math.inf
             return
         in_place = self._strategy.in_place and is_same_size and not was_waiting
-        self._recover(self._times.spare_s if in_place else self._times.restart_s)
+        seconds = self._times.spare_s if in_place else self._times.restart_s
+        # A job that waited for machines has noticed the loss before.
+        is_lost = bool(places) and not was_waiting
+        self._recover(seconds + (self._times.machine_loss_s if is_lost else 0.0))
 
     def _recover(self, seconds: float) -> None:
         times = self._times

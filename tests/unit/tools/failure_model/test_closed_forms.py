@@ -25,6 +25,7 @@ PLAIN = JobTimes(
     num_ranks=8,
     machines_per_replica=1,
     step_s=1.0,
+    exchange_s=0.0,
     save_interval_s=100.0,
     save_stall_s=5.0,
     write_s=5.0,
@@ -37,6 +38,7 @@ PLAIN = JobTimes(
     transfer_s=0.0,
     restart_s=20.0,
     spare_s=2.0,
+    machine_loss_s=0.0,
     replica_stall_s=0.0,
     replica_restart_s=30.0,
     donor_stall_s=0.0,
@@ -88,6 +90,78 @@ def test_restart_from_storage_agrees_with_daly(
     shares = job.run(random_failures(4, 4 * mtbf_s, 0.0), 40_000 * mtbf_s)
     segment_s = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
     assert shares.goodput == pytest.approx(interval_s / segment_s, rel=0.01)
+
+
+def upper_gamma(shape: int, x: float) -> float:
+    """The regularized upper incomplete gamma function of a whole number."""
+    return math.exp(-x) * sum(x**order / math.factorial(order) for order in range(shape))
+
+
+@pytest.mark.parametrize(
+    "shape", [4, math.inf, *(pytest.param(shape, marks=pytest.mark.matrix) for shape in (1, 48))]
+)
+def test_recoveries_agree_with_renewal_theory_for_any_regularity(shape: float) -> None:
+    """Between failures X apart a job with recoveries of R trains for max(0, X - R), with a gamma
+    distribution of X. Only the failure itself costs: each step is in shared memory at once."""
+    mtbf_s, recovery_s = 300.0, 240.0
+    if math.isinf(shape):
+        expected = 1 - recovery_s / mtbf_s
+    else:
+        x = recovery_s / mtbf_s * shape
+        expected = upper_gamma(int(shape) + 1, x)
+        expected -= recovery_s / mtbf_s * upper_gamma(int(shape), x)
+    times = replace(
+        PLAIN, spare_s=recovery_s, snapshot_interval_s=1e-3, save_stall_s=0.0, save_interval_s=1e9
+    )
+    failures = RandomFailures(
+        range(4), machine_mtbf_s=4 * mtbf_s, machine_share=0.0, seed="c", shape=shape
+    )
+    job = WholeJob(BY_NAME["spares"], times, range(4), 4)
+    shares = job.run(EventStream(failures=[failures]), 8000 * mtbf_s)
+    assert shares.goodput == pytest.approx(expected, rel=0.03)
+
+
+def test_an_exchange_between_replicas_slows_each_step_while_there_are_several() -> None:
+    times = replace(PLAIN, exchange_s=1.0, save_stall_s=0.0)
+    died = EventStream([ClusterEvents(at_s=40.0, rank_lost=frozenset({1}))])
+    job = ReplicatedJob(BY_NAME["torchft"], times, range(2), 2)
+    shares = job.run(died, 100.0)
+    # 20 steps of 2 s, 30 steps of one replica alone while the other starts, and 15 of both.
+    assert job.num_steps == pytest.approx(20 + 30 + 15)
+    assert shares.exchanging == pytest.approx(2 * 20 + 2 * 15)
+    assert shares.useful == pytest.approx(2 * 20 + 30 + 2 * 15)
+
+
+def test_replicas_of_this_project_compute_the_samples_of_a_missing_one() -> None:
+    died = EventStream([ClusterEvents(at_s=40.0, rank_lost=frozenset({1}))])
+    job = ReplicatedJob(BY_NAME["replicas"], replace(PLAIN, save_stall_s=0.0), range(2), 2)
+    job.run(died, 100.0)
+    # One replica needs 2 s for each of the steps of the 30 s.
+    assert job.num_steps == pytest.approx(40 + 15 + 30)
+
+
+@pytest.mark.parametrize(("lost_rank", "more_s"), [(True, 0.0), (False, 7.0)])
+def test_a_lost_machine_takes_longer_to_replace_than_a_dead_rank(
+    lost_rank: bool, more_s: float
+) -> None:
+    times = replace(PLAIN, machine_loss_s=7.0)
+    machines = frozenset({1})
+    event = ClusterEvents(
+        at_s=50.0,
+        rank_lost=machines if lost_rank else frozenset(),
+        lost=frozenset() if lost_rank else machines,
+    )
+    whole = WholeJob(BY_NAME["spares"], times, range(6), 4)
+    assert whole.run(EventStream([event]), 90.0).recovering == pytest.approx(4 * (2 + more_s))
+    replicated = ReplicatedJob(BY_NAME["replicas"], times, range(6), 4)
+    shares = replicated.run(EventStream([event]), 90.0)
+    assert shares.recovering == pytest.approx(30 + 3 * more_s)
+
+
+def test_the_steps_of_a_job_without_replicas_are_those_that_are_kept() -> None:
+    job = WholeJob(BY_NAME["restart"], PLAIN, [0], 1)
+    job.run(EventStream([rank(150.0)]), 200.0)
+    assert job.num_steps == pytest.approx(100 + 30)
 
 
 def test_the_default_interval_of_saves_is_youngs() -> None:

@@ -60,6 +60,7 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "not a multiple of the 8 ranks of a machine",
         ),
         (["estimate", "--failures", "--trace", "missing.csv"], "missing.csv"),
+        (["estimate", "--failures", "--published", "--set", "step_s=1"], "omit --set, --trace"),
     ],
 )
 def test_an_invalid_command_line_is_one_line_and_imports_no_torch(
