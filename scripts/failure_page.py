@@ -15,9 +15,12 @@ from pathlib import Path
 from scripts.benchmark_page import RESULTS, ROOT, Result, read_results
 from scripts.failure_figures import MODULE, measurements, module_text
 from torchtitan_lite.tools.failure_model import (
+    CASES,
     STRATEGIES,
     Prediction,
+    PublishedComparison,
     Scenario,
+    compare,
     described,
     goodput_picture,
     predict,
@@ -62,7 +65,8 @@ def main() -> int:
         print(f"{MODULE.relative_to(ROOT)} has changed: run this command again.", file=sys.stderr)
         return 1
     predictions = page_predictions()
-    texts = {PAGE: page(predictions, results), PICTURE: picture(predictions)}
+    text = page(predictions, results, page_comparisons())
+    texts = {PAGE: text, PICTURE: picture(predictions)}
     status = 0
     for path, text in texts.items():
         if not options.check:
@@ -82,13 +86,22 @@ def page_predictions() -> list[Prediction]:
     ]
 
 
+def page_comparisons() -> list[PublishedComparison]:
+    """Return the comparison with published results that the page shows."""
+    return compare(CASES, failures=_NUM_FAILURES, seed=0)
+
+
 def picture(predictions: Sequence[Prediction]) -> str:
     """Return the picture of the page."""
     hours = Scenario().mtbf_h
     return goodput_picture(predictions, f"Goodput, one failure per {hours:,.0f} h and rank")
 
 
-def page(predictions: Sequence[Prediction], results: Mapping[str, Result]) -> str:
+def page(
+    predictions: Sequence[Prediction],
+    results: Mapping[str, Result],
+    comparisons: Sequence[PublishedComparison],
+) -> str:
     """Return the text of the page."""
     parts = {
         "goodput": _goodput(predictions),
@@ -97,6 +110,7 @@ def page(predictions: Sequence[Prediction], results: Mapping[str, Result]) -> st
         ),
         "varied": _varied(),
         "inputs": _inputs(),
+        "published": _published(comparisons),
         "validation": validation(results.get("failures")),
     }
     text = _TEMPLATE.read_text(encoding="utf-8")
@@ -172,6 +186,28 @@ def _inputs() -> str:
         _row(f"`{name}`", f"{value:g}", source) for name, value, source in described(Scenario())
     ]
     return "\n".join(lines)
+
+
+def _published(comparisons: Sequence[PublishedComparison]) -> str:
+    """Return published results next to the predictions, and the inputs of each."""
+    lines = ["| result | published | predicted | deviation | why |", "|---" * 5 + "|"]
+    for number, comparison in enumerate(comparisons, start=1):
+        case, unit = comparison.case, comparison.case.unit
+        lines.append(
+            _row(
+                f"{number}. {case.name} ([source]({case.source}))",
+                f"{case.published:.0f} {unit}",
+                f"{comparison.predicted:.1f} {unit}",
+                comparison.deviation_text,
+                case.reason,
+            )
+        )
+    inputs = ["| row | inputs that the source states | assumed |", "|---" * 3 + "|"]
+    inputs += [
+        _row(f"{number}", comparison.case.stated, comparison.case.assumed)
+        for number, comparison in enumerate(comparisons, start=1)
+    ]
+    return "\n".join([*lines, "", *inputs])
 
 
 def _row(*cells: str) -> str:

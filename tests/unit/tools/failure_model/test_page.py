@@ -7,7 +7,15 @@ import pytest
 
 from scripts.benchmark_page import RESULTS, Result, read_results
 from scripts.failure_figures import MODULE, ORIGINS, measurements, module_text
-from scripts.failure_page import PAGE, PICTURE, page, page_predictions, picture, validation
+from scripts.failure_page import (
+    PAGE,
+    PICTURE,
+    page,
+    page_comparisons,
+    page_predictions,
+    picture,
+    validation,
+)
 from torchtitan_lite.tools.failure_model import Scenario, described
 
 
@@ -18,7 +26,7 @@ def test_the_figures_are_up_to_date() -> None:
 @pytest.mark.matrix
 def test_the_page_and_its_picture_are_up_to_date() -> None:
     results, predictions = read_results(RESULTS), page_predictions()
-    assert PAGE.read_text() == page(predictions, results), "run `make docs`"
+    assert PAGE.read_text() == page(predictions, results, page_comparisons()), "run `make docs`"
     assert PICTURE.read_text() == picture(predictions), "run `make docs`"
 
 
