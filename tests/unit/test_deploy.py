@@ -171,7 +171,7 @@ def test_jobset_repeats_its_numbers_consistently() -> None:
     assert int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     fails, ignores = job["podFailurePolicy"]["rules"]
     assert fails["onExitCodes"]["containerName"] == train["name"]
-    assert ignores["onPodConditions"] == [{"type": "DisruptionTarget"}]
+    assert ignores["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     mounted = {one["name"] for one in train["volumeMounts"]}
     assert mounted == {one["name"] for one in pod["volumes"]}
 
