@@ -8,10 +8,6 @@ others.
 When a machine is asked to stop, all ranks save and exit. A run of one replica ends with that; with
 several replicas, the next generation of the replica waits for another machine.
 
-A resize, which any member may request, has three phases: all members start missing processes, all
-ranks leave the training after the same step, and the next generation is on the new mesh. If that
-generation ends before all ranks have committed a step, the next one is on the former mesh.
-
 Invariants: it has no clock and no I/O; a machine is recorded before others expire; what must
 survive a restart is in the reports, so that none of it is stored.
 """
@@ -30,13 +26,13 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Report,
     RunState,
 )
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.resize import ResizeCoordinator
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     ALL_LOST_S,
-    HOLD_S,
     LOST_S,
     OUTAGE_S,
 )
-from torchtitan_lite.fault_tolerance.supervision.resize_request import LEAVE_S, ResizeState
+from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     HEALTHY_S,
     Failure,
@@ -48,10 +44,6 @@ _MAX_RESTARTS = 10
 _MAX_MACHINES = 4096
 _OUTAGE_DELAY_S = 1.0
 """Delay of the next generation if all members lost their leases."""
-_PREPARE_S = 600.0
-"""Time for all machines to start the processes that a resize needs."""
-_FAILED_LEAVES = 2
-"""Generations that fail instead of being left, after which a resize ends."""
 _FAILURES_OF_A_MACHINE = 2
 """Failures in a row on one machine, without progress in between, after which a spare machine takes
 its place."""
@@ -72,23 +64,8 @@ class _Machine:
     was_joined: bool = False
     """Whether it has reported the present generation."""
     failed_at_s: float = 0.0
-
-
-@dataclass
-class _MachinesResize:
-    """A resize that has not ended."""
-
-    id: str
-    mesh: str
-    former: str
-    """The mesh before."""
-    deadline_s: float
-    """When the present phase must have ended."""
-    state: ResizeState = ResizeState.ACCEPTED
-    is_late: bool = False
-    """Whether the ranks did not leave in time, so that they are aborted."""
-    num_failures: int = 0
-    """Generations that failed instead of being left."""
+    joins_until: int = 0
+    """Number of the report until which it may join a generation that an answer has named."""
 
 
 class Coordinator:
@@ -99,10 +76,12 @@ class Coordinator:
         now_s: float,
         replica: int,
         *,
+        resizes: ResizeCoordinator,
         borrow: Callable[["Coordinator"], list[str]],
     ) -> None:
-        """`borrow` lets a spare machine of another replica, if there is one, become this one's."""
-        self._replica, self._borrow = replica, borrow
+        """`resizes` decides about the mesh; `borrow` lets a spare machine of another replica, if
+        there is one, become this one's."""
+        self._replica, self._resizes, self._borrow = replica, resizes, borrow
         self._machines: dict[str, _Machine] = {}
         self._dismissed: set[str] = set()
         """Machines at fault, which must not train again."""
@@ -116,7 +95,7 @@ class Coordinator:
     def start(self, now_s: float, learn_s: float) -> None:
         """Start with nothing known of a run, and learn what the machines know for `learn_s` after
         the first report."""
-        self._contact_s = self._outage_ended_s = now_s
+        self._started_s = self._contact_s = self._outage_ended_s = now_s
         self._policy = RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0)
         self._state = RunState.REBUILDING
         self._learn_s = learn_s
@@ -142,11 +121,6 @@ class Coordinator:
         self._not_before_s = 0.0
         self._blamed = self._reason = ""
         self._status = 0
-        self._mesh = ""
-        """Mesh of the present or next generation per machine, see `Report`."""
-        self._resize: _MachinesResize | None = None
-        self._outcomes: dict[str, tuple[ResizeState, str]] = {}
-        """Outcomes of ended requests and their reasons, as long as a member reports them."""
 
     def report(self, report: Report, now_s: float) -> Answer:
         """Record a report and return the answer. Raises Rejected or Busy. The machines that are
@@ -259,6 +233,33 @@ class Coordinator:
         """The last reports of its machines."""
         return [entry.report for entry in self._machines.values()]
 
+    @property
+    def _has_busy_ranks(self) -> bool:
+        """Whether ranks start, train, or have not returned to standby."""
+        phases = (report.phase for report in self.reports)
+        return any(phase in (NodeState.JOINED, NodeState.FAILED) for phase in phases)
+
+    def may_train(self, now_s: float) -> bool:
+        """Return whether ranks of it may start, train, or not have returned to standby."""
+        # Machines that have not reached a restarted rendezvous yet may have leases.
+        is_unknown = self._state is RunState.REBUILDING and now_s < self._started_s + LOST_S
+        joins = any(entry.report.sequence < entry.joins_until for entry in self._machines.values())
+        is_running = self._state is RunState.RUNNING
+        return is_unknown or is_running or joins or self._has_busy_ranks
+
+    def training_members(self) -> list[Report] | None:
+        """Return the members of its generation, none if it waits for machines; None unless all
+        ranks have committed a step."""
+        if self._state is RunState.ENDED or not self._machines:
+            return []
+        if self._state is not RunState.RUNNING:
+            is_short = self.num_missing(self.reports[0].machines_per_replica) > 0
+            return [] if self._state is RunState.FORMING and is_short else None
+        members = self._present_members()
+        reports = [member.report for member in members if member is not None and member.was_joined]
+        trained = [report for report in reports if report.has_progress]
+        return trained if len(trained) == len(members) else None
+
     def has(self, machine: str) -> bool:
         """Return whether a machine is one of its own, as a member or as a spare one."""
         return machine in self._machines
@@ -322,7 +323,7 @@ class Coordinator:
         self._generation = max(
             (r.seen_generation for r in reports if r.seen_replica == self._replica), default=0
         )
-        self._mesh = max(own or reports, key=lambda report: report.generation).mesh
+        self._resizes.learn()
         size = reports[0].machines_per_replica
         seats = {r.node_rank: r for r in own if r.generation == self._generation and r.generation}
         self._members = [seats[n].machine if n in seats else "" for n in range(size)]
@@ -330,7 +331,7 @@ class Coordinator:
             self._members = []
         if seats and all(n in seats or self._has_finished(n) for n in range(size)):
             self._state = RunState.RUNNING
-            self._rebuild_resize(list(seats.values()), now_s)
+            self._resizes.rebuild([*seats.values()], now_s)
             return
         if seats and self._first_member_s is None:
             self._first_member_s = now_s
@@ -341,38 +342,11 @@ class Coordinator:
             until_s = (self._first_member_s or self._first_report_s) + self._learn_s
         if now_s >= until_s:
             self._state = RunState.FORMING
-            self._rebuild_resize(list(seats.values()), now_s)
-
-    def _rebuild_resize(self, members: list[Report], now_s: float) -> None:
-        """Learn the present resize: the ranks leave the last generation, or it is the first one on
-        its mesh."""
-        leaving = next((member for member in members if member.leaving_for), None)
-        if leaving is not None:
-            self._resize = _MachinesResize(
-                leaving.ready_for,
-                leaving.leaving_for,
-                self._mesh,
-                now_s + LEAVE_S,
-                state=ResizeState.READY,
-            )
-            return
-        trained = [member.trained_mesh for member in members if not member.has_progress]
-        former = next(filter(None, trained), None)
-        if former is not None and self._mesh not in trained:
-            request = next(
-                (member.request for member in members if member.request_mesh == self._mesh), ""
-            )
-            self._resize = _MachinesResize(
-                request, self._mesh, former, math.inf, state=ResizeState.LEFT
-            )
+            self._resizes.rebuild([*seats.values()], now_s)
 
     def _watch(self, now_s: float) -> None:
         """End the generation when a member has left it, or the run when all have finished."""
-        members = [
-            self._machines.get(machine)
-            for node_rank, machine in enumerate(self._members)
-            if not self._has_finished(node_rank)
-        ]
+        members = self._present_members()
         living = [member for member in members if member is not None]
         for member in living:
             member.was_joined = member.was_joined or member.report.generation == self._generation
@@ -383,10 +357,19 @@ class Coordinator:
             if all(member.report.has_progress and member.was_joined for member in living):
                 self._policy.made_progress(now_s)
                 self._progress_since_s = self._progress_since_s or now_s
-                self._follow_requests([member.report for member in living], now_s)
+                self._resizes.follow(now_s)
             if self._continues(living, now_s):
                 return
         self._state, self._is_judged = RunState.FORMING, False
+
+    def _present_members(self) -> list[_Machine | None]:
+        """Return the members of the generation except for those that have finished and left; None
+        for one that is lost."""
+        return [
+            self._machines.get(machine)
+            for node_rank, machine in enumerate(self._members)
+            if not self._has_finished(node_rank)
+        ]
 
     def _end_training(self, members: list[Report], now_s: float) -> None:
         """End the run, because all ranks have finished, or form the next generation without the
@@ -402,57 +385,13 @@ class Coordinator:
 
     def _continues(self, members: list[_Machine], now_s: float) -> bool:
         """Return whether all members train, or their ranks are still leaving to resize the run."""
-        resize = self._resize
-        if resize is None or resize.state is not ResizeState.READY:
+        if not self._resizes.is_leaving:
             return not any(map(self._has_stopped, members))
         if any(self._has_stopped(member) and not member.report.has_left for member in members):
             return False
         if all(member.report.has_left or self._has_ended(member.report) for member in members):
             return False
-        resize.is_late = now_s >= resize.deadline_s
-        return not resize.is_late
-
-    def _follow_requests(self, members: list[Report], now_s: float) -> None:
-        """Begin, continue or end a resize. All ranks of the members have committed a step, so they
-        can be ordered to leave."""
-        if self._resize is not None and self._resize.state is ResizeState.LEFT:
-            self._end_resize(ResizeState.DONE)
-        reported = {report.request: report.request_mesh for report in members if report.request}
-        self._outcomes = {
-            key: outcome for key, outcome in self._outcomes.items() if key in reported
-        }
-        stopping = next((report for report in members if report.is_stopping), None)
-        resize = self._resize
-        if resize is None:
-            new = next((key for key in reported if key not in self._outcomes), None)
-            if new is not None and reported[new] == self._mesh:
-                self._outcomes[new] = ResizeState.DONE, ""
-            elif new is not None and stopping is None:
-                self._resize = _MachinesResize(new, reported[new], self._mesh, now_s + _PREPARE_S)
-            return
-        if resize.state is ResizeState.READY:
-            if stopping is not None:
-                # Its ranks save and exit once they train again.
-                resize.deadline_s = min(resize.deadline_s, now_s + HOLD_S / 2)
-            return
-        refused = next((member for member in members if member.refused == resize.id), None)
-        waits_for = [member.name for member in members if member.ready_for != resize.id]
-        if refused is not None:
-            self._end_resize(ResizeState.REJECTED, refused.refusal)
-        elif stopping is not None:
-            self._end_resize(ResizeState.FAILED, f"{stopping.name} was asked to stop")
-        elif not waits_for:
-            resize.state, resize.deadline_s = ResizeState.READY, now_s + LEAVE_S
-        elif now_s >= resize.deadline_s:
-            names = ", ".join(waits_for)
-            text = f"{names} did not start missing processes in {_PREPARE_S:.0f} s"
-            self._end_resize(ResizeState.FAILED, text)
-
-    def _end_resize(self, state: ResizeState, reason: str = "") -> None:
-        """Record the outcome of the present resize."""
-        assert self._resize is not None
-        self._outcomes[self._resize.id] = state, reason
-        self._resize = None
+        return not self._resizes.is_overdue(now_s)
 
     def _has_ended(self, report: Report) -> bool:
         """Return whether all ranks of a machine have finished in the present generation."""
@@ -467,13 +406,16 @@ class Coordinator:
     def _form(self, now_s: float) -> None:
         """Start the next generation if there are enough machines, all of them on standby."""
         former = [self._machines[m] for m in self._members if m in self._machines]
-        busy = (NodeState.JOINED, NodeState.FAILED)
-        if any(member.report.phase in busy for member in self._machines.values()):
+        if self._has_busy_ranks:
             return
         if not self._is_judged:
             self._is_judged = True
             self._judge(former, now_s)
         if self._state is not RunState.FORMING or now_s < self._not_before_s:
+            return
+        self._resizes.advance(now_s)
+        if self._resizes.is_leaving:
+            # A replica still trains on the mesh that all leave.
             return
         size = self.reports[0].machines_per_replica
         departing = {
@@ -526,8 +468,7 @@ class Coordinator:
             if member.report.has_lost_lease and member.report.generation == self._generation
         ]
         was_cut = bool(self._lost or cut)
-        resize = self._resize
-        is_leaving = resize is not None and resize.state is ResizeState.READY
+        resize, is_leaving = self._resizes.resize, self._resizes.is_leaving
         # Exceptions of ranks that are aborted because others leave too late are explained, too.
         is_explained = was_cut or (resize is not None and is_leaving and resize.is_late)
         for kind in (FailureKind.USER_ERROR, FailureKind.DEATH, FailureKind.EXCEPTION):
@@ -565,13 +506,8 @@ class Coordinator:
                 report.failure_rank,
                 report.failure_status,
             )
-        if resize is not None and is_leaving:
-            # It is followed once the ranks train again.
-            resize.state, resize.deadline_s = ResizeState.ACCEPTED, now_s + _PREPARE_S
-            resize.is_late = False
-            resize.num_failures += 1
-            if resize.num_failures == _FAILED_LEAVES:
-                self._end_resize(ResizeState.FAILED, self._reason)
+        if is_leaving:
+            self._resizes.generation_failed(self._reason, now_s)
         if stopping is not None and self._is_alone:
             self._end(failure.status or 1, f"{self._reason}; {stopping.name} was asked to stop")
             return
@@ -579,9 +515,8 @@ class Coordinator:
             self._not_before_s = now_s + _OUTAGE_DELAY_S
             return
         is_at_fault = failure.status == MACHINE_FAULT
-        if resize is not None and resize.state is ResizeState.LEFT:
-            self._mesh = resize.former
-            self._end_resize(ResizeState.FAILED, self._reason)
+        if self._resizes.is_first_on_mesh:
+            self._resizes.return_to_former(self._reason, now_s)
             if not is_at_fault:
                 self._not_before_s = now_s
                 return
@@ -602,16 +537,11 @@ class Coordinator:
 
     def _end_leaving(self, stopping: Report | None) -> None:
         """Let the next generation be on the mesh of a resize, for which all ranks have left; on the
-        former one if a machine was asked to stop: to save and exit, its ranks must train."""
+        former one if the only replica was asked to stop: to save and exit, its ranks must train."""
         self._reason = "all ranks have left to resize the run"
-        resize = self._resize
-        # A rendezvous that was restarted meanwhile has none.
-        if resize is None or resize.state is not ResizeState.READY:
-            return
-        if stopping is not None:
-            self._end_resize(ResizeState.FAILED, f"{stopping.name} was asked to stop")
-        else:
-            resize.state, self._mesh = ResizeState.LEFT, resize.mesh
+        # A rendezvous that was restarted meanwhile has no resize.
+        if self._resizes.is_leaving and stopping is not None and self._is_alone:
+            self._resizes.end(ResizeState.FAILED, f"{stopping.name} was asked to stop")
 
     def _replace(self, machines: list[str], failure: Failure, now_s: float) -> bool:
         """Take the node ranks from those of `machines` that are at fault or cause failures
@@ -643,18 +573,20 @@ class Coordinator:
         self._state, self._status, self._reason = RunState.ENDED, status, reason
 
     def _answer(self, machine: str) -> Answer:
-        members = self._members
+        members, entry = self._members, self._machines.get(machine)
+        is_seated = self._state is RunState.RUNNING and machine in members
+        if entry is not None and is_seated and entry.report.generation < self._generation:
+            # By the second report after it, a later answer has replaced this one.
+            entry.joins_until = entry.report.sequence + 2
         store_address, store_port = "", 0
         if self._state is RunState.RUNNING and members[0] in self._machines:
             first = self._machines[members[0]].report
             if first.generation == self._generation and first.store_port:
                 store_address, store_port = first.address, first.store_port
         names = sorted(member.report.name for member in self._machines.values())
-        resize = self._resize
-        request = self._machines[machine].report.request if machine in self._machines else ""
-        state, reason = self._outcomes.get(request, (ResizeState.ACCEPTED, ""))
-        if resize is not None and resize.id == request:
-            state = resize.state
+        resize = self._resizes.resize
+        request = entry.report.request if entry is not None else ""
+        state, reason = self._resizes.outcome(request)
         return Answer(
             state=self._state,
             replica=self._replica,
@@ -667,7 +599,7 @@ class Coordinator:
             status=self._status,
             num_joined=len(names),
             joined=", ".join(names)[:1000],
-            mesh=self._mesh,
+            mesh=self._resizes.mesh,
             resize=resize.id if resize else "",
             resize_mesh=resize.mesh if resize else "",
             resize_state=resize.state if resize else ResizeState.ACCEPTED,

@@ -12,6 +12,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import (
     Rejected,
 )
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import Answer, Report, RunState
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.resize import ResizeCoordinator
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import LEASE_S
 
 _MAX_REPLICAS = 1024
@@ -21,7 +22,9 @@ class RunCoordinator:
     """Decisions for one run, and for the next one when its machines have left."""
 
     def __init__(self, now_s: float) -> None:
-        self._replicas = [Coordinator(now_s, 0, borrow=self._lend)]
+        self._replicas: list[Coordinator] = []
+        self._resizes = ResizeCoordinator(self._replicas)
+        self._add_replica(now_s)
 
     @property
     def states(self) -> list[RunState]:
@@ -73,10 +76,15 @@ class RunCoordinator:
         while len(self._replicas) > num_replicas:
             self._replicas.pop()
         while len(self._replicas) < num_replicas:
-            self._replicas.append(Coordinator(now_s, len(self._replicas), borrow=self._lend))
+            self._add_replica(now_s)
+        self._resizes.start()
         for replica in self._replicas:
             if replica.state is not RunState.REBUILDING:
                 replica.start(now_s, learn_s=LEASE_S)
+
+    def _add_replica(self, now_s: float) -> None:
+        number = len(self._replicas)
+        self._replicas.append(Coordinator(now_s, number, resizes=self._resizes, borrow=self._lend))
 
     def _replica_of(self, report: Report) -> Coordinator:
         """Return the replica of a machine, which changes for a spare one that another replica
