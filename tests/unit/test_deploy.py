@@ -26,6 +26,7 @@ case "$*" in
 *departures*) cat >>departures ;;
 *train.py*)
   [[ "$*" =~ replica_id\\ ([0-9]+) ]] && id=${BASH_REMATCH[1]}
+  echo "$TORCHTITAN_LITE_TOKEN" >"token_$id"
   echo . >>"attempts_$id"
   line=$(sed -n "$(wc -l <"attempts_$id")p" "plan_$id")
   read -r seconds status <<<"$line"
@@ -80,7 +81,8 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
         (site / f"plan_{replica}").write_text(plan + "\n")
     job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, MAX_RESTARTS="1", HEALTHY_S="2")
     output, _ = job.communicate(timeout=60)
-    assert job.returncode == 1, output
+    # The run is finished when a replica is.
+    assert job.returncode == 0, output
     assert [attempts(site, replica) for replica in range(3)] == [1, 3, 2], output
     assert "Replica 2 failed 2 times in a row and is given up" in output
     assert (
@@ -99,6 +101,15 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
     assert "listens on all interfaces; set LIGHTHOUSE_BIND" in output
 
 
+def test_slurm_fails_if_all_replicas_are_given_up(site: Path) -> None:
+    for replica in range(3):
+        (site / f"plan_{replica}").write_text("0 1\n")
+    job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, MAX_RESTARTS="0")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 1, output
+    assert output.count("is given up") == 3
+
+
 def test_slurm_binds_the_lighthouse_to_the_given_address(site: Path) -> None:
     for replica in range(3):
         (site / f"plan_{replica}").write_text("0.1 0\n")
@@ -112,18 +123,45 @@ def test_slurm_binds_the_lighthouse_to_the_given_address(site: Path) -> None:
     assert "LIGHTHOUSE_BIND" not in output
 
 
-def test_slurm_forwards_the_signal_and_waits_for_the_saves(site: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "requeued"), [(signal.SIGTERM, []), (signal.SIGUSR1, ["7"])], ids=["stop", "limit"]
+)
+def test_slurm_waits_for_the_saves_and_requeues_at_the_time_limit(
+    site: Path, number: signal.Signals, requeued: list[str]
+) -> None:
     for replica in range(3):
         (site / f"plan_{replica}").write_text("100 0\n")
     job = start(["bash", str(SCRIPT), "--config", "x.toml"], site)
     for replica in range(3):
         wait_for(site / f"attempts_{replica}")
     time.sleep(0.3)
-    job.send_signal(signal.SIGTERM)
+    job.send_signal(number)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
     assert sorted((site / "saves").read_text().splitlines()) == ["saved 0", "saved 1", "saved 2"]
     assert not (site / "departures").exists()
+    file = site / "bin" / "requeued"
+    assert (file.read_text().split() if file.exists() else []) == requeued
+
+
+def test_slurm_keeps_the_secret_in_a_file_of_the_user(site: Path) -> None:
+    for replica in range(3):
+        (site / f"plan_{replica}").write_text("100 0\n")
+    job = start(["bash", str(SCRIPT), "--config", "x.toml"], site)
+    for replica in range(3):
+        wait_for(site / f"attempts_{replica}")
+    file = site / "job-7" / "token"
+    assert file.stat().st_mode & 0o777 == 0o600
+    secret = file.read_text()
+    assert len(secret) == 32
+    # Lighthouse and replicas have it, and nothing that Slurm sees.
+    assert {(site / f"token_{replica}").read_text().strip() for replica in range(3)} == {secret}
+    assert secret not in (site / "bin" / "srun.env").read_text()
+    assert secret not in (site / "calls").read_text()
+    job.terminate()
+    output, _ = job.communicate(timeout=60)
+    assert secret not in output
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(
@@ -131,6 +169,7 @@ def test_slurm_forwards_the_signal_and_waits_for_the_saves(site: Path) -> None:
     [
         ([], {}, "No arguments for train.py"),
         (["--config", "x"], {"NODES_PER_REPLICA": "2"}, "3 nodes are not a multiple of"),
+        (["--config", "x"], {"TORCHTITAN_LITE_TOKEN": "s" * 32}, "which Slurm stores. Unset it"),
     ],
 )
 def test_slurm_rejects_invalid_calls(
