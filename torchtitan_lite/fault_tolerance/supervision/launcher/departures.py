@@ -4,7 +4,8 @@ sends them.
 `python -m torchtitan_lite.fault_tolerance.supervision.launcher.departures HOST:PORT` reads the
 names of replicas and the times of their failures (time.monotonic()) from standard input, one per
 line. It runs for the whole run, so that a departure arrives within milliseconds; and it is a
-separate process, because gRPC's threads are incompatible with the launcher's forks.
+separate process, because gRPC's threads are incompatible with the launcher's forks. The scripts of
+deploy/ start one for each departure, write the name only, and restart the replica after it ended.
 TORCHTITAN_LITE_TOKEN authenticates it.
 """
 
@@ -116,9 +117,10 @@ def main(address: str) -> int:
 
     token = os.environ.get(TOKEN, "")
     for line in sys.stdin:
-        name, sent_s = line.split()
+        name, *sent = line.split()
+        age_s = time.monotonic() - float(sent[0]) if sent else 0.0
         # Later, a new process of the replica may have joined, and must not be removed.
-        left_s = _TIMEOUT_S - (time.monotonic() - float(sent_s))
+        left_s = _TIMEOUT_S - age_s
         if left_s <= 0:
             continue
         try:

@@ -1,9 +1,14 @@
-"""The departure notifier is restarted after it died, but not in a loop."""
+"""The departure notifier is restarted after it died, but not in a loop. Its process drops old
+departures."""
 
+import io
 import time
 from pathlib import Path
 
-from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier
+import pytest
+
+from torchtitan_lite.fault_tolerance.lighthouse import client
+from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier, main
 
 
 def _polled(notifier: DepartureNotifier, now_s: float) -> str:
@@ -52,3 +57,16 @@ def test_a_killed_notifier_stays_down(tmp_path: Path) -> None:
     _polled(notifier, 0.0)
     notifier.kill()
     assert notifier.poll("a:1", 1000.0) is None and notifier.pid is None
+
+
+def test_departures_are_sent_unless_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.monotonic()
+    # The scripts of deploy/ write no time.
+    lines = f"replica_00000\nreplica_00001 {now_s}\nreplica_00002 {now_s - 5}\n"
+    sent = []
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    monkeypatch.setattr(
+        client, "notify_left", lambda address, name, token, left_s: sent.append(name)
+    )
+    assert main("a:1") == 0
+    assert sent == ["replica_00000", "replica_00001"]
