@@ -1,6 +1,7 @@
 """Training under an agent of this machine, with spare ranks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torchtitan_lite.cli.train_options import TrainOptions, checked_config
 from torchtitan_lite.cli.train_processes import agent_environment, received_signals
@@ -43,11 +44,15 @@ def resizing(
 ) -> tuple[RequestInbox, Callable[[ResizeRequest], None]]:
     """Return where the agent receives requests to resize the run, and their check."""
 
+    is_joint, on_machines = options.num_replicas > 1, bool(options.endpoint)
+
     def check(request: ResizeRequest) -> None:
         check_resize_arguments(request.mesh.arguments)
-        world_size = request.mesh.num_ranks * options.num_machines
-        resized, _ = checked_config([*arguments, *request.mesh.arguments], world_size)
-        check_live_resize(config, resized, is_joint=request.is_joint)
+        world_size = replace(options, num_ranks=request.mesh.num_ranks).world_size
+        words = [*arguments, *options.of_replica(0), *request.mesh.arguments]
+        resized, _ = checked_config(words, world_size)
+        check_live_resize(config, resized, is_joint=is_joint or request.is_joint)
 
-    folder = output_folder(config.job.dump_folder, config.fault_tolerance.replica)
-    return RequestInbox(folder, is_shared=bool(options.endpoint)), check
+    replica = None if on_machines else config.fault_tolerance.replica
+    folder = output_folder(config.job.dump_folder, replica)
+    return RequestInbox(folder, is_shared=on_machines), check

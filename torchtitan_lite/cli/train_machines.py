@@ -13,7 +13,7 @@ from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rank.supervised import LIGHTHOUSE
 from torchtitan_lite.core.urls import is_url
 from torchtitan_lite.distributed.network import address_for_others, names_loopback
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
@@ -47,7 +47,7 @@ def train_on_machines(
         LIGHTHOUSE: f"http://{options.endpoint}",
     }
     with received_signals() as received:
-        agent = MachineAgent(
+        member = Member(
             lambda: RankProcess(arguments, environment),
             options.num_ranks,
             options.num_spares,
@@ -59,8 +59,8 @@ def train_on_machines(
         )
         inbox.start()
         link.start()
-        agent.run()
-    return agent.exit_status
+        member.run()
+    return member.exit_status
 
 
 def _own_address(options: TrainOptions) -> str:

@@ -17,6 +17,7 @@ pytestmark = [
 ]
 _STEPS = 60
 _STEP_S = 1.0
+_FOUR_RANKS = ("--training.local_batch_size=1", "--training.global_batch_size=4")
 _TWO_REPLICAS = pytest.mark.parametrize(
     ("names", "num_training"), [("abc", 2), ("abcde", 4)], ids=["one machine each", "two each"]
 )
@@ -68,4 +69,26 @@ def test_a_spare_machine_takes_the_place_of_one_that_gets_sigterm(
         run.wait(lambda: launch.steps_of(run.output)[-1]["num_replicas"] == 2)
         run.wait(lambda: run.writers(spare))
         assert run.rank("a") == survivor
+        assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)
+
+
+@pytest.mark.matrix
+def test_replicas_on_several_machines_resize_together(tmp_path: Path) -> None:
+    expected = undisturbed_losses(tmp_path / "undisturbed", _STEPS, *_FOUR_RANKS)
+    with machines(tmp_path, *"abc", steps=_STEPS, num_training=2, num_replicas=2) as run:
+        run.train(*"abc", more=_FOUR_RANKS, RANK_FAULTS=f"slow={_STEP_S}")
+        run.wait(lambda: launch.steps_of(run.output)[-1]["num_replicas"] == 2)
+        for num_ranks, arguments in ((2, ("--parallelism.tensor_parallel_degree=2",)), (1, ())):
+            before = {name: run.processes(name) for name in "ab"}
+            step = run.last_step()
+            outcome = launch.resize(run.dump_folder, num_ranks, *arguments)
+            assert outcome.returncode == 0, (outcome.stderr, run.report())
+            run.wait_for_step(step + 3)
+            run.wait(lambda: launch.steps_of(run.output)[-1]["num_replicas"] == 2)
+            for name, earlier in before.items():
+                run.wait(lambda n=num_ranks, name=name: len(run.processes(name)) == n)
+                assert len(earlier & run.processes(name)) == min(len(earlier), num_ranks)
+        # The spare machine takes a place on the present mesh.
+        run.kill("b")
+        run.wait(lambda: run.writers("c"))
         assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)

@@ -2,10 +2,13 @@
 
 import json
 import socket
+from array import array
 from contextlib import suppress
 from typing import Any
 
 _READ_BYTES = 1 << 16
+_ANCILLARY_BYTES = socket.CMSG_LEN(4 * array("i").itemsize)
+"""Room for the file descriptors that arrive with messages read at once."""
 
 
 class AgentChannel:
@@ -14,15 +17,23 @@ class AgentChannel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._partial = self._unsent = b""
+        self._descriptors: list[int] = []
         self.has_ended = False
         """Whether the other end is closed."""
 
-    def send(self, **message: Any) -> None:
-        """Send a message; without effect once the other end is closed."""
-        content = self._unsent + _line(message)
+    def send(self, *descriptors: int, **message: Any) -> None:
+        """Send a message, and file descriptors that the other end gets by `take_descriptor`;
+        without effect once that end is closed."""
+        content, num_bytes = self._unsent + _line(message), 0
         self._unsent = b""
         with suppress(OSError):
-            self._socket.sendall(content)
+            if descriptors:
+                num_bytes = socket.send_fds(self._socket, [content], descriptors)
+            self._socket.sendall(content[num_bytes:])
+
+    def take_descriptor(self) -> int:
+        """Return the first of the file descriptors that have arrived with messages."""
+        return self._descriptors.pop(0)
 
     def offer(self, **message: Any) -> bool:
         """Send a message without blocking, and return whether it was accepted: it is dropped if the
@@ -51,7 +62,12 @@ class AgentChannel:
         flags = 0 if wait else socket.MSG_DONTWAIT
         while not self.has_ended:
             try:
-                content = self._socket.recv(_READ_BYTES, flags)
+                # `socket.recv_fds` ignores flags (CPython 3.11).
+                content, ancillary, *_ = self._socket.recvmsg(
+                    _READ_BYTES, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
+                )
+                for *_, rights in ancillary:
+                    self._descriptors += array("i", rights)
             except BlockingIOError:
                 break
             except OSError:

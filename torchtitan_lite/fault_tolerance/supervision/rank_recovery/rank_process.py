@@ -84,15 +84,27 @@ class RankProcess:
             self.state, self.status = RankState.EXITED, ExitStatus(code)
             self._channel.close()
 
-    def start_training(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
+    def start_training(
+        self,
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+        listener: socket.socket | None = None,
+    ) -> None:
         """Order a process on standby to train as the rank that `environment` describes, with
-        `arguments` added to its own."""
+        `arguments` added to its own. `listener`: the socket at which rank 0 opens the store of the
+        generation."""
         self.state, self.has_progress, self.error = RankState.TRAINING, False, ""
         self.status = None
         if self._lease_until_s is not None:
             self._channel.send(lease=self._lease_until_s)
         # A process on standby reads its messages, and has received none but orders.
-        self._channel.send(start=dict(environment), arguments=list(arguments))
+        descriptors = [] if listener is None else [listener.fileno()]
+        self._channel.send(
+            *descriptors,
+            start=dict(environment),
+            arguments=list(arguments),
+            has_listener=listener is not None,
+        )
 
     def renew_lease(self, until_s: float) -> None:
         """Allow the process to train until then (`lease_clock_s`). Without a call, forever. A

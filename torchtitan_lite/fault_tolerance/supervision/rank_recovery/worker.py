@@ -22,7 +22,11 @@ from typing import Any
 
 from torchtitan_lite.core.errors import is_transient
 from torchtitan_lite.core.preemption import TrainingAborted
-from torchtitan_lite.core.rank.supervised import RANK_CHANNEL, print_into_rank_log
+from torchtitan_lite.core.rank.supervised import (
+    RANK_CHANNEL,
+    STORE_LISTENER,
+    print_into_rank_log,
+)
 from torchtitan_lite.distributed.axis_groups import abort_all_groups, forget_groups
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import Lease
@@ -138,6 +142,7 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
             if order["exit"]:
                 print(failure, end="", flush=True)
             return int(order["exit"])
+        _take_listener(channel if order["has_listener"] else None)
         os.environ.update(order["start"])
         print_into_rank_log()
         lease.is_training = True
@@ -158,6 +163,16 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
         lease.is_training = False
         channel.send(**outcome)
     return 1
+
+
+def _take_listener(channel: AgentChannel | None) -> None:
+    """Let rank 0 inherit the socket of the generation's store, which has arrived at `channel`; the
+    others get None. Closes that of an earlier generation that ended before its store existed."""
+    unused = os.environ.pop(STORE_LISTENER, None)
+    if unused is not None:
+        os.close(int(unused))
+    if channel is not None:
+        os.environ[STORE_LISTENER] = str(channel.take_descriptor())
 
 
 def _receive(

@@ -1,5 +1,6 @@
 """Stand-ins for the processes of an agent."""
 
+import socket
 from collections.abc import Mapping, Sequence
 
 from torchtitan_lite.core.rank.processes import ExitStatus
@@ -17,6 +18,9 @@ class FakeProcess:
         self.failed_at_s = 0.0
         self.is_ordered_to_leave = self.is_started = False
         self.signals: list[object] = []
+        self.environment: Mapping[str, str] = {}
+        self.has_listener = self.stays = False
+        """`stays`: whether it does not follow the order to exit."""
 
     def poll(self) -> None:
         """Nothing has changed."""
@@ -25,10 +29,18 @@ class FakeProcess:
         """It needs none."""
 
     def exit(self, status: int) -> None:
+        if self.stays:
+            return
         self.state, self.status = RankState.EXITED, ExitStatus(status)
 
-    def start_training(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
+    def start_training(
+        self,
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+        listener: socket.socket | None = None,
+    ) -> None:
         self.is_started, self.state = True, RankState.TRAINING
+        self.environment, self.has_listener = environment, listener is not None
 
     def abort_training(self) -> None:
         """It may go on standby, or not."""

@@ -43,3 +43,18 @@ def test_messages_arrive_in_order_until_the_other_end_closes() -> None:
     assert channel.receive(wait=True) == [] and channel.has_ended
     channel.send(exit=0)
     channel.close()
+
+
+def test_descriptors_arrive_with_their_message() -> None:
+    ours, theirs = socket.socketpair()
+    channel, other = AgentChannel(ours), AgentChannel(theirs)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other.send(lease=1.0)
+        other.send(listener.fileno(), start={})
+        received = channel.receive(wait=True) + channel.receive(wait=False)
+        assert received == [{"lease": 1.0}, {"start": {}}]
+        with socket.socket(fileno=channel.take_descriptor()) as copy:
+            assert copy.getsockname() == listener.getsockname()
+            assert not copy.get_inheritable()
+    channel.close()
+    other.close()

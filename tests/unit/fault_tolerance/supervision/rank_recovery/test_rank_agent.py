@@ -2,6 +2,7 @@
 phase."""
 
 import signal
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -362,11 +363,17 @@ def test_only_the_ranks_that_were_lost_are_replaced(replica: _Replica) -> None:
 def test_a_process_that_trains_again_has_no_exit_status() -> None:
     sent: list[dict[str, Any]] = []
     process: Any = object.__new__(RankProcess)
-    process._channel = SimpleNamespace(send=lambda **message: sent.append(message))
+    process._channel = SimpleNamespace(
+        send=lambda *fds, **message: sent.append(message | {"fds": fds})
+    )
     process._lease_until_s, process.status = None, ExitStatus(1)
     process.start_training({"RANK": "1"}, ["--x"])
     assert process.status is None and process.state is RankState.TRAINING
-    assert sent == [{"start": {"RANK": "1"}, "arguments": ["--x"]}]
+    start = {"start": {"RANK": "1"}, "arguments": ["--x"]}
+    with socket.socket() as listener:
+        process.start_training({"RANK": "1"}, ["--x"], listener)
+        with_listener = start | {"has_listener": True, "fds": (listener.fileno(),)}
+    assert sent == [start | {"has_listener": False, "fds": ()}, with_listener]
 
 
 def test_each_signal_is_forwarded_once(replica: _Replica) -> None:

@@ -11,13 +11,17 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.agent import (
     RankState,
     WorkerState,
 )
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 
 def _ranks(*values: dict[str, Any]) -> dict[int, Any]:
     default = {"state": RankState.STANDBY, "has_progress": False, "poll": lambda: None}
     return {rank: SimpleNamespace(**{**default, **value}) for rank, value in enumerate(values)}
+
+
+def _pool(*values: dict[str, Any]) -> SimpleNamespace:
+    return SimpleNamespace(ranks=_ranks(*values))
 
 
 @pytest.mark.parametrize(
@@ -60,8 +64,8 @@ def test_spares_start_once_all_ranks_have_progress(has_progress: bool) -> None:
 
 @pytest.mark.parametrize("second", [RankState.STANDBY, RankState.ENDED])
 def test_a_machine_has_left_once_all_its_ranks_are_on_standby(second: RankState) -> None:
-    agent: Any = SimpleNamespace(_is_ordered=True, _ranks=_ranks({}, {"state": second}))
-    assert MachineAgent._has_left(agent) == (second is RankState.STANDBY)
+    agent: Any = SimpleNamespace(_is_ordered=True, _pool=_pool({}, {"state": second}))
+    assert Member._has_left(agent) == (second is RankState.STANDBY)
 
 
 @pytest.mark.parametrize("has_progress", [True, False])
@@ -70,10 +74,10 @@ def test_a_signal_waits_for_ranks_that_start_after_a_resize(has_progress: bool) 
     agent: Any = SimpleNamespace(
         _link=SimpleNamespace(answer=answer, report=SimpleNamespace(ready_for="")),
         _left_generation=-1,
-        _generation_number=5,
+        _generation=5,
         _is_ordered=False,
         _departs_at_once=lambda: False,
         _stop_s=time.monotonic() + 3600,
-        _ranks=_ranks({"has_progress": True}, {"has_progress": has_progress}),
+        _pool=_pool({"has_progress": True}, {"has_progress": has_progress}),
     )
-    assert MachineAgent._may_forward(agent) == has_progress
+    assert Member._may_forward(agent) == has_progress

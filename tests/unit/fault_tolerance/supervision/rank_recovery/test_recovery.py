@@ -108,7 +108,8 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             # It is on standby, and then has ended.
             log.append(f"{channel.receive(wait=True)} training: {lease.is_training}")
-            channel.send(**({"start": {}, "arguments": []} if len(log) == 1 else {"exit": 3}))
+            start: dict[str, Any] = {"start": {}, "arguments": [], "has_listener": False}
+            channel.send(**(start if len(log) == 1 else {"exit": 3}))
         channel.close()
 
     def train(recovery: RecoveryHooks, arguments: list[str]) -> int:

@@ -89,7 +89,7 @@ def test_a_generation_may_follow_one_that_has_ended(
 ) -> None:
     channel, process = quick
     for arguments, was_stopped in ((["stopped"], True), ([], False)):
-        channel.send(start={}, arguments=arguments)
+        channel.send(start={}, has_listener=False, arguments=arguments)
         assert channel.receive(wait=True) == [{"ended": 0, "reason": "", "stopped": was_stopped}]
     channel.send(exit=0)
     process.join(20)
@@ -101,12 +101,12 @@ def test_an_error_before_the_process_groups_exist_is_reported(
 ) -> None:
     channel, _ = quick
     for _ in range(2):
-        channel.send(start={}, arguments=["unreachable"])
+        channel.send(start={}, has_listener=False, arguments=["unreachable"])
         messages = channel.receive(wait=True)
         while {"standby": True} not in messages:
             messages += channel.receive(wait=True)
         assert messages[0] == {"failed": "ConnectionRefusedError: the store", "may_pass": True}
-    channel.send(start={}, arguments=["wrong"])
+    channel.send(start={}, has_listener=False, arguments=["wrong"])
     assert channel.receive(wait=True) == [
         {"ended": 1, "reason": "a wrong setting", "stopped": False}
     ]
@@ -125,7 +125,7 @@ def test_a_swallowed_interrupt_is_repeated(
     quick: tuple[AgentChannel, Any],
 ) -> None:
     channel, _ = quick
-    channel.send(start={}, arguments=["swallow"])
+    channel.send(start={}, has_listener=False, arguments=["swallow"])
     time.sleep(0.5)
     began_s = time.monotonic()
     channel.send(abort=True)
@@ -143,7 +143,7 @@ def test_a_rank_kills_itself_when_its_lease_ends(
     time.sleep(0.5)
     assert process.is_alive()
     channel.send(lease=lease_clock_s() + 1.0)
-    channel.send(start={}, arguments=[])
+    channel.send(start={}, has_listener=False, arguments=[])
     for _ in range(4):
         time.sleep(0.5)
         assert process.is_alive()

@@ -1,26 +1,24 @@
 """Checkpoint writers end with the lease of their machine; what a machine reports of a resize."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerState
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from tests.harness import launch
 from tests.unit.fault_tolerance.supervision.rank_recovery.conftest import FakeProcess
 from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rank.processes import WRITER_MODULE, ExitStatus, Subreaper, command_line
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery import lease, machine_agent
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.machine_agent import MachineAgent
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery import lease
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member, MemberPhase
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
     RankState,
@@ -60,35 +58,32 @@ _READY = Answer(
 )  # fmt: skip
 
 
-class _Agent(MachineAgent):
-    """Shows what a run does within the base class."""
+class _Member(Member):
+    """Shows what it does, one call of `poll` after the other."""
 
-    turns: Iterator[tuple[Answer, bool]] | None = None
-    """Answers, and whether there is a lease with them, which `joined` receives."""
-
-    def _pause(self) -> None:
-        if self.turns is None:
-            super()._pause()
-        else:
-            answer, has_lease = next(self.turns)
+    def joined(self, *answers: tuple[Answer, bool], timeout_s: float = 60) -> int:
+        """Wait for a place with these answers, and whether there is a lease with them, one after
+        the other; return the node rank. Only the last one may start the ranks."""
+        self.set_ranks(FakeProcess())
+        self._join_timeout_s = timeout_s
+        for answer, has_lease in answers:
+            assert self.phase is MemberPhase.WAITING
             self.answered(answer, has_lease=has_lease)
-
-    def pause(self) -> None:
-        """Run the main loop once."""
-        self._pause()
-
-    def joined(self, *turns: tuple[Answer, bool], timeout_s: float = 60) -> int:
-        """Join a run that answers like this, turn by turn, and return the node rank. No turn may
-        be left."""
-        self._ranks = cast("dict[int, Any]", {0: FakeProcess()})
-        self.turns, self._join_timeout_s = iter(turns), timeout_s
-        try:
-            rank = self.join().rank
-            assert next(self.turns, None) is None
-        finally:
-            self._ranks = {}
-            self.turns = None
+            self.poll()
+        if self.phase is MemberPhase.STARTING:
+            self.poll()
+        rank = int(self._environment(0, answers[-1][0])["RANK"]) if self._is_training else -1
+        self.set_ranks()
         return rank
+
+    @property
+    def _is_training(self) -> bool:
+        return self.phase is MemberPhase.TRAINING
+
+    def set_ranks(self, *processes: FakeProcess) -> None:
+        """Let these be its ranks."""
+        self._pool.ranks = cast("dict[int, Any]", dict(enumerate(processes)))
+        self._mesh = replace(self._mesh, num_ranks=max(1, len(processes)))
 
     @property
     def current_report(self) -> Report:
@@ -101,7 +96,7 @@ class _Agent(MachineAgent):
 
     def joins(self, generation: int) -> None:
         """Join a generation."""
-        self._generation_number = generation
+        self._generation, self.phase = generation, MemberPhase.TRAINING
         self._link.update(phase=NodeState.JOINED)
 
     def follow(self, answer: Answer, until: Callable[[Report], object]) -> Report:
@@ -112,7 +107,7 @@ class _Agent(MachineAgent):
             self._prepare_for(answer)
             return until(self._link.report)
 
-        self._made_progress()
+        self.commit_step()
         launch.wait_until(follows, 10)
         return self._link.report
 
@@ -122,33 +117,35 @@ class _Agent(MachineAgent):
         self._link.answer = answer
         self._link._leased_s = lease_clock_s() + (_LEASED_S if has_lease else -2 * LEASE_S)
 
-    def monitored(self, *processes: FakeProcess) -> WorkerState:
-        """Return what this machine's agent finds, with `processes` as its ranks."""
-        self._ranks = cast("dict[int, Any]", dict(enumerate(processes)))
-        state = self._monitor_workers(self._worker_group).state
-        self._ranks = {}
-        return state
+    def trained(self, *processes: FakeProcess) -> MemberPhase:
+        """Return what this member does next, with `processes` as its ranks that train."""
+        self.set_ranks(*processes)
+        self.phase = MemberPhase.TRAINING
+        self._train()
+        after, self.phase = self.phase, MemberPhase.TRAINING
+        self.set_ranks()
+        return after
 
     def order_to_leave(self, answer: Answer) -> bool:
         """Follow an answer; return whether the ranks were ordered to leave."""
         self._order_to_leave(answer)
         return bool(self._link.report.leaving_for)
 
-    def stop(self) -> None:
+    def stop_by_signal(self) -> None:
         """Receive SIGTERM."""
         self._requests = [signal.SIGTERM]
         self._report_stop()
 
     def may_forward(self, *processes: FakeProcess) -> bool:
         """Return whether the ranks receive it, with `processes` as ranks."""
-        self._ranks = cast("dict[int, Any]", dict(enumerate(processes)))
+        self.set_ranks(*processes)
         may = self._may_forward()
-        self._ranks = {}
+        self.set_ranks()
         return may
 
     def commit_step(self) -> None:
         """Let its ranks commit a step."""
-        self._made_progress()
+        self._report_progress()
 
     def status_of_stop(self) -> int:
         """Return the exit status if it leaves now, because it was asked to."""
@@ -160,15 +157,18 @@ class _Agent(MachineAgent):
 
     def arguments(self) -> list[str]:
         """Return what the ranks of the generation get beside their own arguments."""
-        return list(self._arguments())
+        return list(self._arguments)
 
     def end(self) -> None:
         """End the processes, and leave."""
-        self._shutdown()
+        self._end_processes()
+        while self.phase is not MemberPhase.ENDED:
+            self.poll()
 
     def standby_deadline_s(self) -> float:
         """Return the deadline of an order that comes now."""
-        return self._standby_deadline_s(time.monotonic())
+        self._stopping_since_s = time.monotonic()
+        return self._standby_deadline_s()
 
 
 _HANGS_S = 4.0
@@ -195,13 +195,12 @@ def writer() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Agent]:
+def member(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Member]:
     """An agent without processes, which has a lease."""
     # The agents of other tests run in processes of their own.
     monkeypatch.setattr(lease, "become_subreaper", lambda: None)
     # It would reap processes of other tests.
     monkeypatch.setattr(Subreaper, "reap", lambda *ignored: None)
-    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     with rendezvous_server("127.0.0.1:0", _SECRET) as server:
         link = RendezvousLink(
             server.address,
@@ -221,8 +220,8 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Agent]:
             check_arguments=check_resize_arguments,
         )
         inbox.start()
-        agent = _Agent(
-            lambda: RankProcess([], {}),
+        member = _Member(
+            lambda: cast("RankProcess", FakeProcess()),
             1,
             0,
             link=link,
@@ -230,44 +229,45 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Agent]:
             requests=[],
             inbox=inbox,
         )
-        yield agent
-        agent.end()
+        yield member
+        if member.phase is not MemberPhase.ENDED:
+            member.end()
 
 
 def test_writers_end_first_when_the_lease_ends(
-    agent: _Agent, writer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    member: _Member, writer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease_s = 1.0
     monkeypatch.setattr(rendezvous_link, "LEASE_S", lease_s)
-    agent.pause()
-    assert agent.standby_deadline_s() - time.monotonic() > STANDBY_S
+    member.poll()
+    assert member.standby_deadline_s() - time.monotonic() > STANDBY_S
     # Without it, reports end, and the lease does.
     time.sleep(BLOCKED_S + lease_s + 0.2)
     assert writer.poll() is None
-    assert agent.standby_deadline_s() < time.monotonic() + STANDBY_S
-    agent.pause()
+    assert member.standby_deadline_s() < time.monotonic() + STANDBY_S
+    member.poll()
     assert writer.wait(5) == -signal.SIGKILL
 
 
 def test_the_ranks_are_of_the_replica_that_the_rendezvous_names(
-    agent: _Agent, monkeypatch: pytest.MonkeyPatch
+    member: _Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert agent.arguments() == []
-    monkeypatch.setattr(agent, "_replica_arguments", lambda replica: [f"--replica={replica}"])
+    assert member.arguments() == []
+    monkeypatch.setattr(member, "_replica_arguments", lambda replica: [f"--replica={replica}"])
     mesh = RunMesh(1, ("--training.local_batch_size=2",))
     seat = replace(_QUIET, replica=3, store_address="10.0.0.2", store_port=29001)
     answer = replace(seat, mesh=mesh.to_text())
-    assert agent.joined((answer, True)) == 0
-    assert agent.current_report.replica == 3
-    assert agent.arguments() == ["--replica=3", *mesh.arguments]
+    assert member.joined((answer, True)) == 0
+    assert member.current_report.replica == 3
+    assert member.arguments() == ["--replica=3", *mesh.arguments]
 
 
 @pytest.mark.parametrize("phase", [NodeState.STANDBY, NodeState.ENDED])
 def test_writers_end_before_a_machine_leaves_unless_it_has_finished(
-    phase: NodeState, agent: _Agent, writer: subprocess.Popen[bytes]
+    phase: NodeState, member: _Member, writer: subprocess.Popen[bytes]
 ) -> None:
-    agent.report(phase)
-    agent.end()
+    member.report(phase)
+    member.end()
     if phase is NodeState.ENDED:
         time.sleep(0.5)
         assert writer.poll() is None
@@ -285,11 +285,11 @@ def test_writers_end_before_a_machine_leaves_unless_it_has_finished(
         ("1" * (MAX_CHARS + 1), f"at most {MAX_CHARS} fit"),
     ],
 )
-def test_a_mesh_that_a_machine_cannot_have_is_refused(agent: _Agent, mesh: str, why: str) -> None:
+def test_a_mesh_that_a_machine_cannot_have_is_refused(member: _Member, mesh: str, why: str) -> None:
     answer = Answer(
         state=RunState.RUNNING, generation=1, node_rank=0, resize="r1", resize_mesh=mesh
     )
-    report = agent.follow(answer, lambda report: report.refused)
+    report = member.follow(answer, lambda report: report.refused)
     assert report.refused == "r1" and why in report.refusal and not report.ready_for
 
 
@@ -298,11 +298,11 @@ def _answered(folder: Path, request: ResizeRequest, state: ResizeState) -> bool:
     return found is not None and found.state is state
 
 
-def test_a_machine_passes_a_request_on_and_answers_it(agent: _Agent, tmp_path: Path) -> None:
+def test_a_machine_passes_a_request_on_and_answers_it(member: _Member, tmp_path: Path) -> None:
     request = ResizeRequest(mesh=RunMesh(1, ("--parallelism.pipeline_parallel_schedule=a b",)))
     send_request(tmp_path, request)
     answer = Answer(state=RunState.RUNNING, generation=1, node_rank=0)
-    report = agent.follow(answer, lambda report: report.request)
+    report = member.follow(answer, lambda report: report.request)
     assert RunMesh.from_text(report.request_mesh) == request.mesh
     assert _answered(tmp_path, request, ResizeState.ACCEPTED)
     # One at a time.
@@ -311,237 +311,247 @@ def test_a_machine_passes_a_request_on_and_answers_it(agent: _Agent, tmp_path: P
     launch.wait_until(lambda: _answered(tmp_path, other, ResizeState.REJECTED), 10)
     # The outcome of an earlier request does not end it.
     stale = replace(answer, request="earlier", request_state=ResizeState.DONE)
-    assert agent.follow(stale, lambda _: True).request == request.id
+    assert member.follow(stale, lambda _: True).request == request.id
     for state in (ResizeState.LEFT, ResizeState.DONE):
         named = replace(answer, request=request.id, request_state=state)
-        report = agent.follow(named, lambda _: True)
+        report = member.follow(named, lambda _: True)
         launch.wait_until(lambda state=state: _answered(tmp_path, request, state), 10)
     assert not report.request
 
 
-def test_a_machine_that_becomes_a_spare_one_ends_its_request(agent: _Agent, tmp_path: Path) -> None:
+def test_a_machine_that_becomes_a_spare_one_ends_its_request(
+    member: _Member, tmp_path: Path
+) -> None:
     request = ResizeRequest(mesh=RunMesh(1))
     send_request(tmp_path, request)
     answer = Answer(state=RunState.RUNNING, generation=1, node_rank=0)
-    agent.follow(answer, lambda report: report.request)
-    report = agent.follow(replace(answer, node_rank=-1), lambda report: not report.request)
+    member.follow(answer, lambda report: report.request)
+    report = member.follow(replace(answer, node_rank=-1), lambda report: not report.request)
     launch.wait_until(lambda: _answered(tmp_path, request, ResizeState.FAILED), 10)
     assert not report.request
 
 
-def test_a_signal_does_not_split_ranks_that_may_leave(agent: _Agent) -> None:
+def test_a_signal_does_not_split_ranks_that_may_leave(member: _Member) -> None:
     mesh = RunMesh(1).to_text()
     quiet = Answer(state=RunState.RUNNING, generation=1, node_rank=0)
     named = replace(quiet, resize="r1", resize_mesh=mesh)
-    agent.joins(1)
-    agent.stop()
-    agent.answered(named)
-    assert agent.may_forward()
+    member.joins(1)
+    member.stop_by_signal()
+    member.answered(named)
+    assert member.may_forward()
     # Once it is ready, the rendezvous may have decided that all ranks leave.
-    agent.report(NodeState.JOINED, ready_for="r1")
-    assert not agent.may_forward()
-    agent.answered(replace(quiet, state=RunState.REBUILDING))
-    assert not agent.may_forward()
+    member.report(NodeState.JOINED, ready_for="r1")
+    assert not member.may_forward()
+    member.answered(replace(quiet, state=RunState.REBUILDING))
+    assert not member.may_forward()
     # It has not: the resize has ended.
-    agent.answered(quiet)
-    assert agent.may_forward()
+    member.answered(quiet)
+    assert member.may_forward()
 
 
-def test_a_signal_waits_until_ranks_that_left_train_again(agent: _Agent) -> None:
-    agent.joins(1)
-    assert not agent.may_wait(_READY)
-    assert agent.order_to_leave(_READY)
-    agent.stop()
-    agent.answered(replace(_READY, resize=""))
-    assert not agent.may_forward()
-    agent.report(NodeState.STANDBY)
-    assert agent.may_wait(_READY)
+def test_a_signal_waits_until_ranks_that_left_train_again(member: _Member) -> None:
+    member.joins(1)
+    assert not member.may_wait(_READY)
+    assert member.order_to_leave(_READY)
+    member.stop_by_signal()
+    member.answered(replace(_READY, resize=""))
+    assert not member.may_forward()
+    member.report(NodeState.STANDBY)
+    assert member.may_wait(_READY)
     # Also before the store of the next generation is known, but not on a spare machine.
-    agent.joins(2)
-    assert agent.may_wait(_READY) and not agent.may_wait(replace(_READY, node_rank=-1))
+    member.joins(2)
+    assert member.may_wait(_READY) and not member.may_wait(replace(_READY, node_rank=-1))
     # Without a lease, nothing says that they will.
-    agent.answered(_READY, has_lease=False)
-    assert not agent.may_wait(_READY)
-    agent.answered(_READY)
-    agent.joins(3)
-    assert not agent.may_wait(_READY)
+    member.answered(_READY, has_lease=False)
+    assert not member.may_wait(_READY)
+    member.answered(_READY)
+    member.joins(3)
+    assert not member.may_wait(_READY)
 
 
 def test_a_signal_waits_until_all_ranks_have_committed_a_step_after_a_resize(
-    agent: _Agent,
+    member: _Member,
 ) -> None:
-    agent.joins(1)
-    agent.order_to_leave(_READY)
-    agent.joins(2)
-    agent.stop()
-    agent.answered(replace(_QUIET, generation=2))
+    member.joins(1)
+    member.order_to_leave(_READY)
+    member.joins(2)
+    member.stop_by_signal()
+    member.answered(replace(_QUIET, generation=2))
     process = FakeProcess()
     process.has_progress = False
-    assert not agent.may_forward(process)
+    assert not member.may_forward(process)
     process.has_progress = True
-    assert agent.may_forward(process)
+    assert member.may_forward(process)
 
 
 @pytest.mark.parametrize(
-    ("answer", "has_lease", "state"),
+    ("answer", "has_lease", "phase"),
     [
-        (_QUIET, True, WorkerState.HEALTHY),
-        (_QUIET, False, WorkerState.FAILED),
-        (replace(_QUIET, generation=2), True, WorkerState.FAILED),
-        (replace(_QUIET, node_rank=-1), True, WorkerState.FAILED),
+        (_QUIET, True, MemberPhase.TRAINING),
+        (_QUIET, False, MemberPhase.STOPPING),
+        (replace(_QUIET, generation=2), True, MemberPhase.STOPPING),
+        (replace(_QUIET, node_rank=-1), True, MemberPhase.STOPPING),
     ],
 )
 def test_a_generation_ends_with_the_lease_or_when_there_is_another(
-    agent: _Agent, answer: Answer, has_lease: bool, state: WorkerState
+    member: _Member, answer: Answer, has_lease: bool, phase: MemberPhase
 ) -> None:
-    agent.joins(1)
-    agent.answered(answer, has_lease=has_lease)
-    assert agent.monitored(FakeProcess()) is state
+    member.joins(1)
+    member.answered(answer, has_lease=has_lease)
+    assert member.trained(FakeProcess()) is phase
 
 
-def test_a_machine_of_several_replicas_that_is_asked_to_stop_departs(agent: _Agent) -> None:
-    agent.answered(_QUIET)
-    assert agent.status_of_stop() == 1, "the run of one replica ends with it"
-    agent.report(NodeState.JOINED, num_replicas=2)
-    agent.joins(1)
-    agent.answered(_QUIET)
+def test_a_machine_of_several_replicas_that_is_asked_to_stop_departs(member: _Member) -> None:
+    member.answered(_QUIET)
+    assert member.status_of_stop() == 1, "the run of one replica ends with it"
+    member.report(NodeState.JOINED, num_replicas=2)
+    member.joins(1)
+    member.answered(_QUIET)
     starting, training, ended = FakeProcess(), FakeProcess(), FakeProcess()
     starting.has_progress = False
     ended.state, ended.status, ended.was_stopped = RankState.ENDED, ExitStatus(0), True
-    assert agent.monitored(starting) is WorkerState.HEALTHY
-    agent.stop()
+    assert member.trained(starting) is MemberPhase.TRAINING
+    member.stop_by_signal()
     # Ranks that start would die of the signal, and have nothing to save.
-    assert not agent.may_forward(starting)
-    assert agent.monitored(starting) is WorkerState.UNHEALTHY
-    assert agent.status_of_stop() == 0
-    agent.commit_step()
-    assert agent.may_forward(training) and agent.may_forward(starting, training)
-    assert agent.status_of_stop() == 1, "their steps would be lost"
+    assert not member.may_forward(starting)
+    assert member.trained(starting) is MemberPhase.STOPPING
+    assert member.status_of_stop() == 0
+    member.commit_step()
+    assert member.may_forward(training) and member.may_forward(starting, training)
+    assert member.status_of_stop() == 1, "their steps would be lost"
     finished = FakeProcess()
     finished.state, finished.status = RankState.ENDED, ExitStatus(0)
-    agent.monitored(ended, finished)
-    assert agent.current_report.phase is NodeState.ENDED and agent.current_report.was_stopped
-    assert agent.status_of_stop() == 0
+    member.trained(ended, finished)
+    assert member.current_report.phase is NodeState.ENDED and member.current_report.was_stopped
+    assert member.status_of_stop() == 0
 
 
 @pytest.mark.parametrize(
-    ("has_lease", "state"), [(True, WorkerState.HEALTHY), (False, WorkerState.SUCCEEDED)]
+    ("has_lease", "phase"), [(True, MemberPhase.TRAINING), (False, MemberPhase.ENDING)]
 )
 def test_a_machine_that_has_finished_waits_for_the_others_while_it_has_a_lease(
-    agent: _Agent, has_lease: bool, state: WorkerState
+    member: _Member, has_lease: bool, phase: MemberPhase
 ) -> None:
-    agent.joins(1)
-    agent.answered(_QUIET, has_lease=has_lease)
+    member.joins(1)
+    member.answered(_QUIET, has_lease=has_lease)
     process = FakeProcess()
     process.state, process.status = RankState.ENDED, ExitStatus(0)
-    assert agent.monitored(process) is state
-    assert agent.current_report.phase is NodeState.ENDED
+    assert member.trained(process) is phase
+    assert member.current_report.phase is NodeState.ENDED
 
 
-def test_a_machine_reports_the_newest_generation_that_it_knows(agent: _Agent) -> None:
-    agent.answered(replace(_QUIET, generation=3))
-    agent.pause()
-    assert agent.current_report.seen_generation == 3
+def test_a_machine_reports_the_newest_generation_that_it_knows(member: _Member) -> None:
+    member.answered(replace(_QUIET, generation=3))
+    member.poll()
+    assert member.current_report.seen_generation == 3
     # A rendezvous that was restarted is still learning it.
-    agent.answered(replace(_QUIET, generation=2))
-    agent.pause()
-    assert agent.current_report.seen_generation == 3
+    member.answered(replace(_QUIET, generation=2))
+    member.poll()
+    assert member.current_report.seen_generation == 3
 
 
-def test_a_machine_takes_a_seat_only_with_a_lease(agent: _Agent) -> None:
+def test_a_machine_takes_a_seat_only_with_a_lease(member: _Member) -> None:
     seat = replace(_QUIET, node_rank=1, store_address="127.0.0.1", store_port=29500)
-    assert agent.joined((seat, False), (seat, True)) == 1
-    assert agent.current_report.generation == 1
+    assert member.joined((seat, False), (seat, True)) == 1
+    assert member.current_report.generation == 1
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
-def test_the_first_machine_opens_one_store_per_generation(
-    agent: _Agent, node_rank: int, monkeypatch: pytest.MonkeyPatch
+def test_the_first_machine_opens_one_listener_per_generation(
+    member: _Member, node_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(
-        machine_agent,
-        "listening_store",
-        lambda address: (opened.append(address), SimpleNamespace(port=29501))[1],
-    )
+    opened: list[tuple[str, int]] = []
+    create_server = socket.create_server
+
+    def record(address: tuple[str, int], **options: Any) -> socket.socket:
+        opened.append(address)
+        return create_server(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", record)
     # Of the generation before.
-    agent._excepted, agent._num_forwarded = 0, 2
+    member._excepted, member._num_forwarded = 0, 2
     seat = replace(_QUIET, generation=2, node_rank=node_rank)
     known = replace(seat, store_address="127.0.0.1", store_port=29501)
-    assert agent.joined((seat, True), (seat, True), (known, True)) == node_rank
-    assert opened == ["127.0.0.1"] * (node_rank == 0)
-    assert agent.current_report.store_port == (29501 if node_rank == 0 else 0)
-    assert agent._excepted is None and agent._num_forwarded == 0 and agent._generation() == 1
+    assert member.joined((seat, True), (seat, True), (known, True)) == node_rank
+    assert opened == [("127.0.0.1", 0)] * (node_rank == 0)
+    assert bool(member.current_report.store_port) == (node_rank == 0)
+    assert member._excepted is None and member._num_forwarded == 0 and member._generation == 2
+    assert member._listener is None, "rank 0 has it"
 
 
 @pytest.mark.parametrize("text", ["1", "1 --parallelism.pipeline_parallel_schedule=a"])
 def test_a_machine_joins_with_the_mesh_of_the_run(
-    agent: _Agent, text: str, caplog: pytest.LogCaptureFixture
+    member: _Member, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     seat = replace(_QUIET, node_rank=1, store_address="127.0.0.1", store_port=29500, mesh=text)
     with caplog.at_level("WARNING", "torchtitan_lite"):
-        agent.joined((seat, True))
-    assert agent._mesh.to_text() == text
+        member.joined((seat, True))
+    assert member._mesh.to_text() == text
     assert ("change to" in caplog.text) == (text != "1")
 
 
-def test_a_machine_is_ready_to_resize_once_its_processes_are(agent: _Agent) -> None:
-    agent._ranks = cast("dict[int, Any]", {0: FakeProcess()})
+def test_a_machine_is_ready_to_resize_once_its_processes_are(member: _Member) -> None:
+    member.set_ranks(FakeProcess())
     answer = replace(_READY, resize_state=ResizeState.ACCEPTED)
-    assert agent.follow(answer, lambda report: report.ready_for).ready_for == "r1"
-    agent._ranks = {}
+    assert member.follow(answer, lambda report: report.ready_for).ready_for == "r1"
 
 
 @pytest.mark.parametrize("is_blamed", [False, True])
-def test_the_rank_that_ended_the_run_exits_with_its_status(agent: _Agent, is_blamed: bool) -> None:
-    process = FakeProcess()
-    agent._ranks, agent._excepted = cast("dict[int, Any]", {0: process}), 0
-    answer = replace(_QUIET, state=RunState.ENDED, status=7, reason="why", is_blamed=is_blamed)
-    agent.answered(answer)
-    assert agent._finish(answer).state is WorkerState.FAILED and agent.exit_status == 7
-    assert process.status == (ExitStatus(7) if is_blamed else None)
-    agent._ranks = {}
-
-
-def test_a_machine_accepts_no_request_while_its_processes_end(
-    agent: _Agent, monkeypatch: pytest.MonkeyPatch
+def test_the_rank_that_ended_the_run_exits_with_its_status(
+    member: _Member, is_blamed: bool
 ) -> None:
-    assert not agent._has_finished(), "it has no rank that could have"
-    is_open: list[bool] = []
-    monkeypatch.setattr(
-        machine_agent.ProcessAgent, "_shutdown", lambda *_: is_open.append(agent._inbox.is_open)
-    )
-    agent._inbox.is_open = True
-    agent.end()
-    assert is_open == [False]
+    process = FakeProcess()
+    member.set_ranks(process)
+    member._excepted = 0
+    answer = replace(_QUIET, state=RunState.ENDED, status=7, reason="why", is_blamed=is_blamed)
+    member.answered(answer)
+    member._finish(answer)
+    assert member.phase is MemberPhase.ENDING and member.exit_status == 7
+    assert process.status == ExitStatus(7 if is_blamed else 0)
 
 
-def test_a_spare_machine_waits_as_long_as_it_has_a_lease(agent: _Agent) -> None:
+def test_a_machine_accepts_no_request_while_its_processes_end(member: _Member) -> None:
+    assert not member._has_finished(), "it has no rank that could have"
+    process = FakeProcess()
+    process.stays = True
+    member.set_ranks(process)
+    member._inbox.is_open = True
+    member._end_processes()
+    member.poll()
+    assert member.phase is MemberPhase.ENDING and not member._inbox.is_open
+    process.stays = False
+    member.end()
+
+
+def test_a_spare_machine_waits_as_long_as_it_has_a_lease(
+    member: _Member, caplog: pytest.LogCaptureFixture
+) -> None:
     spare = replace(_QUIET, node_rank=-1)
-    with pytest.raises(RendezvousGracefulExitError, match="1 of 1 machines have joined"):
-        agent.joined((spare, True), (replace(spare, num_joined=1), False), timeout_s=-1)
+    with caplog.at_level("ERROR", "torchtitan_lite"):
+        member.joined((spare, True), (replace(spare, num_joined=1), False), timeout_s=-1)
+    assert "1 of 1 machines have joined" in caplog.text and member.exit_status == 1
 
 
-def test_ranks_may_be_on_standby_before_their_machine_is_told_to_order_it(agent: _Agent) -> None:
+def test_ranks_may_be_on_standby_before_their_machine_is_told_to_order_it(member: _Member) -> None:
     """All ranks leave after the same step, of which another machine was told first."""
-    agent.joins(1)
+    member.joins(1)
     process = FakeProcess()
     process.state = RankState.STANDBY
-    agent.answered(replace(_READY, resize_state=ResizeState.ACCEPTED))
-    assert agent.monitored(process) is WorkerState.HEALTHY
-    agent.answered(_READY)
-    assert agent.monitored(process) is WorkerState.UNHEALTHY
+    member.answered(replace(_READY, resize_state=ResizeState.ACCEPTED))
+    assert member.trained(process) is MemberPhase.TRAINING
+    member.answered(_READY)
+    assert member.trained(process) is MemberPhase.STOPPING
     assert process.is_ordered_to_leave
 
 
-def test_storage_that_hangs_does_not_block_the_main_loop(agent: _Agent, tmp_path: Path) -> None:
+def test_storage_that_hangs_does_not_block_the_main_loop(member: _Member, tmp_path: Path) -> None:
     mesh = RunMesh(1, ("--parallelism.hangs=true",)).to_text()
     answer = Answer(
         state=RunState.RUNNING, generation=1, node_rank=0, resize="r1", resize_mesh=mesh
     )
     for _ in range(20):
         began_s = time.monotonic()
-        report = agent.follow(answer, lambda _: True)
+        report = member.follow(answer, lambda _: True)
         assert time.monotonic() - began_s < _HANGS_S / 2
         assert not report.ready_for and not report.refused
-    assert agent.follow(answer, lambda report: report.refused).refusal == "It is slow."
+    assert member.follow(answer, lambda report: report.refused).refusal == "It is slow."
