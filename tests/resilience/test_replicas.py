@@ -90,16 +90,30 @@ def _check_time_accounting(run: Replicas) -> None:
     assert returned["wall_s"] > returned["start_s"] > 0
 
 
-def _check_kill_and_restart(num_ranks: int, arguments: Sequence[str], tmp_path: Path) -> None:
+def _check_kept_work(run: Replicas) -> None:
+    """Check that the survivor has computed only what was lost of the step in which the other one
+    was killed."""
+    batch = 6
+    events = [event for event in launch.events_of(run.output(0)) if event["event"] == "kept_work"]
+    assert any(0 < event["samples_kept"] < batch for event in events), events
+    for event in events:
+        assert event["samples_kept"] + event["samples_computed"] <= batch
+
+
+def _check_kill_and_restart(
+    num_ranks: int, arguments: Sequence[str], tmp_path: Path, *, keeps_work: bool = False
+) -> None:
     with replicas(tmp_path / "run", num_ranks, arguments) as run:
         kill_and_restart(run, tmp_path / "halt")
         _check_time_accounting(run)
+        if keeps_work:
+            _check_kept_work(run)
         check_against_undisturbed_run(run, num_ranks, arguments, tmp_path)
 
 
 @pytest.mark.timeout(300)
 def test_a_killed_and_restarted_replica_does_not_change_the_losses(tmp_path: Path) -> None:
-    _check_kill_and_restart(1, _ARGUMENTS, tmp_path)
+    _check_kill_and_restart(1, _ARGUMENTS, tmp_path, keeps_work=True)
 
 
 @pytest.mark.matrix

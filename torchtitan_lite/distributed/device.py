@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from torchtitan_lite.core.errors import UserError
@@ -41,6 +42,15 @@ class Device:
         if self.kind == "cuda":
             return torch.cuda.max_memory_reserved() / 2**30
         return _peak_resident_kib() / 2**20
+
+    def free_memory_bytes(self) -> int:
+        """Return the memory that this process can still allocate: on a GPU, what is free there or
+        in the allocator's cache; on a CPU, its part of what this machine has available."""
+        if self.kind == "cuda":
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            return torch.cuda.mem_get_info(self.torch_device)[0] + cached
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return psutil.virtual_memory().available // num_local
 
     @property
     def uuid(self) -> str:

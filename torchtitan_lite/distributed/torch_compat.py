@@ -277,6 +277,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def held_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in which a DTensor holds this rank's shard, or a plain tensor itself. To
+    set its `data` changes the DTensor.
+
+    Needed until a DTensor can get other values without a copy.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def is_strided_shard(placement: Placement) -> TypeGuard[Shard]:
     """Whether a placement is the private one by which FSDP2 marks a tensor that an inner axis had
     already sharded. It has a `dim` as Shard does.

@@ -178,7 +178,7 @@ class RouterBalance:
         self._copies = 1 if parallelism.enable_sequence_parallel else mesh.degrees.tp
 
     def counts(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's tokens per expert since the last `apply`: float64 [routers * experts],
+        """Return this rank's tokens per expert since the last `reset`: float64 [routers * experts],
         0 for routers of other stages. The sum over all ranks is the load of the step."""
         # L: the routers of the model.
         counts_LX = torch.zeros(
@@ -189,16 +189,20 @@ class RouterBalance:
         return counts_LX.flatten() / self._copies
 
     def apply(self, counts: torch.Tensor, *, committed: bool) -> dict[str, torch.Tensor]:
-        """Update the biases by the summed `counts`, on the CPU, if the step was committed, and
-        reset the counters. Returns the load [X] of each router of the model, by name."""
+        """Update the biases by the summed `counts`, on the CPU, if the step was committed. Returns
+        the load [X] of each router of the model, by name."""
         # Integers again: tp ranks that count the same tokens contribute fractions.
         counts_LX = counts.round().view(len(self._names), self._num_experts)
         for name, router in self._routers.items():
             if committed:
                 load_X = counts_LX[self._names.index(name)]
                 router.update_expert_bias(load_X.to(router.load_X.device, non_blocking=True))
-            router.load_X.zero_()
         return dict(zip(self._names, counts_LX, strict=True))
+
+    def reset(self) -> None:
+        """Reset the counters."""
+        for router in self._routers.values():
+            router.load_X.zero_()
 
 
 def routers_of(model: nn.Module) -> dict[str, Router]:

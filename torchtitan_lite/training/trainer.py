@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import NoReturn
 
 import torch
@@ -24,10 +25,11 @@ from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.fault_tolerance.replica import LeaveRequested, Replicas, Share
 from torchtitan_lite.nn.spec import IGNORE_INDEX, Microbatch, PipelineSchedule
 from torchtitan_lite.parallel.expert import RouterBalance
-from torchtitan_lite.training.anomalies import Decision, StepAction
+from torchtitan_lite.training.anomalies import ABORT, Decision, StepAction
 from torchtitan_lite.training.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.training.metrics.sample_ledger import NoLedger, StepLedger
 from torchtitan_lite.training.step.anomalous_steps import handle_anomaly, report_faulty_ranks
+from torchtitan_lite.training.step.kept_work import KeptWork
 from torchtitan_lite.training.step.monitor import StepMonitor
 from torchtitan_lite.training.step.totals import (
     NORM_EPS,
@@ -104,6 +106,7 @@ class Job:
     monitor: StepMonitor
     train_timeout_s: float
     ledger: StepLedger = field(default_factory=NoLedger)
+    kept_work: KeptWork = field(default_factory=KeptWork)
     step_context: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Returns the context of a step, given its number."""
 
@@ -184,17 +187,19 @@ def train_step(job: Job) -> StepReport:
         if (state.step, state.cursor) != before:
             # This replica has healed.
             job.ledger.placed(state.step, state.cursor)
+        share = _exchange_kept_work(job, share)
         job.checkpoints.set_writer_group(job.replicas.writer_group)
     # Samples in the step, over all replicas. `_apply` moves the cursor, on which they depend.
     step_size = share.step_size(job.batch_sizes.at(state.cursor))
     with job.monitor.observe():
         with phases.enter(Phase.DATA):
-            microbatches, data_time_s = _load(job, share)
-            _record_attempt(job, share, step_size, microbatches)
+            samples, microbatches, data_time_s = _load(job, share)
+            all_microbatches = [*job.kept_work.microbatches, *microbatches]
+            _record_attempt(job, share, step_size, all_microbatches)
             job.monitor.work_times.waited_for_data(data_time_s, state.loader.take_state_wait_s())
         loss = _forward_backward(job, microbatches, parameters)
     job.monitor.end_backward(parameters, share)
-    values, number = _local_values(job, share, microbatches, loss), state.step + 1
+    values, number = _local_values(job, share, all_microbatches, loss), state.step + 1
     with phases.enter(Phase.COMMUNICATION):
         pending = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
         job.monitor.work_times.mark_reduction()
@@ -220,7 +225,13 @@ def train_step(job: Job) -> StepReport:
     lr = state.lr_scheduler.lr(state.step)
     if decision.action is StepAction.COMMIT and not is_updated:
         _update(job, totals)
-    router_loads, events, fatal_error = _apply(job, decision, totals, share, step_size)
+    kept = _kept_event(job, share, samples)
+    if keeps := decision == ABORT and job.replicas.keeps_work:
+        position = state.step, state.cursor
+        job.kept_work.add(position, samples, _round_size(job), all_microbatches, loss)
+    else:
+        job.kept_work.clear()
+    router_loads, events, fatal_error = _apply(job, decision, totals, share, step_size, keeps=keeps)
     job.ledger.end(decision.action.value, state.step, state.cursor)
     committed = decision.action is StepAction.COMMIT
     stop_requested, is_signaled = totals.num_stop_requests > 0, totals.num_signaled > 0
@@ -242,31 +253,63 @@ def train_step(job: Job) -> StepReport:
         num_tokens=step_size * job.seq_len,
         num_replicas=share.count,
         router_loads=router_loads,
-        samples=_samples_of(microbatches),
+        samples=_samples_of(all_microbatches),
         data_time_s=data_time_s,
-        events=(*job.replicas.events(), *slow_ranks, *events),
+        events=(*job.replicas.events(), *kept, *slow_ranks, *events),
         fatal_error=fatal_error,
     )
 
 
-def _load(job: Job, share: Share) -> tuple[list[Microbatch], float]:
-    """Return this rank's microbatches and the seconds waited for them; the next step's are
-    prefetched."""
+def _round_size(job: Job) -> int:
+    """Return the samples of one microbatch on each rank of this replica."""
+    return job.local_batch_size * job.mesh.degrees.batch
+
+
+def _exchange_kept_work(job: Job, share: Share) -> Share:
+    """Return the share with what the participants have computed of the step before it was aborted;
+    work of this replica that does not count is dropped."""
+    state, kept = job.state, job.kept_work
+    num_rounds = job.batch_sizes.at(state.cursor) // _round_size(job)
+    position = state.step, state.cursor
+    share = job.replicas.exchange_kept_work(share, lambda: kept.computed(position, num_rounds))
+    if kept.rounds and not kept.fits(share, job.pipeline_schedule.min_microbatches):
+        kept.clear()
+        state.optimizer.zero_grad()
+        job.router_balance.reset()
+    return share
+
+
+def _kept_event(job: Job, share: Share, samples: Sequence[range]) -> list[StepEvent]:
+    """Return the event of a step for which participants have kept work."""
+    if not share.keeps_work(job.pipeline_schedule.min_microbatches):
+        return []
+    kept, computed = len(job.kept_work.rounds) * _round_size(job), sum(map(len, samples))
+    return [StepEvent("kept_work", {"samples_kept": kept, "samples_computed": computed})]
+
+
+def _load(job: Job, share: Share) -> tuple[Sequence[range], list[Microbatch], float]:
+    """Return the samples that this replica computes, this rank's microbatches of them, and the
+    seconds waited for these; the next step's are prefetched."""
     started = time.perf_counter()
-    state, degrees, local = job.state, job.mesh.degrees, job.local_batch_size
+    state, cursor = job.state, job.state.cursor
+    # A replica's share must not have fewer microbatches than its pipeline can run.
+    fewest, batch_size = job.pipeline_schedule.min_microbatches, job.batch_sizes.at(cursor)
 
-    def indices(cursor: int) -> list[range]:
-        # A replica's share must not have fewer microbatches than its pipeline can run.
-        fewest = job.pipeline_schedule.min_microbatches
-        batch_size = job.batch_sizes.at(cursor)
-        samples = share.samples(cursor, batch_size, local * degrees.batch, fewest)
-        return microbatch_indices(samples, local, job.mesh.batch_rank, degrees.batch)
+    def indices(samples: Sequence[range]) -> list[range]:
+        local, mesh = job.local_batch_size, job.mesh
+        of_parts = (
+            microbatch_indices(part, local, mesh.batch_rank, mesh.degrees.batch) for part in samples
+        )
+        return [*chain.from_iterable(of_parts)]
 
-    microbatches = state.loader.load(indices(state.cursor), state.step + 1)
+    samples = share.parts(cursor, batch_size, _round_size(job), fewest)
+    microbatches = state.loader.load(indices(samples), state.step + 1)
     if state.step + 1 < job.steps:
-        following = state.cursor + share.step_size(job.batch_sizes.at(state.cursor))
-        state.loader.prefetch(indices(following), state.step + 2)
-    return microbatches, time.perf_counter() - started
+        following = cursor + share.step_size(batch_size)
+        size = job.batch_sizes.at(following)
+        part = share.samples(following, size, _round_size(job), fewest)
+        state.loader.prefetch(indices([part]), state.step + 2)
+    return samples, microbatches, time.perf_counter() - started
 
 
 def _record_attempt(
@@ -290,13 +333,13 @@ def _forward_backward(
     job: Job, microbatches: Sequence[Microbatch], parameters: Sequence[nn.Parameter]
 ) -> torch.Tensor:
     """Accumulate the gradients of the loss summed over this rank's targets. Returns the sum, 0-d
-    float64."""
+    float64, kept work included."""
     loss = torch.zeros((), dtype=torch.float64, device=job.mesh.device.torch_device)
     job.monitor.begin_forward()
     if microbatches:
         overlap = partial(job.replicas.reduce_during_backward, parameters)
         loss += job.pipeline_schedule.run(microbatches, backward=True, before_last=overlap)
-    return loss
+    return loss if job.kept_work.loss is None else loss + job.kept_work.loss
 
 
 def _local_values(
@@ -322,9 +365,12 @@ def _apply(
     totals: StepTotals,
     share: Share,
     step_size: int,
+    *,
+    keeps: bool,
 ) -> tuple[Mapping[str, torch.Tensor], list[StepEvent], TrainingDiverged | MachineFault | None]:
     """Apply the decision to everything but weights and optimizer: commit, skip, or leave the state
-    as it was. Returns the router loads, the events, and why the run ends, if it does."""
+    as it was. `keeps`: gradients and loads of an aborted step are kept. Returns the router loads,
+    the events, and why the run ends, if it does."""
     state, number = job.state, job.state.step + 1
     committed = decision.action is StepAction.COMMIT
     samples = range(state.cursor, state.cursor + step_size)
@@ -339,7 +385,9 @@ def _apply(
             state.step, totals.mean_loss, totals.grad_norm, window=window
         )
     router_loads = job.router_balance.apply(totals.router_counts, committed=committed)
-    state.optimizer.zero_grad()
+    if not keeps:
+        job.router_balance.reset()
+        state.optimizer.zero_grad()
     if decision.faulty_ranks:
         return router_loads, *report_faulty_ranks(decision, number, share, job.mesh.world_size)
     if not decision.is_anomalous:

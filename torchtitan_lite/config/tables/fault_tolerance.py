@@ -56,6 +56,11 @@ class FaultToleranceConfig(Section):
     """Parallel connections of a healing rank."""
     bucket_mib: Annotated[int, at_least(1)] = 32
     """Bucket size of the gradient reduction over replicas (MiB)."""
+    keep_gradients: Literal["auto", "on", "off"] = "auto"
+    """Keep the gradients of an aborted step, so that after the loss of a replica the others compute
+    only the samples that it had. Takes as much memory as the gradients of a rank; "auto": if twice
+    as much is free. Only with `world_size_mode = "constant_batch"`, and not with `replay_check` or
+    `semi_sync_method`."""
     semi_sync_method: Literal["local_sgd", "diloco", "streaming_diloco"] | None = None
     """Average the replicas every `sync_steps` steps instead of reducing gradients in each.
     "local_sgd": the weights. "diloco": the change of the weights, as the gradient of an outer

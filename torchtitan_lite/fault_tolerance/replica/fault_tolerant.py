@@ -103,6 +103,10 @@ class FaultTolerantReplicas:
         self._num_heals = 0
         self._is_first_step = False
         """Whether the current step is the first of this quorum."""
+        self._knows_room = False
+        """Whether it was decided whether the gradients of all ranks can be kept."""
+        self._has_healed = False
+        """Whether this replica healed for the current step."""
         self._events: list[StepEvent] = []
         self._writer_group = SINGLE_REPLICA
 
@@ -224,6 +228,7 @@ class FaultTolerantReplicas:
         manager, source = self._manager, self._transport.source
         self._transport.source = None
         self._is_first_step = manager.quorum.quorum_id != self._quorum_id
+        self._has_healed = source is not None
         if not self._is_first_step and not manager.quorum.heal:
             return True
         self._quorum_id = manager.quorum.quorum_id
@@ -286,6 +291,46 @@ class FaultTolerantReplicas:
             count=count,
             one_batch_per_replica=self._config.world_size_mode == "dynamic",
         )
+
+    @property
+    def keeps_work(self) -> bool:
+        return self._reducer.keeps_gradients
+
+    def exchange_kept_work(self, share: Share, computed: Callable[[], Sequence[bool]]) -> Share:
+        # After an aborted step there is always a new quorum.
+        if not self._may_keep_work:
+            return share
+        if self._is_first_step or not self._knows_room:
+            self._reducer.keeps_gradients = self._has_room_for_gradients()
+        if not self._is_first_step:
+            return share
+        is_computed = [False] * len(computed()) if self._has_healed else computed()
+        own = torch.tensor([*map(float, is_computed)], dtype=torch.float64)
+        numbers = torch.cat([own, own * share.index]).to(self._mesh.device.torch_device)
+        if not self.all_reduce(numbers):
+            # This step will be aborted, too.
+            return share
+        times, owners = numbers.view(2, -1).round().int().tolist()
+        if max(times) != 1:
+            return share
+        rounds = zip(times, owners, strict=True)
+        return replace(share, owners=tuple(owner if is_known else -1 for is_known, owner in rounds))
+
+    @property
+    def _may_keep_work(self) -> bool:
+        """Whether replicas compute parts of the same samples, each time they are divided."""
+        config = self._config
+        is_shared = config.world_size_mode == "constant_batch" and config.semi_sync_method is None
+        # A recomputation would differ from what was observed in two parts.
+        return is_shared and config.keep_gradients != "off" and not config.replay_check
+
+    def _has_room_for_gradients(self) -> bool:
+        """Return whether all ranks of this replica can keep their gradients, whose size is not
+        known before the first step."""
+        needed = self._reducer.num_bytes
+        self._knows_room = needed > 0
+        has_room = needed > 0 and 2 * needed <= self._mesh.device.free_memory_bytes()
+        return not self._mesh.any(not has_room) or self._config.keep_gradients == "on"
 
     @property
     def always_commits(self) -> bool:
@@ -353,6 +398,7 @@ class FaultTolerantReplicas:
             )
 
     def finish_step(self, *, committed: bool, is_last: bool) -> None:
+        self._reducer.end_step(restores=not committed)
         if not is_last:
             self._request_quorum()
 

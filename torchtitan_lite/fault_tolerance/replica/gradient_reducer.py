@@ -16,9 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.distributed.redistribute import align_gradient
-from torchtitan_lite.distributed.torch_compat import foreach_copy_, local_tensor
+from torchtitan_lite.distributed.torch_compat import foreach_copy_, held_tensor, local_tensor
 from torchtitan_lite.fault_tolerance.replica.torchft_manager import PendingReduction, QuorumManager
 
+_ALIGNED = 16
+"""Elements to whose multiple each gradient in a buffer is padded."""
 _MAX_IN_FLIGHT = 3
 """Maximum number of buckets: one is filled, one is reduced, one is unpacked."""
 
@@ -37,6 +39,18 @@ class GradientReducer:
         self._num_sent = 0
         self._in_flight: deque[tuple[list[torch.Tensor], torch.Tensor, PendingReduction]] = deque()
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self.keeps_gradients = False
+        """Whether the gradients before the sum are kept until `end_step`, which takes as much
+        memory as they do."""
+        self._kept: list[tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]] = []
+        """Gradients of each bucket, their values before the sum, and the buffer of the sum."""
+        self._absent: list[nn.Parameter] = []
+        """Parameters without a gradient before the sum."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the gradients that were reduced last."""
+        return sum(local_tensor(parameter).nbytes for parameter in self._parameters)
 
     def reduce_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce each bucket as soon as it is complete, during the next backward, which must be the
@@ -50,6 +64,8 @@ class GradientReducer:
         lack stays None."""
         self._missing = None
         present = [float(parameter.grad is not None) for parameter in parameters]
+        if self.keeps_gradients:
+            self._absent = [parameter for parameter in parameters if parameter.grad is None]
         self._assign_buckets(parameters)
         while self._num_sent < len(self._buckets):
             if len(self._in_flight) == _MAX_IN_FLIGHT:
@@ -87,11 +103,12 @@ class GradientReducer:
         kind, size = None, 0
         for parameter in reversed(self._parameters):
             local = local_tensor(parameter)
-            if kind != (local.dtype, local.device) or size + local.nbytes > self._bucket_bytes:
+            num_bytes = _padded(local) * local.itemsize
+            if kind != (local.dtype, local.device) or size + num_bytes > self._bucket_bytes:
                 buckets.append([])
                 kind, size = (local.dtype, local.device), 0
             buckets[-1].append(parameter)
-            size += local.nbytes
+            size += num_bytes
         self._buckets = buckets
         self._bucket_of = {
             parameter: place for place, bucket in enumerate(buckets) for parameter in bucket
@@ -122,12 +139,12 @@ class GradientReducer:
         bucket = [_gradient(parameter) for parameter in self._buckets[self._num_sent]]
         self._num_sent += 1
         flat = self._flat_buffer(bucket)
-        foreach_copy_(_views(flat, bucket), bucket)
+        foreach_copy_(_views(flat, bucket), [gradient.detach() for gradient in bucket])
         self._in_flight.append((bucket, flat, self._manager.all_reduce_sum(flat)))
 
     def _flat_buffer(self, bucket: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return memory for a bucket, which is reused in later steps."""
-        first, length = bucket[0], sum(gradient.numel() for gradient in bucket)
+        first, length = bucket[0], sum(_padded(gradient) for gradient in bucket)
         free = self._free.setdefault((first.dtype, first.device), [])
         for place, flat in enumerate(free):
             if flat.numel() >= length:
@@ -139,7 +156,29 @@ class GradientReducer:
         self, bucket: list[torch.Tensor], flat: torch.Tensor, work: PendingReduction
     ) -> None:
         work.wait()
+        if self.keeps_gradients:
+            # Gradients become views of the sum, and nothing is copied.
+            self._kept.append((bucket, [gradient.detach() for gradient in bucket], flat))
+            for gradient, view in zip(bucket, _views(flat, bucket), strict=True):
+                gradient.data = view
+            return
         foreach_copy_(bucket, _views(flat, bucket))
+        self._release(flat)
+
+    def end_step(self, *, restores: bool) -> None:
+        """Release what is kept. `restores`: give the gradients their values before the sum."""
+        for bucket, before, flat in self._kept:
+            if restores:
+                for gradient, values in zip(bucket, before, strict=True):
+                    gradient.data = values
+            self._release(flat)
+        if restores:
+            for parameter in self._absent:
+                parameter.grad = None
+        self._kept, self._absent = [], []
+
+    def _release(self, flat: torch.Tensor) -> None:
+        """Allow other buckets to use a buffer."""
         whole = flat.as_strided((flat.untyped_storage().nbytes() // flat.itemsize,), (1,))
         self._free[flat.dtype, flat.device].append(whole)
 
@@ -165,9 +204,18 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
         parameter.grad = torch.zeros_like(parameter)
     gradient = align_gradient(parameter)
     assert gradient is not None
-    return local_tensor(gradient)
+    return held_tensor(gradient)
+
+
+def _padded(gradient: torch.Tensor) -> int:
+    """Return the elements that a gradient takes in a buffer, so that the next one is aligned as
+    kernels want it."""
+    return -(-gradient.numel() // _ALIGNED) * _ALIGNED
 
 
 def _views(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    parts = flat.split([gradient.numel() for gradient in bucket])
-    return [part.view(gradient.shape) for part, gradient in zip(parts, bucket, strict=True)]
+    parts = flat.split([_padded(gradient) for gradient in bucket])
+    return [
+        part[: gradient.numel()].view(gradient.shape)
+        for part, gradient in zip(parts, bucket, strict=True)
+    ]

@@ -1,7 +1,7 @@
 """Interface of the training loop to the replicas: the share of a step, the quorum, the reduction
 and the vote."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,9 @@ class Share:
     count: int
     one_batch_per_replica: bool = False
     """Whether each participant takes a whole batch, instead of a share of one."""
+    owners: tuple[int, ...] = ()
+    """Participant that has computed each round of the step before the step was aborted, -1 for a
+    round that is lost; empty if no participant has kept work."""
 
     def step_size(self, batch_size: int) -> int:
         """Samples in the step, over all replicas."""
@@ -44,6 +47,40 @@ class Share:
 
         return range(cursor + place(self.index), cursor + place(self.index + 1))
 
+    def keeps_work(self, fewest: int = 1) -> bool:
+        """Return whether participants keep what they have computed of the step: the rounds that are
+        lost, if there are any, are at least `fewest`."""
+        num_lost = self.owners.count(_LOST)
+        return bool(self.owners) and (not num_lost or num_lost >= fewest)
+
+    def parts(
+        self, cursor: int, batch_size: int, round_size: int, fewest: int = 1
+    ) -> Sequence[range]:
+        """Return the samples that this replica computes: `samples`, or, if the participants keep
+        work, its part of those that are lost, so that all have computed as equally much as
+        possible."""
+        if not self.keeps_work(fewest):
+            return [self.samples(cursor, batch_size, round_size, fewest)]
+        lost = [place for place, owner in enumerate(self.owners) if owner == _LOST]
+        quotas = self._quotas(len(lost), fewest)
+        first = sum(quotas[: self.index])
+        own = lost[first : first + quotas[self.index]]
+        starts = (cursor + place * round_size for place in own)
+        return [range(start, start + round_size) for start in starts]
+
+    def _quotas(self, num_lost: int, fewest: int) -> list[int]:
+        """Return the number of lost rounds for each participant, 0 or at least `fewest`."""
+        computed = [self.owners.count(participant) for participant in range(self.count)]
+        quotas, last = [0] * self.count, 0
+        for _ in range(num_lost // fewest):
+            last = min(range(self.count), key=lambda p: computed[p] + quotas[p])
+            quotas[last] += fewest
+        quotas[last] += num_lost % fewest
+        return quotas
+
+
+_LOST = -1
+
 
 class LeaveRequested(Exception):
     """Stop request received while waiting for other replicas."""
@@ -57,6 +94,17 @@ class Replicas(Protocol):
         """Form the quorum of the next step, and heal if this replica lags. Raises ReplicaError if
         it cannot take part, and LeaveRequested if a stop was requested while it waited for
         others."""
+        ...
+
+    @property
+    def keeps_work(self) -> bool:
+        """Whether the gradients of this replica survive a reduction that failed."""
+        ...
+
+    def exchange_kept_work(self, share: Share, computed: Callable[[], Sequence[bool]]) -> Share:
+        """Return `share` with the owners of kept work. `computed` returns, for each round of the
+        step, whether this replica has computed it before the step was aborted. Called by all ranks
+        after `agree`."""
         ...
 
     @property
@@ -96,8 +144,9 @@ class Replicas(Protocol):
         ...
 
     def finish_step(self, *, committed: bool, is_last: bool) -> None:
-        """Average the states of all replicas after a committed step, if due, and start to form the
-        next quorum unless the step `is_last`. The state must not be modified before the next step.
+        """Average the states of all replicas after a committed step, if due, restore this replica's
+        gradients after an aborted one if it `keeps_work`, and start to form the next quorum unless
+        the step `is_last`. The state must not be modified before the next step.
         Raises as `agree` does."""
         ...
 
@@ -115,6 +164,13 @@ class SingleReplica:
 
     def agree(self) -> Share:
         return Share(index=0, count=1)
+
+    @property
+    def keeps_work(self) -> bool:
+        return False
+
+    def exchange_kept_work(self, share: Share, computed: Callable[[], Sequence[bool]]) -> Share:
+        return share
 
     @property
     def always_commits(self) -> bool:

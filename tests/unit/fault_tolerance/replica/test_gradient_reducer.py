@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -127,3 +128,53 @@ def test_only_the_announced_backward_reduces() -> None:
     for _ in range(2):
         _backward(model, torch.ones(4, 16))
     assert group.sent == []
+
+
+@pytest.mark.parametrize("during_backward", [False, True])
+def test_gradients_survive_a_failed_sum_and_accumulate(during_backward: bool) -> None:
+    model, group = _model(), _Twice()
+    sums = _sums(group, per_bucket=2)
+    sums.keeps_gradients = True
+    parameters = list(model.parameters())
+    absent = nn.Parameter(torch.zeros(3))
+    all_parameters = [*parameters, absent]
+    expected = _model()
+    for scale in (1.0, 2.0, 4.0):
+        _backward(expected, torch.full((4, 16), scale))
+    counts = torch.zeros(1, dtype=torch.float64)
+    for number, scale in enumerate((1.0, 2.0)):
+        if during_backward:
+            sums.reduce_during_backward(all_parameters)
+        _backward(model, torch.full((4, 16), scale))
+        before = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+        sums.reduce(all_parameters, counts)
+        assert all(
+            torch.equal(parameter.grad, 2 * values)
+            for parameter, values in zip(parameters, before, strict=True)
+            if parameter.grad is not None
+        )
+        # The reduction has failed: whatever it has left in the gradients does not count.
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.fill_(float("nan"))
+        sums.end_step(restores=True)
+        assert absent.grad is None and not sums._kept, number
+    _backward(model, torch.full((4, 16), 4.0))
+    for parameter, other in zip(parameters, expected.parameters(), strict=True):
+        assert parameter.grad is not None and other.grad is not None
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_buffers_of_a_committed_step_are_used_again() -> None:
+    model, group = _model(), _Twice()
+    sums = _sums(group, per_bucket=2)
+    sums.keeps_gradients = True
+    parameters, counts = list(model.parameters()), torch.zeros(1, dtype=torch.float64)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = None
+        _backward(model, torch.ones(4, 16))
+        sums.reduce(parameters, counts)
+        sums.end_step(restores=False)
+    assert sum(map(len, sums._free.values())) == 3
+    assert sums.num_bytes == 6 * 16 * 16 * 4
