@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.rank.supervised import GENERATION, GENERATION_STARTED, rank_environment
 from torchtitan_lite.fault_tolerance.supervision.local_ranks import forwarded_signal
@@ -30,10 +29,12 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process impo
     RankProcess,
     RankState,
 )
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_follower import (
+    ResizeFollower,
+)
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
-    MAX_CHARS,
     Answer,
     FailureKind,
     NodeState,
@@ -46,7 +47,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     STOP_S,
     lease_clock_s,
 )
-from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState, RunMesh
+from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure
 
 _POLL_S = 0.02
@@ -96,8 +97,7 @@ class Member:
             return process
 
         self._pool = ProcessPool(start, num_spares)
-        self._mesh = RunMesh(num_ranks)
-        """The mesh of the present or next generation."""
+        self._resizing = ResizeFollower(RunMesh(num_ranks), link, inbox, self._pool)
         self._writers = AdoptedWriters()
         self._link, self._join_timeout_s = link, join_timeout_s
         self._requests, self._num_forwarded = requests, 0
@@ -124,10 +124,6 @@ class Member:
         """Last generation in which this machine was found to be a spare one."""
         self._excepted: int | None = None
         """Rank that raised the first exception of the generation on this machine."""
-        self._answered: ResizeState | None = None
-        """The last answer to the request of this machine."""
-        self._left_generation = 0
-        """Last generation that its ranks were ordered to leave for a resize."""
         self._stop_s = math.inf
         """When this machine was asked to stop."""
         self._has_unsaved_steps = False
@@ -181,14 +177,18 @@ class Member:
         """Wait until this machine has a place in a new generation, or the run has ended, also for
         this machine alone."""
         answer = self._link.answer
+        is_spare = self._is_spare(answer)
         self._inbox.is_open = False
         if answer is not None:
-            self._answer_request(answer)
-            if answer.state is RunState.RUNNING and not self._adopt_mesh(answer.mesh):
+            self._resizing.answer_request(answer, is_spare=is_spare)
+            problem = ""
+            if answer.state is RunState.RUNNING:
+                problem = self._resizing.adopt_mesh(answer.mesh)
+            if problem:
+                self._leave(1, problem)
                 return
         # Warm before it is needed, also on a spare machine.
         self._pool.fill(self._mesh.num_ranks)
-        is_spare = self._is_spare(answer)
         if is_spare:
             assert answer is not None
             if answer.generation != self._spare_generation:
@@ -316,6 +316,15 @@ class Member:
         }
 
     @property
+    def _mesh(self) -> RunMesh:
+        return self._resizing.mesh
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether all ranks have left the training for a resize."""
+        return self._resizing.has_left(self._generation)
+
+    @property
     def _first_rank(self) -> int:
         """The first rank of this machine in the world."""
         return self._link.report.node_rank * self._mesh.num_ranks
@@ -335,11 +344,11 @@ class Member:
         self._report_stop()
         answer = self._link.answer
         assert answer is not None
-        self._answer_request(answer)
+        self._resizing.answer_request(answer, is_spare=self._is_spare(answer))
         if answer.state is RunState.ENDED:
             self._finish(answer)
             return
-        self._prepare_for(answer)
+        self._resizing.prepare(answer, is_stopping=bool(self._requests))
         self._forward_signals()
         ranks = self._pool.ranks.values()
         failure = self._pool.failure(self._first_rank)
@@ -355,8 +364,8 @@ class Member:
         if self.phase is not MemberPhase.TRAINING:
             return
         if not self._has_ended():
-            self._order_to_leave(answer)
-            if not self._has_left() and not self._departs_at_once():
+            self._resizing.order_to_leave(answer, self._generation)
+            if not self._has_left and not self._departs_at_once():
                 return
         elif not self._link.has_lease:
             logger.warning(
@@ -425,7 +434,7 @@ class Member:
         """Abort the training of the ranks that live."""
         self.phase, self._stopping_since_s = MemberPhase.STOPPING, time.monotonic()
         self._has_lost_lease = not self._link.has_lease
-        has_left = self._has_left()
+        has_left = self._has_left
         self._close_listener()
         # First of all: what they write must end with the lease, too.
         self._writers.check(may_write=self._may_write())
@@ -472,14 +481,7 @@ class Member:
         """Whether the checkpoint writers of this machine may write: in its place of the present
         generation, or for ranks that have finished in it."""
         waits = self._link.report.phase is NodeState.STANDBY
-        return self._link.has_lease or (not waits and self._has_finished())
-
-    def _has_finished(self) -> bool:
-        """Whether all ranks have finished their training."""
-        ranks = self._pool.ranks
-        ended = [rank for rank in ranks.values() if rank.state is RankState.ENDED]
-        is_clean = all(process.status is not None and process.status.is_clean for process in ended)
-        return 0 < len(ranks) == len(ended) and is_clean
+        return self._link.has_lease or (not waits and self._pool.have_finished)
 
     def _status_of_stop(self, answer: Answer | None) -> int:
         """Return the exit status of this machine if it leaves now: 1 if steps may be lost."""
@@ -502,102 +504,18 @@ class Member:
         """Whether a request to stop waits: the ranks have left their training for a resize, and
         only ranks that train can save and exit."""
         before = self._generation - (self._link.report.phase is NodeState.JOINED)
-        has_left = 0 < self._left_generation >= before
+        has_left = 0 < self._resizing.left_generation >= before
         is_soon = time.monotonic() < self._stop_s + HOLD_S
         return has_left and is_soon and self._link.has_lease and not self._is_spare(answer)
 
     def _may_forward(self) -> bool:
         """Whether signals reach ranks that can handle them."""
-        answer, report = self._link.answer, self._link.report
+        answer = self._link.answer
         assert answer is not None
         if self._departs_at_once():
             return False
-        # Ranks that leave would disagree with those of other machines; the rendezvous may already
-        # have decided that they do, also one that was restarted and is still learning it.
-        is_present = answer.resize == report.ready_for or answer.state is RunState.REBUILDING
-        waits = self._is_ordered or (bool(report.ready_for) and is_present)
-        # Ranks that start would die.
-        is_first = (
-            answer.resize_state is ResizeState.LEFT
-            or self._left_generation == self._generation - 1 > 0
-        )
-        starts = is_first and not all(rank.has_progress for rank in self._pool.ranks.values())
-        return not (waits or starts) or time.monotonic() >= self._stop_s + HOLD_S
-
-    def _adopt_mesh(self, text: str) -> bool:
-        """Let the next generation have the mesh of an answer. Returns False if this machine cannot
-        have it, and leaves the run."""
-        if text == self._mesh.to_text():
-            return True
-        try:
-            mesh = self._inbox.parse(text)
-        except (ConfigError, ValueError) as error:
-            self._leave(1, f"it cannot have the mesh of the run, {text}: {error}")
-            return False
-        logger.warning("The ranks of this machine change to %s.", mesh)
-        self._mesh = mesh
-        self._pool.end_surplus_ranks(mesh.num_ranks)
-        return True
-
-    def _answer_request(self, answer: Answer) -> None:
-        """Report the request of this machine, and write its outcome."""
-        request = self._inbox.request
-        if request is None:
-            return
-        if self._link.report.request != request.id:
-            self._answered = ResizeState.ACCEPTED
-            self._link.update(request=request.id, request_mesh=request.mesh.to_text())
-        state, reason = answer.request_state, answer.request_reason
-        if self._is_spare(answer):
-            state, reason = ResizeState.FAILED, "its machine no longer trains"
-        elif answer.request != request.id or state is self._answered:
-            return
-        self._answered = state
-        self._inbox.answer(state, reason)
-        if state.is_final:
-            self._link.update(request="", request_mesh="")
-
-    def _prepare_for(self, answer: Answer) -> None:
-        """Report whether this machine can follow the present resize, once the processes that it
-        needs are warm."""
-        self._inbox.is_open = self._link.report.has_progress and not self._requests
-        if answer.state is not RunState.RUNNING:
-            return
-        if not answer.resize:
-            self._pool.end_surplus_spares()
-            return
-        report = self._link.report
-        is_known = answer.resize in (report.ready_for, report.refused)
-        if is_known or answer.resize_state is ResizeState.LEFT:
-            return
-        refusal = self._inbox.refusal(answer.resize, answer.resize_mesh)
-        if refusal:
-            self._link.update(refused=answer.resize, refusal=refusal[:MAX_CHARS])
-        elif refusal is None or not report.has_progress:
-            # The imports of new processes would compete with the start of the ranks.
-            return
-        elif self._pool.prepare(RunMesh.from_text(answer.resize_mesh).num_ranks):
-            self._link.update(ready_for=answer.resize)
-
-    def _order_to_leave(self, answer: Answer) -> None:
-        """Let the ranks leave the training if all machines are ready to."""
-        is_ready = answer.resize_state is ResizeState.READY and not self._is_ordered
-        ranks = self._pool.ranks.values()
-        if is_ready and all(process.has_progress for process in ranks):
-            self._left_generation = self._generation
-            self._link.update(leaving_for=answer.resize_mesh)
-            for process in ranks:
-                process.leave_training()
-
-    @property
-    def _is_ordered(self) -> bool:
-        """Whether the ranks were ordered to leave this generation for a resize."""
-        return self._left_generation == self._generation
-
-    def _has_left(self) -> bool:
-        """Whether all ranks have left the training as they were ordered to."""
-        ranks = self._pool.ranks.values()
-        return self._is_ordered and all(rank.state is RankState.STANDBY for rank in ranks)
+        is_between = self._resizing.is_between(answer, self._generation)
+        return not is_between or time.monotonic() >= self._stop_s + HOLD_S
 
     def _finish(self, answer: Answer) -> None:
         """End with the run."""
@@ -620,7 +538,7 @@ class Member:
         to, have nothing to save."""
         self.phase, self._inbox.is_open = MemberPhase.ENDING, False
         self._close_listener()
-        aborts = bool(self.exit_status) or not self._has_finished()
+        aborts = bool(self.exit_status) or not self._pool.have_finished
         self._pool.end_all(_ABORT_S if aborts else EXIT_S, aborts=aborts)
 
     def _end(self) -> None:

@@ -63,6 +63,13 @@ class ProcessPool:
         return {process.pid for process in (*self.processes, *ending)}
 
     @property
+    def have_finished(self) -> bool:
+        """Whether all ranks have finished their training."""
+        ended = [rank for rank in self.ranks.values() if rank.state is RankState.ENDED]
+        is_clean = all(process.status is not None and process.status.is_clean for process in ended)
+        return 0 < len(self.ranks) == len(ended) and is_clean
+
+    @property
     def is_ending(self) -> bool:
         """Whether processes are ending, which may hold devices that their successors need."""
         return bool(self._ending)

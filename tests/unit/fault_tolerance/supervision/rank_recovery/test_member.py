@@ -83,7 +83,7 @@ class _Member(Member):
     def set_ranks(self, *processes: FakeProcess) -> None:
         """Let these be its ranks."""
         self._pool.ranks = cast("dict[int, Any]", dict(enumerate(processes)))
-        self._mesh = replace(self._mesh, num_ranks=max(1, len(processes)))
+        self._resizing.mesh = replace(self._mesh, num_ranks=max(1, len(processes)))
 
     @property
     def current_report(self) -> Report:
@@ -103,8 +103,8 @@ class _Member(Member):
         """Follow an answer until the next report is as expected, and return that."""
 
         def follows() -> object:
-            self._answer_request(answer)
-            self._prepare_for(answer)
+            self._resizing.answer_request(answer, is_spare=self._is_spare(answer))
+            self._resizing.prepare(answer, is_stopping=bool(self._requests))
             return until(self._link.report)
 
         self.commit_step()
@@ -128,7 +128,7 @@ class _Member(Member):
 
     def order_to_leave(self, answer: Answer) -> bool:
         """Follow an answer; return whether the ranks were ordered to leave."""
-        self._order_to_leave(answer)
+        self._resizing.order_to_leave(answer, self._generation)
         return bool(self._link.report.leaving_for)
 
     def stop_by_signal(self) -> None:
@@ -511,7 +511,7 @@ def test_the_rank_that_ended_the_run_exits_with_its_status(
 
 
 def test_a_machine_accepts_no_request_while_its_processes_end(member: _Member) -> None:
-    assert not member._has_finished(), "it has no rank that could have"
+    assert not member._pool.have_finished, "it has no rank that could have"
     process = FakeProcess()
     process.stays = True
     member.set_ranks(process)

@@ -1,6 +1,5 @@
 """Agents decide about all ranks, of which one is not as far as the others."""
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,9 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.agent import (
     RankState,
     WorkerState,
 )
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_follower import (
+    ResizeFollower,
+)
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 
@@ -62,22 +63,21 @@ def test_spares_start_once_all_ranks_have_progress(has_progress: bool) -> None:
     assert started == (["progress", "spare"] if has_progress else [])
 
 
+def _follower(*values: dict[str, Any], left_generation: int = -1) -> ResizeFollower:
+    follower = ResizeFollower.__new__(ResizeFollower)
+    link = SimpleNamespace(report=SimpleNamespace(ready_for=""))
+    vars(follower).update(_link=link, _pool=_pool(*values), left_generation=left_generation)
+    return follower
+
+
 @pytest.mark.parametrize("second", [RankState.STANDBY, RankState.ENDED])
 def test_a_machine_has_left_once_all_its_ranks_are_on_standby(second: RankState) -> None:
-    agent: Any = SimpleNamespace(_is_ordered=True, _pool=_pool({}, {"state": second}))
-    assert Member._has_left(agent) == (second is RankState.STANDBY)
+    follower = _follower({}, {"state": second}, left_generation=5)
+    assert follower.has_left(5) == (second is RankState.STANDBY) and not follower.has_left(6)
 
 
 @pytest.mark.parametrize("has_progress", [True, False])
 def test_a_signal_waits_for_ranks_that_start_after_a_resize(has_progress: bool) -> None:
-    answer = SimpleNamespace(resize="", state=None, resize_state=ResizeState.LEFT)
-    agent: Any = SimpleNamespace(
-        _link=SimpleNamespace(answer=answer, report=SimpleNamespace(ready_for="")),
-        _left_generation=-1,
-        _generation=5,
-        _is_ordered=False,
-        _departs_at_once=lambda: False,
-        _stop_s=time.monotonic() + 3600,
-        _pool=_pool({"has_progress": True}, {"has_progress": has_progress}),
-    )
-    assert Member._may_forward(agent) == has_progress
+    answer: Any = SimpleNamespace(resize="", state=None, resize_state=ResizeState.LEFT)
+    follower = _follower({"has_progress": True}, {"has_progress": has_progress})
+    assert follower.is_between(answer, 5) != has_progress

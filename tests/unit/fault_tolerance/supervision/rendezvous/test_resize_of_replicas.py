@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from tests.unit.fault_tolerance.supervision.rendezvous.rig import Rig, depart, fail
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
+    Answer,
     FailureKind,
     NodeState,
     RunState,
@@ -21,7 +23,7 @@ _MESH = "2 --parallelism.tensor_parallel_degree=2"
 class _Rig(Rig):
     """Machines of two replicas. No two replicas may train on different meshes."""
 
-    def send(self, name: str, **changes: object) -> object:
+    def send(self, name: str, **changes: Any) -> Answer:
         answer = super().send(name, **changes)
         training = {
             report.mesh
