@@ -26,7 +26,9 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Report,
     RunState,
 )
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.resize import ResizeCoordinator
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.resize_coordinator import (
+    ResizeCoordinator,
+)
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     ALL_LOST_S,
     LOST_S,

@@ -12,7 +12,9 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import (
     Rejected,
 )
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import Answer, Report, RunState
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.resize import ResizeCoordinator
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.resize_coordinator import (
+    ResizeCoordinator,
+)
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import LEASE_S
 
 _MAX_REPLICAS = 1024
