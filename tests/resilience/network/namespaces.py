@@ -113,6 +113,10 @@ class Network:
         return ["ip", "netns", "exec", self._namespace(name),
                 "unshare", "--uts", "sh", "-c", script, hostname or name]  # fmt: skip
 
+    def processes(self, name: str) -> list[int]:
+        """Return the processes of a host, whoever started them."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self._namespace(name)).split()]
+
     def set_hosts(self, name: str, text: str) -> None:
         """Set /etc/hosts of a host, for processes that are started later."""
         folder = _ETC / self._namespace(name)

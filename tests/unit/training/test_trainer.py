@@ -9,6 +9,7 @@ import torch
 
 from torchtitan_lite.core.errors import DamagedState, MachineFault, TrainingDiverged
 from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.training.step.kept_work import KeptWork
 from torchtitan_lite.training.step.totals import StepTotals
 from torchtitan_lite.training.trainer import _end, _forward_backward, _update, _update_on_device
 
@@ -58,10 +59,14 @@ def test_a_large_loss_keeps_its_digits() -> None:
         pipeline_schedule=SimpleNamespace(
             run=lambda *args, **options: torch.tensor(loss, dtype=torch.float64)
         ),
+        kept_work=KeptWork(),
     )
     microbatches: Any = ["one"]
     assert _forward_backward(job, microbatches, []).item() == loss
     assert _forward_backward(job, [], []).item() == 0
+    job.kept_work.loss = torch.tensor(2.0, dtype=torch.float64)
+    assert _forward_backward(job, microbatches, []).item() == loss + 2
+    assert _forward_backward(job, [], []).item() == 2
 
 
 @pytest.mark.parametrize("conditions", [*itertools.product([True, False], repeat=3)])
