@@ -1,6 +1,7 @@
 """Messages between the agent and its processes: JSON lines over a socket."""
 
 import json
+import os
 import socket
 from array import array
 from contextlib import suppress
@@ -8,7 +9,7 @@ from typing import Any
 
 _READ_BYTES = 1 << 16
 _ANCILLARY_BYTES = socket.CMSG_LEN(4 * array("i").itemsize)
-"""Room for the file descriptors that arrive with messages read at once."""
+"""Size of the file descriptors that arrive with messages read at once, at most four."""
 
 
 class AgentChannel:
@@ -79,8 +80,11 @@ class AgentChannel:
         return []
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end, and descriptors that were not taken."""
         self._socket.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
 
 
 def _line(message: dict[str, Any]) -> bytes:

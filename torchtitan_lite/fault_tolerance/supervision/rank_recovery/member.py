@@ -58,7 +58,7 @@ _START_S = 600.0
 
 
 class MemberPhase(Enum):
-    """What a member does."""
+    """Phase of a member."""
 
     WAITING = "waiting"
     """It has no place in a generation, as before the first one or on a spare machine."""
@@ -109,6 +109,8 @@ class Member:
         """Since when it waits for a place, or has known that it is a spare one."""
         self._generation = 0
         """Number of the present or last generation of this machine."""
+        self._store = "", 0
+        """Address of the store of the generation."""
         self._listener: socket.socket | None = None
         """Where rank 0 opens the store of the generation."""
         self._starting: set[int] = set()
@@ -119,6 +121,8 @@ class Member:
         self._has_lost_lease = self._has_left_generation = False
         self._failed_at_s = 0.0
         """When the last generation ended."""
+        self._has_finished = False
+        """Whether its ranks had finished their training when their processes were ended."""
         self._leased_s = 0.0
         self._spare_generation = 0
         """Last generation in which this machine was found to be a spare one."""
@@ -136,8 +140,10 @@ class Member:
                 self.poll()
                 time.sleep(_POLL_S)
         finally:
-            self._pool.end_all(0.0, aborts=False)
-            self._pool.poll()
+            if self.phase is not MemberPhase.ENDED:
+                self._pool.end_all(0.0, aborts=False)
+                self._pool.poll()
+                self._end()
 
     def poll(self) -> None:
         """Follow the answers of the rendezvous and the reports of the processes."""
@@ -247,6 +253,7 @@ class Member:
                     "Generation %d starts. Before it: %s.", answer.generation, answer.reason
                 )
         if answer.store_port:
+            self._store = answer.store_address, answer.store_port
             self._pool.generation_started()
             self._starting = set(range(self._mesh.num_ranks))
             self.phase, self._until_s = MemberPhase.STARTING, time.monotonic() + _START_S
@@ -273,30 +280,32 @@ class Member:
 
     def _start(self) -> None:
         """Order the processes of all ranks to train as soon as they are on standby."""
-        answer = self._link.answer
-        assert answer is not None
         if self._has_ended():
             self._stop_ranks()
             return
         if self._pool.is_ending:
             return
         self._pool.fill(self._mesh.num_ranks)
+        is_late = time.monotonic() >= self._until_s
         for number in sorted(self._starting):
             process = self._pool.ranks[number]
             if process.state in (RankState.STANDBY, RankState.ENDED):
                 listener = self._listener if number == 0 else None
-                process.start_training(self._environment(number, answer), self._arguments, listener)
-            elif process.state is RankState.STARTING and time.monotonic() >= self._until_s:
+                process.start_training(self._environment(number), self._arguments, listener)
+            elif process.state is RankState.STARTING and is_late:
                 logger.error("Rank %d did not start in %.0f s: it is killed.", number, _START_S)
                 process.signal(signal.SIGKILL)
             if process.state is not RankState.STARTING:
                 # One that died is found while the others train.
                 self._starting.discard(number)
+        if is_late:
+            # Once: a driver may delay the end of a process.
+            self._until_s = math.inf
         if not self._starting:
             self._close_listener()
             self.phase = MemberPhase.TRAINING
 
-    def _environment(self, number: int, answer: Answer) -> dict[str, str]:
+    def _environment(self, number: int) -> dict[str, str]:
         """Return the environment variables of a rank in this generation."""
         num_ranks, generation = self._mesh.num_ranks, self._generation - 1
         earlier = int(os.environ.get(GENERATION, "0"))
@@ -304,10 +313,10 @@ class Member:
             **rank_environment(
                 rank=self._first_rank + number,
                 local_rank=number,
-                machine=answer.node_rank,
+                machine=self._link.report.node_rank,
                 num_ranks=num_ranks * self._link.report.machines_per_replica,
                 num_local_ranks=num_ranks,
-                store=(answer.store_address, answer.store_port),
+                store=self._store,
                 generation=generation,
             ),
             # The launcher may have started another agent before.
@@ -367,13 +376,6 @@ class Member:
             self._resizing.order_to_leave(answer, self._generation)
             if not self._has_left and not self._departs_at_once():
                 return
-        elif not self._link.has_lease:
-            logger.warning(
-                "No answer of the rendezvous for %.0f s (%s): the ranks of this machine stop.",
-                LEASE_S,
-                self._link.problem,
-            )
-        self._failed_at_s = time.monotonic()
         self._stop_ranks()
 
     def _forward_signals(self) -> None:
@@ -432,8 +434,15 @@ class Member:
 
     def _stop_ranks(self) -> None:
         """Abort the training of the ranks that live."""
-        self.phase, self._stopping_since_s = MemberPhase.STOPPING, time.monotonic()
+        self.phase = MemberPhase.STOPPING
+        self._stopping_since_s = self._failed_at_s = time.monotonic()
         self._has_lost_lease = not self._link.has_lease
+        if self._has_lost_lease:
+            logger.warning(
+                "No answer of the rendezvous for %.0f s (%s): the ranks of this machine stop.",
+                LEASE_S,
+                self._link.problem,
+            )
         has_left = self._has_left
         self._close_listener()
         # First of all: what they write must end with the lease, too.
@@ -481,7 +490,8 @@ class Member:
         """Whether the checkpoint writers of this machine may write: in its place of the present
         generation, or for ranks that have finished in it."""
         waits = self._link.report.phase is NodeState.STANDBY
-        return self._link.has_lease or (not waits and self._pool.have_finished)
+        has_finished = self._has_finished or self._pool.have_finished
+        return self._link.has_lease or (not waits and has_finished)
 
     def _status_of_stop(self, answer: Answer | None) -> int:
         """Return the exit status of this machine if it leaves now: 1 if steps may be lost."""
@@ -538,7 +548,8 @@ class Member:
         to, have nothing to save."""
         self.phase, self._inbox.is_open = MemberPhase.ENDING, False
         self._close_listener()
-        aborts = bool(self.exit_status) or not self._pool.have_finished
+        self._has_finished = self._pool.have_finished
+        aborts = bool(self.exit_status) or not self._has_finished
         self._pool.end_all(_ABORT_S if aborts else EXIT_S, aborts=aborts)
 
     def _end(self) -> None:

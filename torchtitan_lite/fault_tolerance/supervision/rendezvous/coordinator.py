@@ -416,8 +416,7 @@ class Coordinator:
         if self._state is not RunState.FORMING or now_s < self._not_before_s:
             return
         self._resizes.advance(now_s)
-        if self._resizes.is_leaving:
-            # A replica still trains on the mesh that all leave.
+        if self._resizes.must_wait:
             return
         size = self.reports[0].machines_per_replica
         departing = {
@@ -508,7 +507,8 @@ class Coordinator:
                 report.failure_rank,
                 report.failure_status,
             )
-        if is_leaving:
+        is_returning = self._resizes.is_returning
+        if is_leaving and not is_returning:
             self._resizes.generation_failed(self._reason, now_s)
         if stopping is not None and self._is_alone:
             self._end(failure.status or 1, f"{self._reason}; {stopping.name} was asked to stop")
@@ -517,8 +517,9 @@ class Coordinator:
             self._not_before_s = now_s + _OUTAGE_DELAY_S
             return
         is_at_fault = failure.status == MACHINE_FAULT
-        if self._resizes.is_first_on_mesh:
-            self._resizes.return_to_former(self._reason, now_s)
+        if is_returning or self._resizes.is_first_on_mesh:
+            if not is_returning:
+                self._resizes.return_to_former(self._reason, now_s)
             if not is_at_fault:
                 self._not_before_s = now_s
                 return

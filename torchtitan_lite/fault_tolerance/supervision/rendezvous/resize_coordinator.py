@@ -14,7 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import Report, RunState
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
+    NodeState,
+    Report,
+    RunState,
+)
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import HOLD_S
 from torchtitan_lite.fault_tolerance.supervision.resize_request import LEAVE_S, ResizeState
 
@@ -86,6 +90,18 @@ class ResizeCoordinator:
         return self.resize is not None and self.resize.state is ResizeState.READY
 
     @property
+    def is_returning(self) -> bool:
+        """Whether all replicas leave a mesh that one of them could not train on."""
+        return self.is_leaving and self.resize is not None and self.resize.id == _RETURN
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether no generation may start yet: ranks are leaving, or train on another mesh."""
+        reports = (report for replica in self._replicas for report in replica.reports)
+        busy = (NodeState.JOINED, NodeState.FAILED)
+        return self.is_leaving or any(r.phase in busy and r.mesh != self.mesh for r in reports)
+
+    @property
     def is_first_on_mesh(self) -> bool:
         """Whether not all ranks have committed a step on a mesh that was requested."""
         resize = self.resize
@@ -136,18 +152,18 @@ class ResizeCoordinator:
     def follow(self, now_s: float) -> None:
         """Begin, continue or end a resize once all ranks that train have committed a step, so that
         they can be ordered to leave."""
-        trained = [replica.training_members() for replica in self._replicas]
         members: list[Report] = []
-        for of_replica in trained:
-            if of_replica is None:
+        for replica in self._replicas:
+            trained = replica.training_members()
+            if trained is None:
+                self._end_if_overdue(now_s)
                 return
-            members += of_replica
+            members += trained
         if self.resize is not None and self.resize.state is ResizeState.LEFT:
             self.end(ResizeState.DONE)
         reported = {report.request: report.request_mesh for report in members if report.request}
-        self._outcomes = {
-            key: outcome for key, outcome in self._outcomes.items() if key in reported
-        }
+        known = {report.request for replica in self._replicas for report in replica.reports}
+        self._outcomes = {key: outcome for key, outcome in self._outcomes.items() if key in known}
         stopping = next((report for report in members if report.is_stopping), None)
         resize = self.resize
         if resize is None:
@@ -173,6 +189,14 @@ class ResizeCoordinator:
         elif now_s >= resize.deadline_s:
             names = ", ".join(waits_for)
             text = f"{names} did not start missing processes in {_PREPARE_S:.0f} s"
+            self.end(ResizeState.FAILED, text)
+
+    def _end_if_overdue(self, now_s: float) -> None:
+        """End a resize for which a replica has not trained in time."""
+        resize = self.resize
+        is_preparing = resize is not None and resize.state is ResizeState.ACCEPTED
+        if resize is not None and is_preparing and now_s >= resize.deadline_s:
+            text = f"not all replicas have committed a step in {_PREPARE_S:.0f} s"
             self.end(ResizeState.FAILED, text)
 
     def is_overdue(self, now_s: float) -> bool:

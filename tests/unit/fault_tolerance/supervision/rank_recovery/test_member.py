@@ -18,6 +18,7 @@ from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rank.processes import WRITER_MODULE, ExitStatus, Subreaper, command_line
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery import lease
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery import member as member_module
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member, MemberPhase
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
@@ -72,7 +73,7 @@ class _Member(Member):
             self.poll()
         if self.phase is MemberPhase.STARTING:
             self.poll()
-        rank = int(self._environment(0, answers[-1][0])["RANK"]) if self._is_training else -1
+        rank = int(self._environment(0)["RANK"]) if self._is_training else -1
         self.set_ranks()
         return rank
 
@@ -555,3 +556,91 @@ def test_storage_that_hangs_does_not_block_the_main_loop(member: _Member, tmp_pa
         assert time.monotonic() - began_s < _HANGS_S / 2
         assert not report.ready_for and not report.refused
     assert member.follow(answer, lambda report: report.refused).refusal == "It is slow."
+
+
+def test_ranks_find_the_store_of_their_generation_while_the_rendezvous_is_restarted(
+    member: _Member,
+) -> None:
+    late = FakeProcess()
+    late.state = RankState.STARTING
+    member.set_ranks(late)
+    seat = replace(_QUIET, node_rank=1, store_address="10.0.0.2", store_port=29501)
+    member.answered(seat)
+    member.poll()
+    assert member.phase is MemberPhase.STARTING
+    member.poll()
+    # A rendezvous that is learning names no store.
+    member.answered(replace(seat, state=RunState.REBUILDING, store_address="", store_port=0))
+    late.state = RankState.STANDBY
+    member.poll()
+    assert member.phase is MemberPhase.TRAINING
+    assert late.environment["MASTER_ADDR"] == "10.0.0.2"
+    assert late.environment["MASTER_PORT"] == "29501" and late.environment["GROUP_RANK"] == "1"
+    member.set_ranks()
+
+
+def test_a_process_that_does_not_start_is_killed_once_and_is_a_failure(
+    member: _Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_module, "_START_S", -1.0)
+    stuck = FakeProcess()
+    stuck.state = RankState.STARTING
+    vars(stuck)["signal"] = stuck.signals.append
+    member.set_ranks(stuck)
+    member.answered(replace(_QUIET, store_address="127.0.0.1", store_port=29501))
+    for _ in range(4):
+        member.poll()
+    assert stuck.signals == [signal.SIGKILL]
+    stuck.state, stuck.status = RankState.EXITED, ExitStatus(-signal.SIGKILL)
+    for _ in range(2):
+        member.poll()
+    assert member.current_report.failure_text == "rank 0: killed by SIGKILL"
+
+
+def test_a_generation_that_ends_while_its_ranks_start_is_left(member: _Member) -> None:
+    starting = FakeProcess()
+    starting.state = RankState.STARTING
+    member.set_ranks(starting)
+    member.answered(replace(_QUIET, store_address="127.0.0.1", store_port=29501))
+    member.poll()
+    member.answered(replace(_QUIET, state=RunState.FORMING))
+    began_s = time.monotonic()
+    member.poll()
+    assert member.phase is MemberPhase.STOPPING and member._failed_at_s >= began_s
+    member.poll()
+    assert member.current_report.phase is NodeState.STANDBY
+
+
+def test_an_error_of_the_agent_ends_all_that_its_machine_does(
+    member: _Member, writer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = FakeProcess()
+    member.set_ranks(process)
+    left: list[str] = []
+    monkeypatch.setattr(member._link, "leave", left.append)
+
+    def poll() -> None:
+        raise OSError("no descriptor is free")
+
+    monkeypatch.setattr(member, "poll", poll)
+    with pytest.raises(OSError, match="no descriptor"):
+        member.run()
+    assert process.state is RankState.EXITED and writer.wait(5) == -signal.SIGKILL
+    assert left == [""] and member.phase is MemberPhase.ENDED
+
+
+def test_writers_of_finished_ranks_go_on_without_a_lease(
+    member: _Member, writer: subprocess.Popen[bytes]
+) -> None:
+    finished = FakeProcess()
+    finished.state, finished.status, finished.stays = RankState.ENDED, ExitStatus(0), True
+    member.joins(1)
+    member.answered(_QUIET, has_lease=False)
+    member.set_ranks(finished)
+    member.poll()
+    assert member.phase is MemberPhase.ENDING
+    for _ in range(10):
+        member.poll()
+    finished.state = RankState.EXITED
+    member.poll()
+    assert member.phase is MemberPhase.ENDED and writer.poll() is None

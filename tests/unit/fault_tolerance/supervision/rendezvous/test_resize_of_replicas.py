@@ -216,6 +216,58 @@ def test_a_rendezvous_restarted_while_replicas_start_on_a_new_mesh_knows_it(rig:
     assert rig.meshes() == {_MESH}
 
 
+@pytest.mark.parametrize("kind", _FAILURES)
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+def test_a_mesh_on_which_all_replicas_fail_is_left_again(
+    rig: _Rig, kind: FailureKind, pause_s: float
+) -> None:
+    rig.request("a")
+    rig.run(4)
+    assert rig.meshes() == {_MESH}
+    for name in "bd":
+        if rig.machines[name].phase is NodeState.JOINED:
+            fail(rig, name, kind, "rank 1: out of memory", "memory", status=1)
+        rig.run(pause_s)
+    rig.run(5)
+    rig.train(*"abcd")
+    rig.run(3)
+    assert rig.meshes() == {"1"} and rig.resize()[0] == ""
+    assert [rig.answers[name].state for name in "ac"] == [RunState.RUNNING] * 2
+    assert rig.ended["r1"][0] is ResizeState.FAILED
+    # It does not count as a failure of the run.
+    fail(rig, "b", kind, "rank 1: out of memory", "memory", status=1)
+    rig.run(5)
+    assert rig.answers["a"].state is RunState.RUNNING
+
+
+def test_a_resize_ends_if_a_replica_does_not_train_in_time(rig: _Rig) -> None:
+    rig.slow.add("a")
+    rig.request("a")
+    rig.run(2)
+    fail(rig, "d", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+    rig.run(590)
+    assert rig.resize() == ("r1", ResizeState.ACCEPTED)
+    rig.run(15)
+    state, reason = rig.ended["r1"]
+    assert state is ResizeState.FAILED and "not all replicas have committed a step" in reason
+
+
+def test_an_outcome_is_kept_until_its_machine_has_it(rig: _Rig) -> None:
+    rig.request("b")
+    rig.run(4)
+    # The machine with the request does not report while its replica fails and waits.
+    rig.silent = {"b"}
+    fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
+    rig.train("c", "d")
+    rig.run(3)
+    rig.silent.clear()
+    rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.STANDBY)
+    rig.run(5)
+    rig.train(*"abcd")
+    rig.run(3)
+    assert rig.ended["r1"][0] is ResizeState.FAILED and rig.meshes() == {"1"}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_faults_at_any_time_leave_all_replicas_on_one_mesh(rig: _Rig, seed: int) -> None:
     random = Random(seed)
