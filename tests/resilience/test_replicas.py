@@ -90,10 +90,9 @@ def _check_time_accounting(run: Replicas) -> None:
     assert returned["wall_s"] > returned["start_s"] > 0
 
 
-def _check_kept_work(run: Replicas) -> None:
+def _check_kept_work(run: Replicas, batch: int) -> None:
     """Check that the survivor has computed only what was lost of the step in which the other one
     was killed."""
-    batch = 6
     events = [event for event in launch.events_of(run.output(0)) if event["event"] == "kept_work"]
     assert any(0 < event["samples_kept"] < batch for event in events), events
     for event in events:
@@ -101,19 +100,20 @@ def _check_kept_work(run: Replicas) -> None:
 
 
 def _check_kill_and_restart(
-    num_ranks: int, arguments: Sequence[str], tmp_path: Path, *, keeps_work: bool = False
+    num_ranks: int, arguments: Sequence[str], tmp_path: Path, *, keeps_work: int = 0
 ) -> None:
+    """`keeps_work`: the samples of a step, of which the survivor keeps some; 0: possibly none."""
     with replicas(tmp_path / "run", num_ranks, arguments) as run:
         kill_and_restart(run, tmp_path / "halt")
         _check_time_accounting(run)
         if keeps_work:
-            _check_kept_work(run)
+            _check_kept_work(run, batch=keeps_work)
         check_against_undisturbed_run(run, num_ranks, arguments, tmp_path)
 
 
 @pytest.mark.timeout(300)
 def test_a_killed_and_restarted_replica_does_not_change_the_losses(tmp_path: Path) -> None:
-    _check_kill_and_restart(1, _ARGUMENTS, tmp_path, keeps_work=True)
+    _check_kill_and_restart(1, _ARGUMENTS, tmp_path, keeps_work=6)
 
 
 @pytest.mark.matrix
@@ -121,4 +121,5 @@ def test_a_killed_and_restarted_replica_does_not_change_the_losses(tmp_path: Pat
 @pytest.mark.parametrize("mesh", _MESHES)
 def test_with_parallelism_inside_the_replicas(mesh: str, tmp_path: Path) -> None:
     num_ranks, changes = _MESHES[mesh]
-    _check_kill_and_restart(num_ranks, [*_ARGUMENTS, *changes], tmp_path)
+    batch = {"FSDP": 12, "TP": 6, "EP": 12, "Muon": 12, "CP": 6}.get(mesh, 0)
+    _check_kill_and_restart(num_ranks, [*_ARGUMENTS, *changes], tmp_path, keeps_work=batch)

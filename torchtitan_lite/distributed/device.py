@@ -44,11 +44,11 @@ class Device:
         return _peak_resident_kib() / 2**20
 
     def free_memory_bytes(self) -> int:
-        """Return the memory that this process can still allocate: on a GPU, what is free there or
-        in the allocator's cache; on a CPU, its part of what this machine has available."""
+        """Return the memory that this process can still allocate: on a GPU what is free beside the
+        allocator's cache, which the activations of the next step need again; on a CPU its part of
+        what this machine has available."""
         if self.kind == "cuda":
-            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            return torch.cuda.mem_get_info(self.torch_device)[0] + cached
+            return torch.cuda.mem_get_info(self.torch_device)[0]
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return psutil.virtual_memory().available // num_local
 

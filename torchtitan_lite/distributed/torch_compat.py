@@ -278,8 +278,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def held_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in which a DTensor holds this rank's shard, or a plain tensor itself. To
-    set its `data` changes the DTensor.
+    """Return the tensor in which a DTensor holds this rank's shard, or a plain tensor itself.
+    Setting its `data` changes the DTensor.
 
     Needed until a DTensor can get other values without a copy.
     """

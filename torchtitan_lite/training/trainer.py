@@ -226,7 +226,7 @@ def train_step(job: Job) -> StepReport:
     if decision.action is StepAction.COMMIT and not is_updated:
         _update(job, totals)
     kept = _kept_event(job, share, samples)
-    if keeps := decision == ABORT and job.replicas.keeps_work:
+    if keeps := decision == ABORT and job.replicas.keeps_gradients:
         position = state.step, state.cursor
         job.kept_work.add(position, samples, _round_size(job), all_microbatches, loss)
     else:
@@ -281,7 +281,7 @@ def _exchange_kept_work(job: Job, share: Share) -> Share:
 
 def _kept_event(job: Job, share: Share, samples: Sequence[range]) -> list[StepEvent]:
     """Return the event of a step for which participants have kept work."""
-    if not share.keeps_work(job.pipeline_schedule.min_microbatches):
+    if not share.reuses_work(job.pipeline_schedule.min_microbatches):
         return []
     kept, computed = len(job.kept_work.rounds) * _round_size(job), sum(map(len, samples))
     return [StepEvent("kept_work", {"samples_kept": kept, "samples_computed": computed})]

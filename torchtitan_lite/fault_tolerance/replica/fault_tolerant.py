@@ -103,8 +103,8 @@ class FaultTolerantReplicas:
         self._num_heals = 0
         self._is_first_step = False
         """Whether the current step is the first of this quorum."""
-        self._knows_room = False
-        """Whether it was decided whether the gradients of all ranks can be kept."""
+        self._has_decided_to_keep = False
+        """Whether it was decided whether gradients are kept."""
         self._has_healed = False
         """Whether this replica healed for the current step."""
         self._events: list[StepEvent] = []
@@ -293,44 +293,50 @@ class FaultTolerantReplicas:
         )
 
     @property
-    def keeps_work(self) -> bool:
+    def keeps_gradients(self) -> bool:
         return self._reducer.keeps_gradients
 
     def exchange_kept_work(self, share: Share, computed: Callable[[], Sequence[bool]]) -> Share:
-        # After an aborted step there is always a new quorum.
-        if not self._may_keep_work:
+        if not self._may_keep_gradients:
             return share
-        if self._is_first_step or not self._knows_room:
-            self._reducer.keeps_gradients = self._has_room_for_gradients()
-        if not self._is_first_step:
+        if not self._has_decided_to_keep:
+            self._reducer.keeps_gradients = self._decide_to_keep()
+        # An aborted step always leads to a new quorum. Others need not wait for one that heals.
+        if not (self._is_first_step and self._manager.quorum.follows_aborted_step):
             return share
         is_computed = [False] * len(computed()) if self._has_healed else computed()
         own = torch.tensor([*map(float, is_computed)], dtype=torch.float64)
-        numbers = torch.cat([own, own * share.index]).to(self._mesh.device.torch_device)
-        if not self.all_reduce(numbers):
+        counts = torch.cat([own, own * share.index]).to(self._mesh.device.torch_device)
+        self._manager.all_reduce_sum(counts).wait()
+        # The copy waits for the device, and only then an error is known.
+        summed = counts.round().int().tolist()
+        if self._mesh.any(self._manager.errored() is not None):
             # This step will be aborted, too.
             return share
-        times, owners = numbers.view(2, -1).round().int().tolist()
-        if max(times) != 1:
+        # If the sum has failed on some ranks without an error, they agree all the same.
+        num_owners, indices = json.loads(
+            broadcast_bytes(json.dumps([summed[: len(own)], summed[len(own) :]]).encode())
+        )
+        if max(num_owners) != 1:
             return share
-        rounds = zip(times, owners, strict=True)
-        return replace(share, owners=tuple(owner if is_known else -1 for is_known, owner in rounds))
+        owners = (index if num else -1 for num, index in zip(num_owners, indices, strict=True))
+        return replace(share, owners=tuple(owners))
 
     @property
-    def _may_keep_work(self) -> bool:
+    def _may_keep_gradients(self) -> bool:
         """Whether replicas compute parts of the same samples, each time they are divided."""
         config = self._config
         is_shared = config.world_size_mode == "constant_batch" and config.semi_sync_method is None
         # A recomputation would differ from what was observed in two parts.
         return is_shared and config.keep_gradients != "off" and not config.replay_check
 
-    def _has_room_for_gradients(self) -> bool:
-        """Return whether all ranks of this replica can keep their gradients, whose size is not
-        known before the first step."""
-        needed = self._reducer.num_bytes
-        self._knows_room = needed > 0
-        has_room = needed > 0 and 2 * needed <= self._mesh.device.free_memory_bytes()
-        return not self._mesh.any(not has_room) or self._config.keep_gradients == "on"
+    def _decide_to_keep(self) -> bool:
+        """Return whether all ranks of this replica have memory for a second copy of their
+        gradients, whose size is not known before the first step."""
+        needed, free = self._reducer.num_bytes, self._mesh.device.free_memory_bytes()
+        self._has_decided_to_keep = self._mesh.any(needed > 0)
+        is_full = self._mesh.any(2 * needed > free)
+        return self._has_decided_to_keep and (not is_full or self._config.keep_gradients == "on")
 
     @property
     def always_commits(self) -> bool:
@@ -403,7 +409,7 @@ class FaultTolerantReplicas:
             self._request_quorum()
 
     def all_reduce(self, counts: torch.Tensor) -> bool:
-        self._reducer.reduce((), counts)
+        self._manager.all_reduce_sum(counts).wait()
         return not self._mesh.any(self._manager.errored() is not None)
 
     def after_rollback(self, *, is_source: bool) -> None:

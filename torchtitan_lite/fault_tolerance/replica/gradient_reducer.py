@@ -19,7 +19,7 @@ from torchtitan_lite.distributed.redistribute import align_gradient
 from torchtitan_lite.distributed.torch_compat import foreach_copy_, held_tensor, local_tensor
 from torchtitan_lite.fault_tolerance.replica.torchft_manager import PendingReduction, QuorumManager
 
-_ALIGNED = 16
+_ALIGNMENT = 16
 """Elements to whose multiple each gradient in a buffer is padded."""
 _MAX_IN_FLIGHT = 3
 """Maximum number of buckets: one is filled, one is reduced, one is unpacked."""
@@ -44,12 +44,12 @@ class GradientReducer:
         memory as they do."""
         self._kept: list[tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]] = []
         """Gradients of each bucket, their values before the sum, and the buffer of the sum."""
-        self._absent: list[nn.Parameter] = []
-        """Parameters without a gradient before the sum."""
+        self._before: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        """Gradients before the sum."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the gradients that were reduced last."""
+        """Size of all gradients of this rank; 0 before the first reduction."""
         return sum(local_tensor(parameter).nbytes for parameter in self._parameters)
 
     def reduce_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -64,13 +64,16 @@ class GradientReducer:
         lack stays None."""
         self._missing = None
         present = [float(parameter.grad is not None) for parameter in parameters]
-        if self.keeps_gradients:
-            self._absent = [parameter for parameter in parameters if parameter.grad is None]
         self._assign_buckets(parameters)
         while self._num_sent < len(self._buckets):
             if len(self._in_flight) == _MAX_IN_FLIGHT:
                 self._unpack(*self._in_flight.popleft())
             self._send()
+        if self.keeps_gradients:
+            self._before = [
+                (parameter, parameter.grad if is_present else None)
+                for parameter, is_present in zip(parameters, present, strict=True)
+            ]
         present_here = torch.tensor(present, dtype=torch.float64)
         numbers = torch.cat([counts, present_here.to(counts.device, non_blocking=True)])
         counting = self._manager.all_reduce_sum(numbers)
@@ -146,9 +149,9 @@ class GradientReducer:
         """Return memory for a bucket, which is reused in later steps."""
         first, length = bucket[0], sum(_padded(gradient) for gradient in bucket)
         free = self._free.setdefault((first.dtype, first.device), [])
-        for place, flat in enumerate(free):
-            if flat.numel() >= length:
-                return free.pop(place)[:length]
+        fitting = [place for place, flat in enumerate(free) if flat.numel() >= length]
+        if fitting:
+            return free.pop(min(fitting, key=lambda place: free[place].numel()))[:length]
         elements = max(length, self._bucket_bytes // first.dtype.itemsize)
         return torch.empty(elements, dtype=first.dtype, device=first.device)[:length]
 
@@ -166,16 +169,16 @@ class GradientReducer:
         self._release(flat)
 
     def end_step(self, *, restores: bool) -> None:
-        """Release what is kept. `restores`: give the gradients their values before the sum."""
+        """Release what is kept. `restores`: give the parameters their gradients before the sum."""
         for bucket, before, flat in self._kept:
             if restores:
                 for gradient, values in zip(bucket, before, strict=True):
                     gradient.data = values
             self._release(flat)
         if restores:
-            for parameter in self._absent:
-                parameter.grad = None
-        self._kept, self._absent = [], []
+            for parameter, gradient in self._before:
+                parameter.grad = gradient
+        self._kept, self._before = [], []
 
     def _release(self, flat: torch.Tensor) -> None:
         """Allow other buckets to use a buffer."""
@@ -208,9 +211,9 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _padded(gradient: torch.Tensor) -> int:
-    """Return the elements that a gradient takes in a buffer, so that the next one is aligned as
-    kernels want it."""
-    return -(-gradient.numel() // _ALIGNED) * _ALIGNED
+    """Return the elements that a gradient takes in a buffer, so that the next one is aligned for
+    vectorized kernels."""
+    return -(-gradient.numel() // _ALIGNMENT) * _ALIGNMENT
 
 
 def _views(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> list[torch.Tensor]:

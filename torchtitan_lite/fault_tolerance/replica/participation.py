@@ -47,19 +47,18 @@ class Share:
 
         return range(cursor + place(self.index), cursor + place(self.index + 1))
 
-    def keeps_work(self, fewest: int = 1) -> bool:
-        """Return whether participants keep what they have computed of the step: the rounds that are
-        lost, if there are any, are at least `fewest`."""
+    def reuses_work(self, min_rounds: int = 1) -> bool:
+        """Return whether participants reuse what they have computed of the step: no round is lost,
+        or at least `min_rounds` are."""
         num_lost = self.owners.count(_LOST)
-        return bool(self.owners) and (not num_lost or num_lost >= fewest)
+        return bool(self.owners) and (not num_lost or num_lost >= min_rounds)
 
     def parts(
         self, cursor: int, batch_size: int, round_size: int, fewest: int = 1
     ) -> Sequence[range]:
-        """Return the samples that this replica computes: `samples`, or, if the participants keep
-        work, its part of those that are lost, so that all have computed as equally much as
-        possible."""
-        if not self.keeps_work(fewest):
+        """Return the samples that this replica computes: `samples`, or, if the participants reuse
+        work, its part of those that are lost, which balances what all have computed."""
+        if not self.reuses_work(fewest):
             return [self.samples(cursor, batch_size, round_size, fewest)]
         lost = [place for place, owner in enumerate(self.owners) if owner == _LOST]
         quotas = self._quotas(len(lost), fewest)
@@ -97,7 +96,7 @@ class Replicas(Protocol):
         ...
 
     @property
-    def keeps_work(self) -> bool:
+    def keeps_gradients(self) -> bool:
         """Whether the gradients of this replica survive a reduction that failed."""
         ...
 
@@ -145,9 +144,9 @@ class Replicas(Protocol):
 
     def finish_step(self, *, committed: bool, is_last: bool) -> None:
         """Average the states of all replicas after a committed step, if due, restore this replica's
-        gradients after an aborted one if it `keeps_work`, and start to form the next quorum unless
-        the step `is_last`. The state must not be modified before the next step.
-        Raises as `agree` does."""
+        gradients after an aborted one if it `keeps_gradients`, and start to form the next quorum
+        unless the step `is_last`. The state must not be modified before the next step. Raises as
+        `agree` does."""
         ...
 
     def events(self) -> list[StepEvent]:
@@ -166,7 +165,7 @@ class SingleReplica:
         return Share(index=0, count=1)
 
     @property
-    def keeps_work(self) -> bool:
+    def keeps_gradients(self) -> bool:
         return False
 
     def exchange_kept_work(self, share: Share, computed: Callable[[], Sequence[bool]]) -> Share:

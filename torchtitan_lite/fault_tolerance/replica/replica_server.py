@@ -404,6 +404,7 @@ def quorum_for_rank(quorum: AgreedQuorum, own_id: str, rank: int) -> dict[str, A
         "lighthouse": quorum.lighthouse,
         "quorum_id": quorum.quorum_id,
         "tokens": [member.token for member in members],
+        "follows_aborted_step": any(member.commit_failures for member in members),
         "replica_rank": own,
         "replica_world_size": len(members),
         "replica_ids": ids,

@@ -301,6 +301,14 @@ def _anomalies(config: Config) -> Iterator[str]:
             f"{' and '.join(asked)} needs states to return to, and this run saves none. Set "
             'checkpoint.enable = true and load_only = false, or choose "skip" or "stop".'
         )
+    replicas = config.fault_tolerance
+    keeps = replicas.keep_gradients == "on"
+    is_divided = replicas.world_size_mode == "constant_batch" and not replicas.semi_sync_method
+    if keeps and (replicas.replay_check or not is_divided):
+        yield (
+            'fault_tolerance.keep_gradients = "on" needs world_size_mode = "constant_batch", '
+            "replay_check = false and no semi_sync_method: leave it out, or change these."
+        )
     if config.fault_tolerance.replay_check and config.compile.enable:
         yield (
             "fault_tolerance.replay_check = true cannot see the gradients of compiled blocks. Set "

@@ -12,7 +12,7 @@ from torchtitan_lite.nn.spec import Microbatch
 
 @dataclass
 class KeptWork:
-    """Work of the aborted step; empty before and after others."""
+    """Work of the last step if it was aborted; empty after another step."""
 
     position: tuple[int, int] = (-1, -1)
     """Committed steps and data cursor at which it was computed."""
@@ -29,11 +29,11 @@ class KeptWork:
         is_same = position == self.position
         return [is_same and place in self.rounds for place in range(num_rounds)]
 
-    def fits(self, share: Share, fewest: int) -> bool:
+    def fits(self, share: Share, min_rounds: int) -> bool:
         """Return whether the participants count on this work, and on no other of this replica.
-        `fewest` is the number of rounds that a replica needs."""
+        `min_rounds` is the number of rounds that a replica needs."""
         owned = {place for place, owner in enumerate(share.owners) if owner == share.index}
-        return share.keeps_work(fewest) and owned == self.rounds
+        return share.reuses_work(min_rounds) and owned == self.rounds
 
     def add(
         self,
@@ -52,5 +52,5 @@ class KeptWork:
         self.microbatches = [*microbatches]
 
     def clear(self) -> None:
-        """Forget it."""
+        """Drop it."""
         self.position, self.rounds, self.microbatches, self.loss = (-1, -1), set(), [], None

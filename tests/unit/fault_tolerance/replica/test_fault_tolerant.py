@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness.threads import run_on_threads
 from tests.unit.fault_tolerance.replica.step_votes import RecordedFence, StepVote
@@ -13,21 +14,23 @@ from tests.unit.fault_tolerance.replica.test_healing import Run, endpoint, same
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
 from torchtitan_lite.core.errors import ReplicaError
 from torchtitan_lite.core.phases import Phases
-from torchtitan_lite.distributed.device import detect_device
+from torchtitan_lite.distributed.device import Device, detect_device
 from torchtitan_lite.distributed.mesh import Mesh, ParallelDims
 from torchtitan_lite.distributed.rpc.state_server import StateServer
 from torchtitan_lite.fault_tolerance.replica import fault_tolerant
 from torchtitan_lite.fault_tolerance.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.fault_tolerance.replica.healing.live_state import LiveState
 from torchtitan_lite.fault_tolerance.replica.healing.transport import PURPOSE, HealSource
-from torchtitan_lite.fault_tolerance.replica.participation import LeaveRequested
+from torchtitan_lite.fault_tolerance.replica.participation import LeaveRequested, Share
 from torchtitan_lite.fault_tolerance.replica.quorum_checks import ProgressFloor
 
 _TOO_MANY = "more requests than expected"
 _NO_TIME_S = 1e-6
 
 
-def _quorum(quorum_id: int = 1, *, size: int = 2, heal: bool = False) -> Any:
+def _quorum(
+    quorum_id: int = 1, *, size: int = 2, heal: bool = False, follows_aborted_step: bool = False
+) -> Any:
     return SimpleNamespace(
         quorum_id=quorum_id,
         heal=heal,
@@ -36,6 +39,7 @@ def _quorum(quorum_id: int = 1, *, size: int = 2, heal: bool = False) -> Any:
         replica_ids=tuple(f"replica_{number}" for number in range(size)),
         lighthouse="a lighthouse",
         tokens=(0,) * size,
+        follows_aborted_step=follows_aborted_step,
     )
 
 
@@ -348,3 +352,93 @@ def test_the_leader_reports_once_that_its_replica_leaves(is_leader: bool) -> Non
     for _ in range(2):
         replicas.close()
     assert ended == ["quorums", "manager"] and left == ["a:f:1"] * is_leader
+
+
+class _ManagerBesideAnother(_Manager):
+    """A manager whose sums have the numbers of another replica in them, or fail."""
+
+    def __init__(self, outcomes: Sequence[Any], other: Sequence[float], *, fails: bool = False):
+        super().__init__(outcomes)
+        self._other, self._fails, self.num_sums = list(other), fails, 0
+
+    def all_reduce_sum(self, numbers: torch.Tensor) -> Any:
+        self.num_sums += 1
+        numbers += torch.tensor(self._other, dtype=numbers.dtype)
+        if self._fails:
+            self._error = RuntimeError("the other replica has died")
+        return SimpleNamespace(wait=lambda: None)
+
+
+def _after_an_abort(
+    run: Run, mesh: Mesh, manager: _ManagerBesideAnother, **settings: Any
+) -> tuple[FaultTolerantReplicas, Share]:
+    replicas = _replicas(run, mesh, manager, **settings)
+    share = replicas.agree()
+    return replicas, replicas.exchange_kept_work(share, lambda: [True, False, False, False])
+
+
+_OTHER = [0.0, 0, 1, 0, 0, 0, 1, 0]
+"""The other replica, the second participant, has computed the third of four rounds."""
+
+
+def test_replicas_know_who_has_computed_which_round(run: Run, mesh: Mesh) -> None:
+    manager = _ManagerBesideAnother([_quorum(follows_aborted_step=True)], _OTHER)
+    _, share = _after_an_abort(run, mesh, manager)
+    assert share.owners == (0, -1, 1, -1) and manager.num_sums == 1
+
+
+@pytest.mark.parametrize(
+    ("quorum", "other", "settings"),
+    [
+        (_quorum(), _OTHER, {}),
+        (_quorum(follows_aborted_step=True), [1.0, *_OTHER[1:]], {}),
+        (_quorum(follows_aborted_step=True), _OTHER, {"keep_gradients": "off"}),
+        (_quorum(follows_aborted_step=True), _OTHER, {"replay_check": True}),
+        (_quorum(follows_aborted_step=True), _OTHER, {"world_size_mode": "dynamic"}),
+    ],
+    ids=["no aborted step", "computed twice", "off", "replay_check", "another mode"],
+)
+def test_no_work_is_reused(
+    run: Run, mesh: Mesh, quorum: Any, other: list[float], settings: dict[str, Any]
+) -> None:
+    manager = _ManagerBesideAnother([quorum], other)
+    _, share = _after_an_abort(run, mesh, manager, **settings)
+    assert share.owners == () and not share.reuses_work()
+    assert manager.num_sums == (other[0] == 1)
+
+
+def test_a_failed_exchange_reuses_nothing(run: Run, mesh: Mesh) -> None:
+    quorum = _quorum(follows_aborted_step=True)
+    _, share = _after_an_abort(run, mesh, _ManagerBesideAnother([quorum], _OTHER, fails=True))
+    assert share.owners == ()
+
+
+def test_a_replica_that_has_healed_has_computed_nothing(run: Run, mesh: Mesh) -> None:
+    quorum = _quorum(follows_aborted_step=True)
+    manager = _ManagerBesideAnother([quorum], _OTHER)
+    replicas = _replicas(run, mesh, manager)
+    share = replicas.agree()
+    replicas._has_healed = True
+    share = replicas.exchange_kept_work(share, lambda: [True, False, False, False])
+    assert share.owners == (-1, -1, 1, -1)
+
+
+@pytest.mark.parametrize("setting", ["auto", "on", "off"])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_gradients_are_kept_if_there_is_memory_for_them(
+    run: Run, mesh: Mesh, setting: str, is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = _ManagerBesideAnother([_quorum()], _OTHER)
+    replicas = _replicas(run, mesh, manager, keep_gradients=setting)
+    share = replicas.agree()
+    free = 99 if is_full else 100
+    monkeypatch.setattr(Device, "free_memory_bytes", lambda device: free)
+    replicas.exchange_kept_work(share, lambda: [False])
+    assert not replicas.keeps_gradients, "their size is not known"
+    monkeypatch.setattr(type(replicas._reducer), "num_bytes", 50)
+    replicas.exchange_kept_work(share, lambda: [False])
+    assert replicas.keeps_gradients == (setting == "on" or (setting == "auto" and not is_full))
+    # It is decided once: what is kept would count as used.
+    free = 0
+    replicas.exchange_kept_work(share, lambda: [False])
+    assert replicas.keeps_gradients == (setting == "on" or (setting == "auto" and not is_full))

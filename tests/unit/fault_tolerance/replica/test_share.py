@@ -53,10 +53,10 @@ def test_each_lost_round_is_computed_once_and_all_compute_equally_much(seed: int
     taken = [share.parts(100, rounds * 4, 4, fewest) for share in shares]
     computed = [[*chain(*parts)] for parts in taken]
     if 0 < num_lost < fewest:
-        assert not any(share.keeps_work(fewest) for share in shares)
+        assert not any(share.reuses_work(fewest) for share in shares)
         assert sorted(chain(*computed)) == [*range(100, 100 + rounds * 4)]
         return
-    assert all(share.keeps_work(fewest) for share in shares)
+    assert all(share.reuses_work(fewest) for share in shares)
     lost = [
         100 + place * 4 + n for place, owner in enumerate(owners) if owner < 0 for n in range(4)
     ]
@@ -91,4 +91,4 @@ def test_without_kept_work_the_parts_are_the_share() -> None:
         assert list(share.parts(8, 16, 4)) == [share.samples(8, 16, 4)]
     # All work is kept: nothing is computed.
     shares = _kept_shares([0, 0, 1, 1], 2)
-    assert all(share.keeps_work(3) and not share.parts(8, 16, 4, 3) for share in shares)
+    assert all(share.reuses_work(3) and not share.parts(8, 16, 4, 3) for share in shares)
