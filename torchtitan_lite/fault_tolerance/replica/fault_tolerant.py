@@ -103,6 +103,8 @@ class FaultTolerantReplicas:
         self._num_heals = 0
         self._is_first_step = False
         """Whether the current step is the first of this quorum."""
+        self._is_complete = True
+        """Whether the reduction of the last step succeeded on all ranks."""
         self._has_decided_to_keep = False
         """Whether it was decided whether gradients are kept."""
         self._has_healed = False
@@ -382,7 +384,7 @@ class FaultTolerantReplicas:
             manager.abort_step("a rank was at another step at the same position in the data")
             self._has_valid_state = manager.participating_rank() == 0
         self._abort_if_superseded()
-        committed = manager.should_commit()
+        committed = self._is_complete = manager.should_commit()
         # A replica that joins and cannot take part leaves by itself, and must not end the others.
         self._record_outcome("steps", committed=committed, is_excused=self._is_first_step)
         return committed
@@ -404,7 +406,8 @@ class FaultTolerantReplicas:
             )
 
     def finish_step(self, *, committed: bool, is_last: bool) -> None:
-        self._reducer.end_step(restores=not committed)
+        # The gradients of a skipped step are of no use.
+        self._reducer.end_step(restores=not self._is_complete)
         if not is_last:
             self._request_quorum()
 

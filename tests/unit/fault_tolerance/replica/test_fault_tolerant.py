@@ -442,3 +442,23 @@ def test_gradients_are_kept_if_there_is_memory_for_them(
     free = 0
     replicas.exchange_kept_work(share, lambda: [False])
     assert replicas.keeps_gradients == (setting == "on" or (setting == "auto" and not is_full))
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_gradients_are_restored_after_an_aborted_step_only(
+    run: Run, mesh: Mesh, is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a step that is skipped for its numbers would spoil the next one."""
+    manager = _ManagerBesideAnother([_quorum(), _quorum()], [0.0])
+    replicas = _replicas(run, mesh, manager)
+    replicas.agree()
+    restored: list[bool] = []
+    monkeypatch.setattr(
+        replicas._reducer, "end_step", lambda *, restores: restored.append(restores)
+    )
+    if is_aborted:
+        manager.abort_step("the other replica has died")
+    count = 2.0
+    replicas.should_commit(count, count * run.cursor, count * run.step)
+    replicas.finish_step(committed=False, is_last=True)
+    assert restored == [is_aborted]
