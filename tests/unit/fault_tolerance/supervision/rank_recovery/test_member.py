@@ -520,8 +520,9 @@ def test_a_machine_accepts_no_request_while_its_processes_end(member: _Member) -
     member._end_processes()
     member.poll()
     assert member.phase is MemberPhase.ENDING and not member._inbox.is_open
-    process.stays = False
-    member.end()
+    process.state = RankState.EXITED
+    member.poll()
+    assert member.phase is MemberPhase.ENDED
 
 
 def test_a_spare_machine_waits_as_long_as_it_has_a_lease(
