@@ -87,6 +87,14 @@ class FaultToleranceConfig(Section):
     """Momentum of DiLoCo's outer optimizer."""
 
     @property
+    def can_keep_gradients(self) -> bool:
+        """Whether what replicas have computed of an aborted step can be part of its repetition."""
+        # Otherwise their shares depend on their number, or are never summed.
+        is_divided = self.world_size_mode == "constant_batch" and self.semi_sync_method is None
+        # A recomputation would differ from what was observed in two parts.
+        return is_divided and not self.replay_check
+
+    @property
     def replica(self) -> int | None:
         """Number of this replica; None without fault tolerance."""
         return self.replica_id if self.enable else None

@@ -299,7 +299,7 @@ class FaultTolerantReplicas:
         return self._reducer.keeps_gradients
 
     def exchange_kept_work(self, share: Share, computed: Callable[[], Sequence[bool]]) -> Share:
-        if not self._may_keep_gradients:
+        if self._config.keep_gradients == "off" or not self._config.can_keep_gradients:
             return share
         if not self._has_decided_to_keep:
             self._reducer.keeps_gradients = self._decide_to_keep()
@@ -323,14 +323,6 @@ class FaultTolerantReplicas:
             return share
         owners = (index if num else -1 for num, index in zip(num_owners, indices, strict=True))
         return replace(share, owners=tuple(owners))
-
-    @property
-    def _may_keep_gradients(self) -> bool:
-        """Whether replicas compute parts of the same samples, each time they are divided."""
-        config = self._config
-        is_shared = config.world_size_mode == "constant_batch" and config.semi_sync_method is None
-        # A recomputation would differ from what was observed in two parts.
-        return is_shared and config.keep_gradients != "off" and not config.replay_check
 
     def _decide_to_keep(self) -> bool:
         """Return whether all ranks of this replica have memory for a second copy of their

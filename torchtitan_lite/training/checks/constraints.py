@@ -302,9 +302,7 @@ def _anomalies(config: Config) -> Iterator[str]:
             'checkpoint.enable = true and load_only = false, or choose "skip" or "stop".'
         )
     replicas = config.fault_tolerance
-    keeps = replicas.keep_gradients == "on"
-    is_divided = replicas.world_size_mode == "constant_batch" and not replicas.semi_sync_method
-    if keeps and (replicas.replay_check or not is_divided):
+    if replicas.keep_gradients == "on" and not replicas.can_keep_gradients:
         yield (
             'fault_tolerance.keep_gradients = "on" needs world_size_mode = "constant_batch", '
             "replay_check = false and no semi_sync_method: leave it out, or change these."

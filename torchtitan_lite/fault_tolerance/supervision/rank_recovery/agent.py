@@ -2,7 +2,7 @@
 the training in the processes of the others.
 
 torchelastic's base class runs the rendezvous, assigns the ranks and loops; `ProcessAgent` says what
-it means to start, stop and watch the ranks. `RankAgent` and `MachineAgent` decide when.
+it means to start, stop and watch the ranks. `RankAgent` decides when.
 """
 
 import os
@@ -32,6 +32,7 @@ from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.rank.supervised import GENERATION, GENERATION_STARTED, rank_environment
 from torchtitan_lite.fault_tolerance.supervision.local_ranks import forwarded_signal
 from torchtitan_lite.fault_tolerance.supervision.logs import mask_numbers
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.process_pool import EXIT_S, is_idle
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
     RankState,
@@ -45,7 +46,6 @@ _CAUSE_S = 0.5
 cause."""
 _STANDBY_S = 5.0
 """Time in which a surviving process must leave its training; then it is killed and replaced."""
-EXIT_S = 10.0
 _KILL_S = 5.0
 """Time in which a killed process must end, which a driver may delay without limit."""
 _START_S = 600.0
@@ -136,15 +136,6 @@ class ProcessAgent(SimpleElasticAgent):
     def _generation(self) -> int:
         """Return the number of generations before the present one."""
 
-    def _arguments(self) -> Sequence[str]:
-        """Return the arguments that the ranks of the generation get beside their own."""
-        return self._mesh.arguments
-
-    def _standby_deadline_s(self, began_s: float) -> float:
-        """Return the time by which ranks that were ordered to stop at `began_s` must be on
-        standby."""
-        return began_s + _STANDBY_S
-
     def _may_forward(self) -> bool:
         """Whether signals reach ranks that can handle them."""
         return True
@@ -152,10 +143,6 @@ class ProcessAgent(SimpleElasticAgent):
     def _pause(self) -> None:
         """Let some time pass in a loop that waits."""
         time.sleep(_POLL_S)
-
-    def _has_ended(self) -> bool:
-        """Whether the generation that starts has ended already."""
-        return False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Give each rank a process: its own if that lives, else a spare, else a new one."""
@@ -167,13 +154,13 @@ class ProcessAgent(SimpleElasticAgent):
         self._generation_started()
         self._ended_at_s = 0.0
         waiting, deadline_s = set(ranks), time.monotonic() + _START_S
-        while waiting and not self._has_ended():
+        while waiting:
             for number in sorted(waiting):
                 process = self._ranks[number]
                 process.poll()
                 if process.state in (RankState.STANDBY, RankState.ENDED):
                     environment = self._environment(ranks[number], worker_group)
-                    process.start_training(environment, self._arguments())
+                    process.start_training(environment, self._mesh.arguments)
                 elif process.state is RankState.STARTING and time.monotonic() >= deadline_s:
                     logger.error("Rank %d did not start in %.0f s: it is killed.", number, _START_S)
                     self._kill([process])
@@ -213,15 +200,15 @@ class ProcessAgent(SimpleElasticAgent):
         if self.exit_status:
             self._shutdown()
             return
-        began_s = time.monotonic()
+        deadline_s = time.monotonic() + _STANDBY_S
         surviving = {n: process for n, process in self._ranks.items() if n not in self._lost}
         for process in surviving.values():
             process.abort_training()
         lost = [self._ranks.pop(number) for number in self._lost]
-        self._end(lost, self._standby_deadline_s(began_s))
+        self._end(lost, deadline_s)
         self._lost.clear()
         while any(not is_idle(process) for process in surviving.values()):
-            if time.monotonic() >= self._standby_deadline_s(began_s):
+            if time.monotonic() >= deadline_s:
                 break
             self._pause()
             for process in surviving.values():
@@ -393,8 +380,3 @@ def succeeded(worker_group: WorkerGroup) -> RunResult:
     """Return the result of ranks that have all finished."""
     ranks = [worker.global_rank for worker in worker_group.workers]
     return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
-
-
-def is_idle(process: RankProcess) -> bool:
-    """Whether a process does not train, or not yet."""
-    return process.state not in (RankState.TRAINING, RankState.FAILED)

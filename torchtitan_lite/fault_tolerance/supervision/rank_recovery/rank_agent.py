@@ -20,11 +20,11 @@ from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.rank.supervised import RANK_LOGS, rank_log
 from torchtitan_lite.distributed.stores import listening_store
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.agent import (
-    EXIT_S,
     UNLIMITED,
     AgentRendezvous,
     ProcessAgent,
 )
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.process_pool import EXIT_S
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
     RankState,

@@ -235,19 +235,14 @@ class Coordinator:
         """The last reports of its machines."""
         return [entry.report for entry in self._machines.values()]
 
-    @property
-    def _has_busy_ranks(self) -> bool:
-        """Whether ranks start, train, or have not returned to standby."""
-        phases = (report.phase for report in self.reports)
-        return any(phase in (NodeState.JOINED, NodeState.FAILED) for phase in phases)
-
     def may_train(self, now_s: float) -> bool:
         """Return whether ranks of it may start, train, or not have returned to standby."""
         # Machines that have not reached a restarted rendezvous yet may have leases.
         is_unknown = self._state is RunState.REBUILDING and now_s < self._started_s + LOST_S
         joins = any(entry.report.sequence < entry.joins_until for entry in self._machines.values())
         is_running = self._state is RunState.RUNNING
-        return is_unknown or is_running or joins or self._has_busy_ranks
+        is_busy = any(report.is_busy for report in self.reports)
+        return is_unknown or is_running or joins or is_busy
 
     def training_members(self) -> list[Report] | None:
         """Return the members of its generation, none if it waits for machines; None unless all
@@ -408,7 +403,7 @@ class Coordinator:
     def _form(self, now_s: float) -> None:
         """Start the next generation if there are enough machines, all of them on standby."""
         former = [self._machines[m] for m in self._members if m in self._machines]
-        if self._has_busy_ranks:
+        if any(report.is_busy for report in self.reports):
             return
         if not self._is_judged:
             self._is_judged = True

@@ -147,6 +147,11 @@ class Report(_Message):
     """Whether they have."""
 
     @property
+    def is_busy(self) -> bool:
+        """Whether its ranks start, train, or have not returned to standby."""
+        return self.phase in (NodeState.JOINED, NodeState.FAILED)
+
+    @property
     def machines_per_replica(self) -> int:
         return self.num_machines // self.num_replicas
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
-    NodeState,
     Report,
     RunState,
 )
@@ -98,8 +97,7 @@ class ResizeCoordinator:
     def must_wait(self) -> bool:
         """Whether no generation may start yet: ranks are leaving, or train on another mesh."""
         reports = (report for replica in self._replicas for report in replica.reports)
-        busy = (NodeState.JOINED, NodeState.FAILED)
-        return self.is_leaving or any(r.phase in busy and r.mesh != self.mesh for r in reports)
+        return self.is_leaving or any(r.is_busy and r.mesh != self.mesh for r in reports)
 
     @property
     def is_first_on_mesh(self) -> bool:

@@ -1,10 +1,27 @@
 """Stand-ins for the processes of an agent."""
 
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
 
 from torchtitan_lite.core.rank.processes import ExitStatus
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankState
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
+    RankProcess,
+    RankState,
+)
+
+
+@pytest.fixture
+def stopped() -> Iterator[list[RankProcess]]:
+    """Processes that do not read their messages."""
+    processes = [RankProcess(["--help"], {}) for _ in range(2)]
+    for process in processes:
+        process.signal(signal.SIGSTOP)
+    yield processes
+    for process in processes:
+        process.signal(signal.SIGKILL)
 
 
 class FakeProcess:

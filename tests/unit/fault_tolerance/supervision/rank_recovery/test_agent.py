@@ -1,11 +1,7 @@
 """The main loop of an agent runs while it waits for the end of processes."""
 
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_agent import RankAgent
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
@@ -27,17 +23,6 @@ class _Agent(RankAgent):
     def _pause(self) -> None:
         self.num_pauses += 1
         super()._pause()
-
-
-@pytest.fixture
-def stopped() -> Iterator[list[RankProcess]]:
-    """Processes that do not read their messages."""
-    processes = [RankProcess(["--help"], {}) for _ in range(2)]
-    for process in processes:
-        process.signal(signal.SIGSTOP)
-    yield processes
-    for process in processes:
-        process.signal(signal.SIGKILL)
 
 
 def test_the_agent_never_waits_for_a_process_that_does_not_read(

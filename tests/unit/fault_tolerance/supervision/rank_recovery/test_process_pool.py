@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -18,17 +18,6 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process impo
     RankProcess,
     RankState,
 )
-
-
-@pytest.fixture
-def stopped() -> Iterator[list[RankProcess]]:
-    """Processes that do not read their messages."""
-    processes = [RankProcess(["--help"], {}) for _ in range(2)]
-    for process in processes:
-        process.signal(signal.SIGSTOP)
-    yield processes
-    for process in processes:
-        process.signal(signal.SIGKILL)
 
 
 def test_a_process_that_does_not_read_is_killed_later(stopped: list[RankProcess]) -> None:
