@@ -18,7 +18,7 @@ from torchtitan_lite.cli.train_processes import die_with_nproc, run_local_ranks
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after
 from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0, logger
-from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, RANK_CHANNEL
+from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
@@ -34,15 +34,11 @@ def run_train(argv: Sequence[str]) -> int:
     try:
         options, arguments = split_options(argv)
         is_plain = not options.num_spares and not options.endpoint and options.num_replicas == 1
-        if LAUNCHER_PID in os.environ and is_plain and "RANK" not in os.environ:
-            # The launcher has checked the configuration, and reads the status of each rank.
-            return run_local_ranks(arguments, options.num_ranks)
         if "RANK" in os.environ or (is_plain and options.num_ranks == 1):
             return train_rank(arguments)
         if options.num_replicas > 1 and not options.endpoint:
             return _launch_replicas(arguments, options)
-        words = [*arguments, *options.of_replica(0), *options.resized]
-        config, _ = checked_config(words, options.world_size)
+        config, _ = checked_config([*arguments, *options.of_replica(0)], options.world_size)
         return _train_in_processes(arguments, options, config)
     except UserError as error:
         log_error_on_rank_0(error)

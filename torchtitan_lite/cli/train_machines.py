@@ -5,18 +5,22 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from os.path import abspath
 
-from torchtitan_lite.cli.train_agents import resizing
+from torchtitan_lite.cli.train_agents import resize_inbox
 from torchtitan_lite.cli.train_options import TrainOptions
 from torchtitan_lite.cli.train_processes import agent_environment, received_signals
-from torchtitan_lite.config import Config, check_resize_arguments, config_fingerprint
+from torchtitan_lite.config import Config, config_fingerprint
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rank.supervised import LIGHTHOUSE
 from torchtitan_lite.core.urls import is_url
 from torchtitan_lite.distributed.network import address_for_others, names_loopback
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import AdoptedWriters
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
+    RankProcess,
+    rank_command,
+)
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.rendezvous_link import RendezvousLink
+from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
 
 def train_on_machines(
@@ -38,9 +42,7 @@ def train_on_machines(
         # With checkpoints in an object store, each machine may have a folder of its own.
         dump_folder="" if is_url(config.checkpoint.folder) else abspath(config.job.dump_folder),
     )
-    inbox = ResizeInbox(
-        *resizing(arguments, options, config), check_arguments=check_resize_arguments
-    )
+    inbox = resize_inbox(arguments, options, config)
     environment = {
         **agent_environment(options),
         # The rendezvous is the lighthouse, too.
@@ -48,13 +50,14 @@ def train_on_machines(
     }
     with received_signals() as received:
         member = Member(
-            lambda: RankProcess(arguments, environment),
-            options.num_ranks,
+            lambda: RankProcess(rank_command(arguments), environment),
+            RunMesh(options.num_ranks),
             options.num_spares,
             link=link,
-            join_timeout_s=options.join_timeout_s,
-            requests=received,
             inbox=inbox,
+            requests=received,
+            join_timeout_s=options.join_timeout_s,
+            writers=AdoptedWriters(),
             replica_arguments=options.of_replica,
         )
         inbox.start()

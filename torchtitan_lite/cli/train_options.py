@@ -1,7 +1,6 @@
 """The command line of `torchtitan-lite train`: options, and arguments of the configuration."""
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ class TrainOptions:
     """Ranks per machine."""
     num_spares: int = 0
     """Spare processes per machine."""
-    resized: tuple[str, ...] = ()
-    """Arguments that a resize has changed, of an agent that the launcher starts again."""
     num_machines: int = 1
     """Machines that train, of all replicas."""
     num_replicas: int = 1
@@ -51,7 +48,6 @@ _OPTIONS = {
     "--nproc-per-node": "--nproc",
     "--nproc_per_node": "--nproc",
     "--spares": "--spares",
-    "--resized": "--resized",
     "--nnodes": "--nnodes",
     "--replicas": "--replicas",
     "--rdzv-endpoint": "--rdzv-endpoint",
@@ -83,17 +79,13 @@ def split_options(argv: Sequence[str]) -> tuple[TrainOptions, list[str]]:
     options = TrainOptions(
         num_ranks=_num_ranks(values.get("--nproc", "1")),
         num_spares=_whole(values, "--spares", 0, least=0),
-        resized=_resized(values),
         num_machines=_whole(values, "--nnodes", 1, least=1),
         num_replicas=_whole(values, "--replicas", 1, least=1),
         endpoint=values.get("--rdzv-endpoint", ""),
         run_id=values.get("--rdzv-id", TrainOptions.run_id),
         join_timeout_s=_whole(values, "--rdzv-timeout-s", TrainOptions.join_timeout_s, least=1),
         kept=tuple(
-            word
-            for name, value in values.items()
-            if name not in ("--nproc", "--resized")
-            for word in (name, value)
+            word for name, value in values.items() if name != "--nproc" for word in (name, value)
         ),
     )
     _check_endpoint(options, values)
@@ -110,20 +102,10 @@ def split_options(argv: Sequence[str]) -> tuple[TrainOptions, list[str]]:
 def _check_spelling(word: str) -> None:
     """Raise ConfigError for a mistyped option. One that is the name of a key without its section is
     reported with the keys."""
-    # Only an agent's own.
-    known = ["--config", "--help", *(_OPTIONS.keys() - {"--resized"})]
+    known = ["--config", "--help", *_OPTIONS]
     meant = similar_option(word, known) if word.startswith("--") else None
     if meant and not tables_with(Config, word.removeprefix("--")):
         raise ConfigError(f"{word} is not an option of train. Did you mean {meant}?")
-
-
-def _resized(values: Mapping[str, str]) -> tuple[str, ...]:
-    if "--resized" in values and "--spares" not in values:
-        raise ConfigError("--resized is only for runs with --spares: omit it.")
-    try:
-        return tuple(shlex.split(values.get("--resized", "")))
-    except ValueError as error:
-        raise ConfigError(f"--resized cannot be split into arguments: {error}.") from None
 
 
 def _whole(values: Mapping[str, str], name: str, default: int, *, least: int) -> int:

@@ -38,6 +38,7 @@ def run_local_ranks(arguments: Sequence[str], num_ranks: int) -> int:
 def agent_environment(options: TrainOptions) -> dict[str, str]:
     """Return the environment variables of an agent's processes."""
     return {
+        **os.environ,
         **_environment(),
         _PARENT: str(os.getpid()),
         TRAIN_OPTIONS: shlex.join(options.kept),

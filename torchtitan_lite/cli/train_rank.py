@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.preemption import StopRequest, stop_on_signals
-from torchtitan_lite.core.rank.heartbeat import report_early_stop
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import start_mesh
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import RecoveryHooks
@@ -41,10 +40,8 @@ def run_rank(config: Config, argv: Sequence[str], recovery: RecoveryHooks | None
                 print_start(built, config)
             with report_at_exit(built), interruptible():
                 finished = train(_reporting(built.job, recovery))
-            if not finished:
-                report_early_stop()
-                if recovery is not None:
-                    recovery.was_stopped = True
+            if recovery is not None:
+                recovery.was_stopped = not finished
             print_end(built, config, argv, finished=finished)
         if finished and config.checkpoint.last_save_in_hf:
             root, folder = built.job.checkpoints.root, built.data.tokenizer_files.folder

@@ -13,7 +13,6 @@ import struct
 import time
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +26,6 @@ _FORMAT = struct.Struct("<IIIqddd")
 limit of a stopped rank. Phases without a limit have infinity."""
 _CHECKSUM = struct.Struct("<I")
 _SLOT_BYTES = 64
-_STOPPED_EARLY = _SLOT_BYTES - 1
-"""Place in a slot, behind the heartbeat, of a byte that is 1 if the rank was asked to stop and
-exits before the last step. It is in memory because the exit status is 0 and disks may be full."""
 _PHASES = tuple(Phase)
 _LONGEST_S = 1e9
 
@@ -68,8 +64,6 @@ class HeartbeatWriter:
                 raise OSError(f"{path}: {error}") from None
         if len(self._memory) < self._start + _SLOT_BYTES:
             raise OSError(f"{path} has no slot for rank {rank}.")
-        # An earlier generation in these processes wrote it.
-        self._memory[self._start + _STOPPED_EARLY] = 0
 
     def entered(self, phase: Phase, step: int) -> None:
         """Write a heartbeat. See `phases.PhaseListener`."""
@@ -93,16 +87,6 @@ class HeartbeatWriter:
         self._memory[self._start : self._start + size] = bytes(size)
 
 
-def report_early_stop() -> None:
-    """Report to the launcher that this rank was asked to stop and exits before the last step. Does
-    nothing without a launcher."""
-    path = os.environ.get(HEARTBEATS)
-    if path is not None:
-        with suppress(OSError), open(path, "r+b", buffering=0) as file:
-            file.seek(int(os.environ.get("RANK", "0")) * _SLOT_BYTES + _STOPPED_EARLY)
-            file.write(b"\1")
-
-
 class HeartbeatMemory:
     """Heartbeats of all ranks of a replica, on the side of the launcher."""
 
@@ -120,10 +104,6 @@ class HeartbeatMemory:
     def read(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of a rank; None if there is no valid one."""
         return parse(self._memory[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES])
-
-    def any_stopped_early(self) -> bool:
-        """Return whether a rank has called `report_early_stop`."""
-        return any(self._memory[_STOPPED_EARLY::_SLOT_BYTES])
 
     def close(self) -> None:
         """Release the memory."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.outputs import STARTING
-from torchtitan_lite.core.rank.processes import command_line, die_with_parent, parent_of
+from torchtitan_lite.core.rank.processes import command_line, die_with_parent
 
 LAUNCHER_PID = "TORCHTITAN_LITE_LAUNCHER_PID"
-"""Environment variable: the launcher's process id. The launcher is the grandparent of the ranks."""
+"""Environment variable: the launcher's process id. The launcher is the parent of the ranks."""
 RANK_LOGS = "TORCHTITAN_LITE_RANK_LOGS"
 """Environment variable: the folder into which each rank writes its output."""
 
@@ -92,21 +92,15 @@ def rank_log(folder: Path, rank: int) -> Path:
 
 
 def attach_to_launcher() -> None:
-    """Die with the parent; under the launcher, also print into this rank's own file. Without effect
-    on the parent of the ranks."""
+    """Die with the launcher, or with torchrun."""
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None:
         _die_with_torchrun()
         return
-    if "RANK" not in os.environ and os.getppid() == int(launcher):
-        # The parent of ranks, which the launcher has started so that it dies with it.
-        return
     die_with_parent()
-    if parent_of(os.getppid()) != int(launcher):
-        # The parent died before PR_SET_PDEATHSIG was set: the parent is now a subreaper.
+    if os.getppid() != int(launcher):
+        # The launcher died before PR_SET_PDEATHSIG was set.
         os.kill(os.getpid(), signal.SIGKILL)
-    if "RANK" in os.environ:
-        print_into_rank_log()
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     # Done before other threads exist: in a thread that does not block it, the signal would kill the
     # process.

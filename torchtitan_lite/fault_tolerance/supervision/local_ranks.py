@@ -19,7 +19,7 @@ from torchtitan_lite.core.rank.processes import (
     spawn,
     wait_readable,
 )
-from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, STORE_LISTENER, rank_environment
+from torchtitan_lite.core.rank.supervised import STORE_LISTENER, rank_environment
 
 _PROCESS_BYTES = 147 << 20
 """Memory that a process with torch shares with no other, before it has a model."""
@@ -27,8 +27,6 @@ _ADDRESS = "127.0.0.1"
 _POLL_S = 0.1
 _LEAVE_S = 30.0
 """Time for the other ranks to leave after one has failed; then they are killed."""
-_READ_S = 0.5
-"""Time for the launcher to read the exit statuses of failed ranks, which end with their parent."""
 
 
 @dataclass
@@ -76,7 +74,6 @@ def run_ranks(
         for rank in [rank for rank in running if rank.descriptor in ended]:
             running.remove(rank)
             os.close(rank.descriptor)
-            # It is not reaped yet: the launcher reads its exit status, too.
             status = exit_status_of(rank.process.pid)
             if status is not None:
                 statuses.append((rank.number, status))
@@ -87,8 +84,6 @@ def run_ranks(
         if time.monotonic() >= kill_at_s:
             for rank in running:
                 kill_process_group(rank.process.pid)
-    if first is not None and LAUNCHER_PID in os.environ:
-        time.sleep(_READ_S)
     for rank in ranks:
         rank.process.wait()
     return first

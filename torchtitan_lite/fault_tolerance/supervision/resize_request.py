@@ -1,12 +1,5 @@
-"""Requests to resize a live run: a file in the run's folder, which the agent of its ranks, or the
-launcher of its replicas, answers by another file. On several machines, the first agent that finds
-it passes it on to the rendezvous.
-
-Replicas are resized together by the launcher, which sends the same request to the agent of each. No
-replica may train on the new mesh while another one trains on the former. So an agent reports READY
-when its new processes are warm, and LEFT when none of its ranks trains any more, and continues when
-the launcher permits it.
-"""
+"""Requests to resize a live run: a file in the run's folder, which the run answers by another file.
+On several machines, the first one that finds it passes it on to the rendezvous."""
 
 import json
 import secrets
@@ -18,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-_REQUEST, _ANSWER, _PERMISSION = "resize.json", "resize_answer.json", "resize_permission.json"
+_REQUEST, _ANSWER = "resize.json", "resize_answer.json"
 _MAX_BYTES = 1 << 16
 _MAX_ID_CHARS = 64
 _PROCESS = secrets.token_hex(8)
@@ -48,17 +41,6 @@ class ResizeState(StrEnum):
     def is_final(self) -> bool:
         """Whether the request has ended."""
         return self in (ResizeState.DONE, ResizeState.REJECTED, ResizeState.FAILED)
-
-
-class Permission(StrEnum):
-    """Permission of the launcher for an agent that resizes together with others."""
-
-    LEAVE = "leave"
-    """The ranks may leave the training."""
-    START = "start"
-    """The ranks may train on the new mesh."""
-    CANCEL = "cancel"
-    """The ranks stay, as if there had been no request."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +73,6 @@ class ResizeRequest:
     """Request for a mesh."""
 
     mesh: RunMesh
-    is_joint: bool = False
-    """Whether replicas resize together, so that each phase needs a permission."""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -117,10 +97,9 @@ class RequestInbox:
         """Whether there was an answer since the last look for a request."""
         self._unwritten: ResizeAnswer | None = None
         """The newest answer, if it could not be written."""
-        for name in (_REQUEST, _PERMISSION):
-            with suppress(OSError):
-                if not (is_shared and _is_new(folder / name)):
-                    (folder / name).unlink()
+        with suppress(OSError):
+            if not (is_shared and _is_new(folder / _REQUEST)):
+                (folder / _REQUEST).unlink()
 
     def poll(self, now_s: float) -> ResizeRequest | None:
         """Return a new request and remove its file, if there is one. A malformed file is removed
@@ -144,21 +123,12 @@ class RequestInbox:
         match content:
             case {
                 "mesh": {"num_ranks": int(num_ranks), "arguments": list(arguments)},
-                "is_joint": bool(is_joint),
                 "id": str(key),
             } if type(num_ranks) is int and num_ranks >= 1 and len(key) <= _MAX_ID_CHARS:
                 mesh = RunMesh(num_ranks, tuple(map(str, arguments)))
-                return ResizeRequest(mesh=mesh, is_joint=is_joint, id=key)
+                return ResizeRequest(mesh=mesh, id=key)
             case _:
                 return None
-
-    def permission(self, request: ResizeRequest) -> Permission | None:
-        """Return the newest permission for `request`; None if there is none yet."""
-        match _read(self._folder / _PERMISSION):
-            case {"id": request.id, "permission": str(permission)}:
-                with suppress(ValueError):
-                    return Permission(permission)
-        return None
 
     def answer(self, request: ResizeRequest, state: ResizeState, reason: str = "") -> None:
         """Answer a request. A full disk must not end the run: `repeat` writes the answer later."""
@@ -191,11 +161,6 @@ def read_answer(folder: Path, request: ResizeRequest) -> ResizeAnswer | None:
             with suppress(ValueError):
                 return ResizeAnswer(id=request.id, state=ResizeState(state), reason=reason)
     return None
-
-
-def permit(folder: Path, request: ResizeRequest, permission: Permission) -> None:
-    """Give the run in `folder` a permission for `request`. Raises OSError."""
-    _write(folder / _PERMISSION, {"id": request.id, "permission": permission})
 
 
 def withdraw_request(folder: Path) -> None:

@@ -4,27 +4,28 @@ It runs on one thread: processes must be forked from the main thread, and one it
 less than a millisecond.
 """
 
+import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
-from pathlib import Path
+from functools import partial
 from types import FrameType
 
 from torchtitan_lite.core.diagnosis import NOTIFIER, Cause, Diagnosis
 from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.core.rank.processes import Subreaper, become_subreaper, wait_readable
-from torchtitan_lite.core.rank.supervised import GENERATION, LIGHTHOUSE
+from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, LIGHTHOUSE
 from torchtitan_lite.fault_tolerance.supervision.failures.link_monitor import LinkMonitor
 from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
     LighthouseProcess,
 )
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan
-from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import (
-    ReplicaProcess,
+from torchtitan_lite.fault_tolerance.supervision.launcher.replica import (
+    Replica,
     ReplicaState,
+    process_log,
 )
 from torchtitan_lite.fault_tolerance.supervision.launcher.resize import (
     ResizePolicy,
@@ -32,15 +33,19 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize import (
     SlotsFile,
 )
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import StatusView
-from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
-from torchtitan_lite.fault_tolerance.supervision.logs import last_lines
+from torchtitan_lite.fault_tolerance.supervision.logs import last_lines, open_log
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import RunRules
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import LocalLink
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.run_coordinator import RunCoordinator
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RequestInbox
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     GiveUp,
     RestartPolicy,
 )
 
-_POLL_S = 0.05
+_POLL_S = 0.02
 _FAILURE_LINES = 25
 _END_LINES = 200
 """Upper bound on the lines that a replica prints after its last step."""
@@ -74,6 +79,8 @@ class Launcher:
             ResizePolicy(plan.ranks, plan.num_replicas, regrow_after_s=plan.regrow_after_s),
             SlotsFile(plan.slots_file, view.report_event),
             RequestInbox(plan.dump_folder),
+            check_command=plan.check_command,
+            environment=self._environment,
             grace_s=plan.grace_s,
             report_event=view.report_event,
         )
@@ -93,7 +100,7 @@ class Launcher:
             try:
                 self._lighthouse.start()
                 while not all(replica.is_over for replica in self._replicas):
-                    self._wait()
+                    wait_readable(self._lighthouse.descriptors, _POLL_S)
                     self._poll()
                 self._resizer.end("the run has ended")
                 self._kill()
@@ -101,6 +108,8 @@ class Launcher:
             finally:
                 self._kill()
                 self._view.close()
+                for replica in self._replicas:
+                    replica.close()
         return self._status()
 
     def failures(self) -> list[str]:
@@ -131,36 +140,60 @@ class Launcher:
                 return [*lines[: next(ends, len(lines))], ""]
         return []
 
-    def _replica(self, number: int) -> ReplicaProcess:
-        plan, generations = self._plan, count()
-
-        def start(folder: Path) -> WorkerGroup:
-            own = {
-                LIGHTHOUSE: f"http://{self._lighthouse.address}",
-                GENERATION: str(next(generations)),
-                **plan.devices_of(number),
-            }
-            environment = {**self._environment, **own}
-            mesh, has_agent = self._resizer.mesh, plan.num_spares > 0
-            return WorkerGroup(
-                plan.group_command(number, mesh),
-                environment,
-                # An agent may change their number.
-                max(plan.ranks) if has_agent else mesh.num_ranks,
-                folder,
-                has_agent=has_agent,
-            )
-
-        return ReplicaProcess(
+    def _replica(self, number: int) -> Replica:
+        plan = self._plan
+        return Replica(
             number,
-            start,
+            # A resize may change their number, up to the largest.
+            max_ranks=max(plan.ranks),
             folder=plan.log_folder(number),
             metrics=plan.metrics_file(number),
-            policy=RestartPolicy(plan.max_restarts, max_delay_s=plan.max_restart_delay_s),
+            environment={
+                **self._environment,
+                **plan.devices_of(number),
+                LAUNCHER_PID: str(os.getpid()),
+            },
             on_failure=self._on_failure,
             report_event=self._view.report_event,
             report_diagnosis=self._report_failure,
         )
+
+    def _start_replicas(self) -> None:
+        """Start all replicas that are not over, on the mesh of the resizer."""
+        mesh, plan = self._resizer.mesh, self._plan
+
+        def policy() -> RestartPolicy:
+            return RestartPolicy(plan.max_restarts, max_delay_s=plan.max_restart_delay_s)
+
+        rules = RunRules(policy=policy, is_local=True, outlives_stops=True)
+        coordinator = RunCoordinator(time.monotonic(), rules)
+        for replica in self._replicas:
+            if replica.is_over:
+                continue
+            link = LocalLink(
+                coordinator, mesh, replica=replica.number, num_replicas=plan.num_replicas
+            )
+            member = Member(
+                partial(self._start_process, replica),
+                mesh,
+                plan.num_spares,
+                link=link,
+                inbox=self._resizer,
+                requests=replica.requests,
+                generation_environment=replica.generation_environment,
+                may_end=replica.may_end,
+                log=replica.log,
+            )
+            replica.start(member, partial(coordinator.restart_s, replica.number))
+
+    def _start_process(self, replica: Replica) -> RankProcess:
+        environment = {
+            **replica.environment,
+            LIGHTHOUSE: f"http://{self._lighthouse.address}",
+        }
+        with open_log(process_log(replica.log_folder)) as log:
+            command = self._plan.process_command(replica.number)
+            return RankProcess(command, environment, log.fileno())
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
         now_s, replica = time.monotonic(), diagnosis.replica
@@ -173,7 +206,7 @@ class Launcher:
             return
         self._view.report_diagnosis(diagnosis)
 
-    def _on_failure(self, replica: ReplicaProcess, rank: int | None) -> None:
+    def _on_failure(self, replica: Replica, rank: int | None) -> None:
         if rank is not None:
             self._resizer.record_failure(replica.number, rank, time.monotonic())
         address = self._lighthouse.address
@@ -186,12 +219,6 @@ class Launcher:
             self._view.report_event(
                 f"replica {replica.number}: the lighthouse was not notified: {error}"
             )
-
-    def _wait(self) -> None:
-        sources = (self._lighthouse, *self._replicas)
-        wait_readable(
-            (descriptor for source in sources for descriptor in source.descriptors), _POLL_S
-        )
 
     def _poll(self) -> None:
         now_s = time.monotonic()
@@ -218,12 +245,13 @@ class Launcher:
             if self._notifier is not None and self._lighthouse.address is not None:
                 self._notifier.start(self._lighthouse.address)
             self._resizer.choose_initial(now_s)
-            for replica in self._replicas:
-                # Of many replicas, those that have not started by then are not needed.
-                if len(self._signals) == self._num_handled:
-                    replica.start_generation()
-        elif self._has_started and self._deadline_s is None:
-            self._resizer.poll(self._replicas, now_s)
+            self._start_replicas()
+        elif (
+            self._has_started
+            and self._deadline_s is None
+            and self._resizer.poll(self._replicas, now_s)
+        ):
+            self._start_replicas()
         self._reap_orphans(now_s)
         ends = [process.given_up for process in (self._lighthouse, *self._replicas)]
         ends_all = any(end is not None and not end.others_continue for end in ends)
@@ -263,6 +291,7 @@ class Launcher:
 
     def _reap_orphans(self, now_s: float) -> None:
         started = {pid for replica in self._replicas for pid in replica.pids}
+        started.update(self._resizer.pids)
         for process in (self._lighthouse, self._notifier):
             if process is not None and process.pid is not None:
                 started.add(process.pid)
@@ -291,6 +320,10 @@ class Launcher:
     def _kill(self) -> None:
         for replica in self._replicas:
             replica.kill()
+        while any(replica.pids for replica in self._replicas):
+            for replica in self._replicas:
+                replica.poll(time.monotonic())
+            time.sleep(_POLL_S)
         self._lighthouse.kill()
         if self._notifier is not None:
             self._notifier.kill()

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torchtitan_lite.core.outputs import (
 )
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import rank_command
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
 _TORCHRUN_VARIABLES = (
@@ -40,7 +40,6 @@ _LIGHTHOUSES = {
     "builtin": "torchtitan_lite.fault_tolerance.lighthouse",
     "torchft": "torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse",
 }
-_PROGRAM = ("-m", "torchtitan_lite", "train")
 _DEFAULT_DUMP_FOLDER = "./outputs"
 _OF_TRAIN = (
     *("--nproc", "--nproc_per_node", "--replicas", "--spares"),
@@ -58,8 +57,12 @@ class LaunchPlan:
     ranks: Sequence[int]
     """Allowed numbers of ranks per replica, ascending. A replica gets the largest that is
     available."""
-    group_command: Callable[[int, RunMesh], Sequence[str]]
-    """Maps a replica and its mesh to a command line."""
+    process_command: Callable[[int], Sequence[str]]
+    """Maps a replica to the command line of a process that serves its member, see
+    `rank_recovery.worker`."""
+    check_command: Callable[[RunMesh], Sequence[str]] = lambda mesh: ("echo", '{"refusal": ""}')
+    """Maps a mesh to the command line that says whether replicas can move to it in their processes,
+    see `cli.resize_check`."""
     lighthouse_command: Callable[[str], Sequence[str]]
     """Maps HOST:PORT to the command line of a lighthouse."""
     dump_folder: Path
@@ -84,7 +87,7 @@ class LaunchPlan:
     uses_gpus: bool = True
     """Whether replicas train on GPUs where there are some."""
     num_spares: int = 0
-    """Spare processes per replica; with spares, the groups are agents that replace dead ranks."""
+    """Spare processes per replica."""
     notifier_command: Callable[[str], Sequence[str]] | None = None
     """Maps HOST:PORT to the command line of a process that notifies the lighthouse of failed
     replicas: each line is a name, such as "replica_00001", and when it failed (time.monotonic()).
@@ -168,11 +171,9 @@ def training_plan(
 
     check(ranks, of_replica(0))
 
-    def group(replica: int, mesh: RunMesh) -> list[str]:
-        options = [f"--nproc={mesh.num_ranks}", f"--spares={num_spares}"]
-        if mesh.arguments:
-            options.append(f"--resized={shlex.join(mesh.arguments)}")
-        return [sys.executable, *_PROGRAM, *options, *of_replica(replica)]
+    def check_command(mesh: RunMesh) -> list[str]:
+        module = "torchtitan_lite.cli.resize_check"
+        return [sys.executable, "-m", module, mesh.to_text(), "--", *of_replica(0)]
 
     section, key = "parallelism", "pipeline_parallel_degree"
     stages = _setting(arguments, section, key)
@@ -202,7 +203,8 @@ def training_plan(
         uses_gpus=device != "cpu",
         slots_file=slots_file,
         regrow_after_s=regrow_after_s,
-        group_command=group,
+        process_command=lambda replica: rank_command(of_replica(replica)),
+        check_command=check_command,
         lighthouse_command=lighthouse_command,
         dump_folder=folder,
         waits_for_folder=_setting(arguments, "job", "when_in_use") == "wait",

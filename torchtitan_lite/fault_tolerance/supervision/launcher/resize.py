@@ -1,28 +1,22 @@
 """Changes of the mesh of all replicas: when the number of available ranks changes, or on request.
 
-Replicas whose ranks have an agent (`--spares`) move to the new mesh in their processes. Otherwise,
-or if one of them cannot, all replicas save, leave and start again.
+Replicas that train move to the new mesh in their processes. If one of them does not train or
+cannot, and slots require another mesh, all replicas save, leave and start again.
 
 Invariant: replicas that run at the same time have the same mesh, because each rank reduces its
 shards of the gradients with the same shards of the others.
 """
 
 import json
-import math
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import (
-    ReplicaProcess,
-    ReplicaState,
-)
+from torchtitan_lite.core.rank.processes import kill_process_group, spawn
+from torchtitan_lite.fault_tolerance.supervision.launcher.replica import Replica, ReplicaState
 from torchtitan_lite.fault_tolerance.supervision.resize_request import (
-    LEAVE_S,
-    Permission,
     RequestInbox,
     ResizeRequest,
     ResizeState,
@@ -34,10 +28,6 @@ _MAX_FAILURES = 3
 _STREAK_GAP_S = 120.0
 """Maximum time between two failures of a streak: a start, some steps, and the delay of a
 restart."""
-_READY_S = 600.0
-"""Time in which the new processes of all replicas must have imported everything."""
-_DONE_S = 1800.0
-"""Time for the first step on a new mesh, which may compile."""
 _MAX_BYTES = 1 << 16
 _READ_INTERVAL_S = 0.25
 
@@ -139,7 +129,10 @@ class ResizePolicy:
 
 
 class Resizer:
-    """Resizes all replicas when the number of ranks available changes, and on request."""
+    """Decides about the mesh of all replicas, when the number of ranks available changes and on
+    request. Their members find in it the resize to follow, see `resize_follower.Requests`."""
+
+    is_open = True
 
     def __init__(
         self,
@@ -147,23 +140,40 @@ class Resizer:
         slots: SlotsFile,
         inbox: RequestInbox,
         *,
+        check_command: Callable[[RunMesh], Sequence[str]],
+        environment: Mapping[str, str],
         grace_s: float,
         report_event: Callable[[str], None],
     ) -> None:
-        """`inbox` receives requests; `grace_s` is the time for replicas to save and leave."""
+        """`inbox` receives requests. `check_command` returns the command line of a process that
+        prints why replicas cannot move to a mesh in their processes, see `cli.resize_check`.
+        `grace_s` is the time for replicas to save and leave."""
         self._policy, self._slots, self._inbox = policy, slots, inbox
+        self._check_command, self._environment = check_command, environment
         self._grace_s, self._report_event = grace_s, report_event
         self.mesh = RunMesh(policy.most)
         """Mesh of each replica that starts now."""
         self._requested: RunMesh | None = None
         """Mesh of the newest request that was followed, while there are slots for it."""
-        self._request: _UserRequest | None = None
-        self._in_place: _InPlaceResize | None = None
-        self._cancelled: _InPlaceResize | None = None
-        """A resize that not all agents have been told to cancel."""
-        self._former = self._target = self.mesh
+        self.request: ResizeRequest | None = None
+        """The resize that the replicas follow in their processes."""
+        self._is_users = False
+        """Whether a user has requested it."""
+        self._reason = ""
+        """Why the replicas resize, for display."""
+        self._outcome: tuple[ResizeState, str] | None = None
+        """Its final answer."""
+        self._target = self.mesh
         self._deadline_s: float | None = None
         """Time by which all replicas must have left; None while they are not restarted."""
+        self._checked_id = ""
+        self._check: subprocess.Popen[bytes] | None = None
+        self._refusal: str | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of a running check."""
+        return [] if self._check is None else [self._check.pid]
 
     def choose_initial(self, now_s: float) -> None:
         """Choose the mesh of the first start."""
@@ -175,30 +185,69 @@ class Resizer:
         """Record that a rank of a replica has failed."""
         self._policy.record_failure(replica, rank, self.mesh.num_ranks, now_s)
 
-    def poll(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
-        """Start, continue or complete a resize."""
+    def poll(self, replicas: Sequence[Replica], now_s: float) -> bool:
+        """Begin, continue or complete a resize. Return whether all replicas have left, so that they
+        must be started on `mesh`."""
         self._inbox.repeat(now_s)
-        if self._cancelled is not None and self._cancelled.write_permissions(now_s):
-            self._cancelled = None
-        if self._in_place is not None:
-            self._continue_in_place(self._in_place, replicas, now_s)
-        elif self._deadline_s is None:
+        if self._deadline_s is not None:
+            if all(replica.has_left for replica in replicas):
+                self.mesh, self._deadline_s = self._target, None
+                return True
+            if now_s >= self._deadline_s:
+                for replica in replicas:
+                    replica.kill()
+        elif self.request is None:
             self._read_request(replicas, now_s)
-            self._check_target(replicas, now_s)
-        elif all(replica.has_left for replica in replicas):
-            self.mesh, self._deadline_s = self._target, None
-            for replica in replicas:
-                if not replica.is_over:
-                    replica.start_generation()
-        elif now_s >= self._deadline_s:
-            for replica in replicas:
-                replica.kill()
+            if self.request is None:
+                self._check_target(replicas, now_s)
+        elif self._outcome is not None:
+            self._complete(*self._outcome, replicas, now_s)
+        return False
 
     def end(self, reason: str) -> None:
         """Answer the request that is being followed: the replicas stop or have stopped."""
-        if self._request is not None:
-            self._inbox.answer(self._request.request, ResizeState.FAILED, reason)
-            self._request = None
+        if self.request is not None and self._is_users:
+            self._inbox.answer(self.request, ResizeState.FAILED, reason)
+        self.request = None
+        if self._check is not None:
+            kill_process_group(self._check.pid)
+            self._check.wait()
+            self._check = None
+
+    def parse(self, text: str) -> RunMesh:
+        """See `Requests`. The mesh was checked before a member could name it."""
+        return RunMesh.from_text(text)
+
+    def refusal(self, request_id: str, mesh: str) -> str | None:
+        """See `Requests`: one answer for all members."""
+        if self._checked_id != request_id:
+            self._checked_id, self._refusal = request_id, None
+            self._start_check(RunMesh.from_text(mesh))
+        elif self._check is not None and self._check.poll() is not None:
+            text, self._check = self._check.communicate()[0].decode(errors="replace"), None
+            self._refusal = _refusal_in(text)
+        return self._refusal
+
+    def answer(self, state: ResizeState, reason: str = "") -> None:
+        """See `Requests`. The first final answer of a member is that of all."""
+        if self.request is None or self._outcome is not None:
+            return
+        if self._is_users:
+            self._inbox.answer(self.request, state, reason)
+        if state.is_final:
+            self._outcome = state, reason
+
+    def close(self, reason: str) -> None:
+        """See `Requests`: other members may go on."""
+
+    def _start_check(self, mesh: RunMesh) -> None:
+        command = self._check_command(mesh)
+        try:
+            self._check = spawn(
+                command, self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            self._refusal = f"it cannot be checked: {error}"
 
     def _wanted(self, now_s: float) -> tuple[RunMesh, str]:
         """Return the mesh that each replica should have, and what limits it."""
@@ -207,30 +256,25 @@ class Resizer:
             return self._requested, "it was requested"
         return RunMesh(self._policy.largest(available)), reason
 
-    def _read_request(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
+    def _read_request(self, replicas: Sequence[Replica], now_s: float) -> None:
         if not _all_train(replicas):
             return
         request = self._inbox.poll(now_s)
         if request is None:
             return
         available, limit = self._policy.available(self._slots.read(now_s), now_s)
-        problem = ""
-        if not all(replica.has_agent for replica in replicas):
-            problem = "replicas are resized on request only with --spares of 1 or more"
-        elif request.mesh.num_ranks > available:
+        if request.mesh.num_ranks > available:
             limit = limit or f"--nproc-per-replica allows {self._policy.most}"
             problem = f"each replica can have {available} ranks: {limit}"
-        if problem:
             self._inbox.answer(request, ResizeState.REJECTED, problem)
         elif request.mesh == self.mesh:
             self._requested = request.mesh
             self._inbox.answer(request, ResizeState.DONE)
         else:
-            self._request = _UserRequest(request, before=self._requested)
-            self._requested = request.mesh
             self._inbox.answer(request, ResizeState.ACCEPTED)
+            self._follow(request, "it was requested", is_users=True)
 
-    def _check_target(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
+    def _check_target(self, replicas: Sequence[Replica], now_s: float) -> None:
         target, reason = self._wanted(now_s)
         if target == self.mesh or any(replica.is_over for replica in replicas):
             # When one replica has finished, all are about to finish.
@@ -240,166 +284,55 @@ class Resizer:
                 # Growing can wait until all replicas train again.
                 return
             reason = reason or "slots are available again"
-        self._former, self._target = self.mesh, target
-        where = ""
-        if all(replica.is_training and replica.has_agent for replica in replicas):
-            where = " in their processes"
-            self._in_place = _InPlaceResize(replicas, target)
+        if all(replica.is_training for replica in replicas):
+            self._follow(ResizeRequest(mesh=target), reason, is_users=False)
         else:
-            self._restart(replicas, now_s)
-        self._report_event(f"all replicas resize to {target} each{where}: {reason}")
+            self._restart(target, reason, replicas, now_s)
 
-    def _restart(self, replicas: Sequence[ReplicaProcess], now_s: float) -> None:
-        """Let all replicas save, leave, and start again on the target."""
-        self._deadline_s = now_s + self._grace_s
-        for replica in replicas:
-            replica.resize()
+    def _follow(self, request: ResizeRequest, reason: str, *, is_users: bool) -> None:
+        """Let the replicas resize in their processes."""
+        self.request, self._is_users, self._outcome = request, is_users, None
+        self._reason = reason
+        text = f"all replicas resize to {request.mesh} each in their processes: {reason}"
+        self._report_event(text)
 
-    def _continue_in_place(
-        self, resize: "_InPlaceResize", replicas: Sequence[ReplicaProcess], now_s: float
+    def _complete(
+        self, state: ResizeState, reason: str, replicas: Sequence[Replica], now_s: float
     ) -> None:
-        """Continue the resize. If it fails, a requested mesh is abandoned, and another one, which
-        the number of slots demands, is tried by starting the replicas again."""
-        outcome = resize.poll(now_s)
-        if resize.may_start:
-            self.mesh = self._target
-        if outcome is None:
+        """End a resize in the replicas' processes. If it has failed, a requested mesh is abandoned,
+        and another one, which the number of slots demands, is tried by starting the replicas
+        again."""
+        assert self.request is not None
+        mesh, self.request = self.request.mesh, None
+        if state is ResizeState.DONE:
+            self.mesh = mesh
+            if self._is_users:
+                self._requested = mesh
             return
-        self._in_place = None
-        request, self._request = self._request, None
-        if request is not None:
-            self._inbox.answer(request.request, outcome, resize.reason)
-        if outcome is ResizeState.DONE:
-            return
-        self._report_event(f"resizing in their processes was not possible: {resize.reason}")
-        if not resize.may_leave:
-            self._cancelled = resize
-        if request is not None:
-            self._requested = request.before
-            self._target = self.mesh = self._former
-            if resize.may_leave:
-                self._restart(replicas, now_s)
-        elif not resize.may_start:
-            # Otherwise all have the target, also those that are started again.
-            self._restart(replicas, now_s)
+        self._report_event(f"resizing in their processes was not possible: {reason}")
+        if not self._is_users:
+            self._restart(mesh, self._reason, replicas, now_s)
+
+    def _restart(
+        self, target: RunMesh, reason: str, replicas: Sequence[Replica], now_s: float
+    ) -> None:
+        """Let all replicas save, leave, and start again on `target`."""
+        self._target, self._deadline_s = target, now_s + self._grace_s
+        for replica in replicas:
+            replica.leave_to_resize()
+        self._report_event(f"all replicas resize to {target} each: {reason}")
 
 
-class _InPlaceResize:
-    """A resize of all replicas in their processes. They go through its phases together."""
-
-    def __init__(self, replicas: Sequence[ReplicaProcess], target: RunMesh) -> None:
-        self._replicas = replicas
-        self._request = ResizeRequest(mesh=target, is_joint=True)
-        self._permission: Permission | None = None
-        self._unwritten: list[ReplicaProcess] = []
-        """Replicas whose permission could not be written yet."""
-        self._is_sent = False
-        self._until_s = math.inf
-        """When this phase must be completed."""
-        self.reason = ""
-        """Why it failed."""
-
-    @property
-    def may_leave(self) -> bool:
-        """Whether ranks were permitted to leave their training."""
-        return self._permission in (Permission.LEAVE, Permission.START)
-
-    @property
-    def may_start(self) -> bool:
-        """Whether replicas were permitted to train on the new mesh."""
-        return self._permission is Permission.START
-
-    def poll(self, now_s: float) -> ResizeState | None:
-        """Permit the next phase if all replicas have completed this one. Returns the outcome; None
-        while it goes on."""
-        # One that has finished the last step has no part in it.
-        replicas = [replica for replica in self._replicas if not replica.is_over]
-        outcome = self._advance(replicas, now_s) if self._is_sent else self._send(replicas, now_s)
-        if outcome in (ResizeState.REJECTED, ResizeState.FAILED) and not self.may_leave:
-            self._permission, self._unwritten = Permission.CANCEL, replicas
-            self.write_permissions(now_s)
-        return outcome
-
-    def _send(self, replicas: Sequence[ReplicaProcess], now_s: float) -> ResizeState | None:
-        self._is_sent, self._until_s = True, now_s + _READY_S
-        try:
-            for replica in replicas:
-                replica.resize_in_place(self._request)
-        except OSError as error:
-            self.reason = f"the agents cannot be asked: {error}"
-            return ResizeState.FAILED
-        return None
-
-    def _advance(self, replicas: Sequence[ReplicaProcess], now_s: float) -> ResizeState | None:
-        self.write_permissions(now_s)
-        answers = {replica.number: replica.resize_answer(self._request) for replica in replicas}
-        for number, answer in answers.items():
-            if answer is not None and answer.state in (ResizeState.REJECTED, ResizeState.FAILED):
-                self.reason = f"replica {number}: {answer.reason}"
-                return answer.state
-        lost = [replica.number for replica in replicas if not replica.is_running]
-        phase = _PHASES[self._permission]
-        late = [
-            n
-            for n, answer in answers.items()
-            if answer is None or answer.state is not phase.completed
-        ]
-        if lost:
-            self.reason = f"replica {lost[0]} has failed"
-            return ResizeState.FAILED
-        if late and now_s >= self._until_s:
-            self.reason = f"replica {late[0]} did not {phase.what} within {phase.limit_s:.0f} s"
-            return ResizeState.FAILED
-        if late:
-            return None
-        if phase.following is None:
-            return ResizeState.DONE
-        self._permission, self._unwritten = phase.following, list(replicas)
-        self._until_s = now_s + _PHASES[self._permission].limit_s
-        self.write_permissions(now_s)
-        return None
-
-    def write_permissions(self, now_s: float) -> bool:
-        """Write the permission for all replicas; return whether all have it. What a full disk
-        prevents is repeated by the next call, because others may have theirs."""
-        for replica in list(self._unwritten):
-            assert self._permission is not None
-            with suppress(OSError):
-                replica.permit(self._request, self._permission, now_s)
-                self._unwritten.remove(replica)
-        return not self._unwritten
-
-
-class _Phase(NamedTuple):
-    """Phase of a resize, which begins with a permission."""
-
-    completed: ResizeState
-    """Answer that completes the phase."""
-    following: Permission | None
-    what: str
-    """Action of a replica in it, for display."""
-    limit_s: float
-
-
-_PHASES: Mapping[Permission | None, _Phase] = {
-    None: _Phase(ResizeState.READY, Permission.LEAVE, "start its processes", _READY_S),
-    Permission.LEAVE: _Phase(ResizeState.LEFT, Permission.START, "leave its training", LEAVE_S),
-    Permission.START: _Phase(ResizeState.DONE, None, "take a step on the new mesh", _DONE_S),
-}
-"""Phases by the last permission."""
-
-
-@dataclass(frozen=True)
-class _UserRequest:
-    """A request that is being followed."""
-
-    request: ResizeRequest
-    before: RunMesh | None
-    """The requested mesh before it."""
-
-
-def _all_train(replicas: Sequence[ReplicaProcess]) -> bool:
+def _all_train(replicas: Sequence[Replica]) -> bool:
     return all(replica.state is ReplicaState.TRAINING for replica in replicas)
+
+
+def _refusal_in(text: str) -> str:
+    """Return the refusal that a check has printed, which may have failed instead."""
+    try:
+        return str(json.loads(text)["refusal"])
+    except (ValueError, LookupError, TypeError):
+        return f"it cannot be checked: {text.strip()[-300:]}"
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

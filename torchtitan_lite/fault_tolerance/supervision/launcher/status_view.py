@@ -17,10 +17,7 @@ from torchtitan_lite.core.outputs import LAUNCHER_STARTED
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
     LighthouseProcess,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import (
-    ReplicaProcess,
-    ReplicaState,
-)
+from torchtitan_lite.fault_tolerance.supervision.launcher.replica import Replica, ReplicaState
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,7 +52,7 @@ class StatusView(Protocol):
         """Display a diagnosis."""
         ...
 
-    def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
+    def update(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
         """Display the current state if it is time. Called on every iteration of the launcher's
         loop."""
         ...
@@ -86,7 +83,7 @@ class PlainLines:
     def report_diagnosis(self, diagnosis: Diagnosis) -> None:
         self.report_event(str(diagnosis))
 
-    def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
+    def update(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
         now_s = time.monotonic()
         if now_s < self._due_s:
             return
@@ -111,7 +108,7 @@ class LiveTable:
         self._live = Live(auto_refresh=False, transient=False)
         self._live.start()
         self._due_s = 0.0
-        self._shown: tuple[Sequence[ReplicaProcess], LighthouseProcess] | None = None
+        self._shown: tuple[Sequence[Replica], LighthouseProcess] | None = None
 
     def report_event(self, event: str) -> None:
         line = wrapped(f"{time.strftime('%H:%M:%S')} {event}", self._live.console.width)
@@ -121,7 +118,7 @@ class LiveTable:
     def report_diagnosis(self, diagnosis: Diagnosis) -> None:
         self.report_event(str(diagnosis))
 
-    def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
+    def update(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
         self._shown = replicas, lighthouse
         now_s = time.monotonic()
         if now_s >= self._due_s:
@@ -162,7 +159,7 @@ class RecordedView:
         self.report_event(str(diagnosis))
         self._diagnoses.append(diagnosis.to_json())
 
-    def update(self, replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess) -> None:
+    def update(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
         self._view.update(replicas, lighthouse)
 
     def close(self) -> None:
@@ -176,7 +173,7 @@ class RecordedView:
 
 
 def status_table(
-    replicas: Sequence[ReplicaProcess], lighthouse: LighthouseProcess, now_s: float, width: int
+    replicas: Sequence[Replica], lighthouse: LighthouseProcess, now_s: float, width: int
 ) -> "Table":
     """Return a table with a row per replica and one for the lighthouse, for a terminal of `width`
     columns."""
@@ -226,7 +223,7 @@ def _processes(rank_pids: Mapping[int, int], *, is_narrow: bool) -> str:
     return f"{rank_pids[min(rank_pids)]}{more}"
 
 
-def describe(replica: ReplicaProcess) -> str:
+def describe(replica: Replica) -> str:
     """Describe the state of a replica and its newest step in one line."""
     if replica.state is not ReplicaState.TRAINING or _record(replica) is None:
         return _state(replica, time.monotonic())
@@ -235,7 +232,7 @@ def describe(replica: ReplicaProcess) -> str:
     return f"step {step} loss {loss} {rate} tokens/s {count} replicas{left}"
 
 
-def _state(replica: ReplicaProcess, now_s: float) -> str:
+def _state(replica: Replica, now_s: float) -> str:
     if replica.state is ReplicaState.RESTARTING:
         return f"restarting in {replica.restarts_in_s(now_s):.0f} s"
     if replica.state is ReplicaState.STARTING and replica.progress is not None:
@@ -243,18 +240,18 @@ def _state(replica: ReplicaProcess, now_s: float) -> str:
     return replica.state.value
 
 
-def _left(replica: ReplicaProcess) -> str:
+def _left(replica: Replica) -> str:
     """Return the estimated time until the last step; empty if unknown."""
     progress = replica.progress
     left_s = None if progress is None else progress.time_left_s
     return "" if left_s is None or replica.is_over else clock(left_s)
 
 
-def _record(replica: ReplicaProcess) -> Any:
+def _record(replica: Replica) -> Any:
     return None if replica.progress is None else replica.progress.last_step
 
 
-def _numbers(replica: ReplicaProcess) -> tuple[str, str, str, str]:
+def _numbers(replica: Replica) -> tuple[str, str, str, str]:
     """Return step, loss, tokens per second and number of replicas, each empty if unknown."""
     record, progress = _record(replica), replica.progress
     if record is None or progress is None:

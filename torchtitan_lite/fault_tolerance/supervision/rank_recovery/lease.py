@@ -47,23 +47,34 @@ class Lease:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-class AdoptedWriters:
-    """Checkpoint writers of an agent's ranks. They outlive their ranks, and must end with the lease
-    of the machine, too: another machine may take the place that they write for."""
+class Writers:
+    """Checkpoint writers of a member's ranks. They outlive their ranks, and nothing limits them
+    where no other machine can take the place that they write for."""
+
+    def reap(self, started: Set[int]) -> None:
+        """Reap those that have ended; `started` are the ranks, which their member waits for."""
+
+    def check(self, *, may_write: bool) -> None:
+        """Kill them if they may not write; again later, because ranks that are not on standby yet
+        may start others."""
+
+    def kill(self) -> None:
+        """Kill them at once."""
+
+
+class AdoptedWriters(Writers):
+    """Checkpoint writers that must end with the lease of their machine."""
 
     def __init__(self) -> None:
         become_subreaper()
         self._subreaper, self._reaped_s, self._killed_s = Subreaper(), 0.0, -math.inf
 
     def reap(self, started: Set[int]) -> None:
-        """Reap those that have ended; `started` are the ranks, which their agent waits for."""
         if time.monotonic() - self._reaped_s > _REAP_S:
             self._reaped_s = time.monotonic()
             self._subreaper.reap(started, self._reaped_s)
 
     def check(self, *, may_write: bool) -> None:
-        """Kill them if they may not write; again later, because ranks that are not on standby yet
-        may start others."""
         if may_write:
             self._killed_s = -math.inf
         elif time.monotonic() - self._killed_s > _REAP_S:
@@ -71,7 +82,6 @@ class AdoptedWriters:
             self._killed_s = time.monotonic()
 
     def kill(self) -> None:
-        """Kill them at once."""
         kill_writers(os.getpid())
 
 

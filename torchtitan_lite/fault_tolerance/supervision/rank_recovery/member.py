@@ -1,24 +1,24 @@
-"""One machine's part of a replica. The rendezvous decides when a generation starts and ends, and
-which machines take part in it; the member reports to it, gives the ranks of this machine their
-processes, and stops them without being asked to when the rendezvous does not answer in time. It
-passes a request to resize the run on to the rendezvous, whose answers name the phase for all
-machines.
+"""One machine's part of a replica. A coordinator decides when a generation starts and ends, and
+which machines take part in it: in this process if the run has one machine, or else the rendezvous.
+The member reports to it, gives the ranks of this machine their processes, and stops them without
+being asked to when the rendezvous does not answer in time. It passes a request to resize the run
+on, and the answers name the phase for all members.
 
 Each call of `poll` does what can be done at once, and never waits.
 """
 
+import logging
 import math
-import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.rank.supervised import GENERATION, GENERATION_STARTED, rank_environment
 from torchtitan_lite.fault_tolerance.supervision.local_ranks import forwarded_signal
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import AdoptedWriters
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import Writers
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.process_pool import (
     EXIT_S,
     ProcessPool,
@@ -30,10 +30,10 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process impo
     RankState,
 )
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_follower import (
+    Requests,
     ResizeFollower,
 )
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import Link
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Answer,
     FailureKind,
@@ -78,30 +78,41 @@ class Member:
     def __init__(
         self,
         start_process: Callable[[], RankProcess],
-        num_ranks: int,
+        mesh: RunMesh,
         num_spares: int,
         *,
-        link: RendezvousLink,
-        join_timeout_s: float,
+        link: Link,
+        inbox: Requests,
         requests: Sequence[int],
-        inbox: ResizeInbox,
+        join_timeout_s: float = math.inf,
+        writers: Writers | None = None,
         replica_arguments: Callable[[int], Sequence[str]] = lambda replica: (),
+        generation_environment: Callable[[int], Mapping[str, str]] = lambda generation: {},
+        may_end: Callable[[Failure], bool] = lambda failure: True,
+        log: logging.Logger = logger,
     ) -> None:
-        """`start_process` starts a process on standby. `join_timeout_s` limits how long to wait for
-        enough machines. `requests` receives the numbers of signals to forward to the ranks;
-        `replica_arguments` are those of the ranks of a replica, given its number."""
+        """`start_process` starts a process on standby; `mesh` is that of the first generation.
+        `inbox` receives requests to resize, `requests` the numbers of signals to forward to the
+        ranks. `join_timeout_s` limits how long to wait for enough machines; `writers` are those
+        that must end with the lease. `replica_arguments` are those of the ranks of a replica, given
+        its number; `generation_environment` returns variables of the ranks of a generation.
+        `may_end` returns whether what is to be read of the other ranks after a failure has been
+        read."""
 
         def start() -> RankProcess:
             process = start_process()
-            process.renew_lease(self._leased_s + STOP_S)
+            if self._leased_s < math.inf:
+                process.renew_lease(self._leased_s + STOP_S)
             return process
 
         self._pool = ProcessPool(start, num_spares)
-        self._resizing = ResizeFollower(RunMesh(num_ranks), link, inbox, self._pool)
-        self._writers = AdoptedWriters()
+        self._resizing = ResizeFollower(mesh, link, inbox, self._pool)
+        self._writers = writers or Writers()
         self._link, self._join_timeout_s = link, join_timeout_s
         self._requests, self._num_forwarded = requests, 0
         self._inbox, self._replica_arguments = inbox, replica_arguments
+        self._generation_environment, self._may_end = generation_environment, may_end
+        self._log = log
         self.phase = MemberPhase.WAITING
         self.exit_status = 0
         """Exit status of the run."""
@@ -145,8 +156,46 @@ class Member:
                 self._pool.poll()
                 self._end()
 
+    @property
+    def generation(self) -> int:
+        """Number of the present or last generation; 0 before the first."""
+        return self._generation
+
+    @property
+    def answer(self) -> Answer | None:
+        """The last answer."""
+        return self._link.answer
+
+    @property
+    def ranks(self) -> Mapping[int, RankProcess]:
+        """The processes of its ranks, by local rank."""
+        return self._pool.ranks
+
+    @property
+    def pids(self) -> set[int]:
+        """Process ids of all processes that it waits for."""
+        return self._pool.pids
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether its ranks were ordered to leave the generation for a resize."""
+        return self._generation > 0 and self._resizing.is_ordered(self._generation)
+
+    @property
+    def has_unsaved_steps(self) -> bool:
+        """Whether its ranks have committed steps since they saved and exited."""
+        return self._has_unsaved_steps
+
+    def kill(self) -> None:
+        """Kill all processes, whose end a later `poll` finds."""
+        if self.phase is not MemberPhase.ENDED:
+            self.exit_status = self.exit_status or 1
+            self.phase = MemberPhase.ENDING
+            self._close_listener()
+            self._pool.kill_all()
+
     def poll(self) -> None:
-        """Follow the answers of the rendezvous and the reports of the processes."""
+        """Follow the answers of the coordinator and the reports of the processes."""
         self._link.beat()
         self._writers.check(may_write=self._may_write())
         self._note_generation()
@@ -176,7 +225,7 @@ class Member:
 
     def _renew_leases(self) -> None:
         self._leased_s = self._link.lease_until_s
-        for process in self._pool.processes:
+        for process in self._pool.processes if self._leased_s < math.inf else ():
             process.renew_lease(self._leased_s + STOP_S)
 
     def _wait(self) -> None:
@@ -200,7 +249,7 @@ class Member:
             if answer.generation != self._spare_generation:
                 self._writers.kill()
                 if not self._requests:
-                    logger.info("This is a spare machine: all places are taken.")
+                    self._log.info("This is a spare machine: all places are taken.")
             self._spare_generation = answer.generation
         self._report_stop()
         now_s, may_wait = time.monotonic(), is_spare and self._link.has_lease
@@ -208,11 +257,11 @@ class Member:
             self._waits_since_s = now_s
         if self._link.rejection:
             self._leave(self._link.report.failure_status or 1, self._link.rejection)
+        elif answer is not None and answer.state is RunState.ENDED:
+            self._finish(answer)
         elif self._requests and not self._stop_waits(answer):
             silent = f", and {self._link.problem}" if self._link.problem else ""
             self._leave(self._status_of_stop(answer), f"it was asked to stop{silent}")
-        elif answer is not None and answer.state is RunState.ENDED:
-            self._finish(answer)
         elif not may_wait and now_s - self._waits_since_s > self._join_timeout_s:
             self._leave(1, self._link.missing_machines(self._join_timeout_s))
         elif answer is None or not self._has_seat(answer):
@@ -249,7 +298,7 @@ class Member:
                 self._listener = socket.create_server((address, 0), family=family)
             self._report_joined(answer)
             if answer.reason:
-                logger.warning(
+                self._log.warning(
                     "Generation %d starts. Before it: %s.", answer.generation, answer.reason
                 )
         if answer.store_port:
@@ -293,7 +342,7 @@ class Member:
                 listener = self._listener if number == 0 else None
                 process.start_training(self._environment(number), self._arguments, listener)
             elif process.state is RankState.STARTING and is_late:
-                logger.error("Rank %d did not start in %.0f s: it is killed.", number, _START_S)
+                self._log.error("Rank %d did not start in %.0f s: it is killed.", number, _START_S)
                 process.signal(signal.SIGKILL)
             if process.state is not RankState.STARTING:
                 # One that died is found while the others train.
@@ -308,7 +357,6 @@ class Member:
     def _environment(self, number: int) -> dict[str, str]:
         """Return the environment variables of a rank in this generation."""
         num_ranks, generation = self._mesh.num_ranks, self._generation - 1
-        earlier = int(os.environ.get(GENERATION, "0"))
         return {
             **rank_environment(
                 rank=self._first_rank + number,
@@ -319,9 +367,9 @@ class Member:
                 store=self._store,
                 generation=generation,
             ),
-            # The launcher may have started another agent before.
-            GENERATION: str(earlier + generation),
+            GENERATION: str(generation),
             **({GENERATION_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
+            **self._generation_environment(self._generation),
         }
 
     @property
@@ -354,15 +402,15 @@ class Member:
         answer = self._link.answer
         assert answer is not None
         self._resizing.answer_request(answer, is_spare=self._is_spare(answer))
-        if answer.state is RunState.ENDED:
-            self._finish(answer)
+        if self._finishes():
             return
         self._resizing.prepare(answer, is_stopping=bool(self._requests))
         self._forward_signals()
         ranks = self._pool.ranks.values()
         failure = self._pool.failure(self._first_rank)
         if failure is not None:
-            if self._link.report.phase is not NodeState.FAILED:
+            is_reported = self._link.report.phase is NodeState.FAILED
+            if not is_reported and self._may_end(failure):
                 self._report_failure(failure)
         elif all(process.state is RankState.ENDED for process in ranks):
             self._report_end()
@@ -370,13 +418,22 @@ class Member:
             self._report_progress()
             # Only now, because their imports would compete with the start of the ranks.
             self._pool.start_spares()
-        if self.phase is not MemberPhase.TRAINING:
+        if self.phase is not MemberPhase.TRAINING or self._finishes():
             return
         if not self._has_ended():
             self._resizing.order_to_leave(answer, self._generation)
             if not self._has_left and not self._departs_at_once():
                 return
         self._stop_ranks()
+
+    def _finishes(self) -> bool:
+        """End with the run, if it has ended; return whether it has. A report may have ended it."""
+        answer = self._link.answer
+        assert answer is not None
+        if answer.state is not RunState.ENDED:
+            return False
+        self._finish(answer)
+        return True
 
     def _forward_signals(self) -> None:
         for number in self._requests[self._num_forwarded :] if self._may_forward() else ():
@@ -393,7 +450,7 @@ class Member:
             self._has_unsaved_steps = False
             self._link.update(phase=NodeState.ENDED, was_stopped=was_stopped)
         if not self._link.has_lease:
-            logger.warning(
+            self._log.warning(
                 "All ranks of this machine have finished, but the rendezvous does not answer "
                 "whether those of the others have: see their logs."
             )
@@ -438,7 +495,7 @@ class Member:
         self._stopping_since_s = self._failed_at_s = time.monotonic()
         self._has_lost_lease = not self._link.has_lease
         if self._has_lost_lease:
-            logger.warning(
+            self._log.warning(
                 "No answer of the rendezvous for %.0f s (%s): the ranks of this machine stop.",
                 LEASE_S,
                 self._link.problem,
@@ -465,7 +522,7 @@ class Member:
         if are_idle(ranks.values()) or time.monotonic() >= self._standby_deadline_s():
             stuck = [number for number, process in ranks.items() if not is_idle(process)]
             for number in stuck:
-                logger.warning("Rank %d did not leave its training: it is replaced.", number)
+                self._log.warning("Rank %d did not leave its training: it is replaced.", number)
             self._pool.kill(stuck)
             self._pool.end_surplus_ranks(self._mesh.num_ranks)
             if self._pool.is_ending:
@@ -531,7 +588,7 @@ class Member:
         """End with the run."""
         self.exit_status = answer.status
         if answer.status:
-            logger.error("Training ends: %s.", answer.reason)
+            self._log.error("Training ends: %s.", answer.reason.rstrip("."))
             if answer.is_blamed and self._excepted in self._pool.ranks:
                 self._pool.end(self._excepted, answer.status, STANDBY_S)
         self._end_processes()
@@ -539,7 +596,7 @@ class Member:
     def _leave(self, status: int, reason: str) -> None:
         """End this machine's part of the run."""
         self.exit_status = status
-        log = logger.error if status else logger.info
+        log = self._log.error if status else self._log.info
         log("Training ends on this machine: %s", reason)
         self._end_processes()
 

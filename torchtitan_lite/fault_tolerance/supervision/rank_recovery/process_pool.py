@@ -153,6 +153,14 @@ class ProcessPool:
             self._ending.append(_Ending(process, time.monotonic() + timeout_s))
         self.ranks, self._spares = {}, []
 
+    def kill_all(self) -> None:
+        """Kill all processes, also those that are ending."""
+        for process in self.processes:
+            self._kill_later(process)
+        self.ranks, self._spares = {}, []
+        for entry in self._ending:
+            self._kill(entry)
+
     def failure(self, first_rank: int) -> Failure | None:
         """Return the first failure whose cause is known. Its `rank` is local; its description names
         that rank of the world, of which `first_rank` is the first on this machine."""

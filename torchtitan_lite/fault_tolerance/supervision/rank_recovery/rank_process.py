@@ -1,6 +1,5 @@
-"""The agent's handle of one process, which trains as a rank or is a spare."""
+"""The member's handle of one process, which trains as a rank or is a spare."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -27,17 +26,27 @@ class RankState(Enum):
     EXITED = "exited"
 
 
-class RankProcess:
-    """A process of the agent."""
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command line of a process that trains with `arguments` of `train`."""
+    return [sys.executable, "-m", "torchtitan_lite", "train", *arguments]
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start `torchtitan-lite train` with `arguments`. Raises OSError."""
+
+class RankProcess:
+    """A process of the member."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], output: int | None = None
+    ) -> None:
+        """Start `command`, which serves a member, see `worker.serve`. It prints into the file
+        descriptor `output`, or where this process does. Raises OSError."""
         here, there = socket.socketpair()
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "torchtitan_lite", "train", *arguments],
-                env={**os.environ, **environment, RANK_CHANNEL: str(there.fileno())},
+                command,
+                env={**environment, RANK_CHANNEL: str(there.fileno())},
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=(there.fileno(),),
                 # Ctrl-C is forwarded by the agent, once.
                 start_new_session=True,
@@ -59,6 +68,8 @@ class RankProcess:
         """When it reported the exception (time.monotonic())."""
         self.has_progress = False
         """Whether it has committed a step as its present rank."""
+        self.num_trainings = 0
+        """How often it was ordered to train."""
 
     @property
     def pid(self) -> int:
@@ -95,6 +106,7 @@ class RankProcess:
         generation."""
         self.state, self.has_progress, self.error = RankState.TRAINING, False, ""
         self.status = None
+        self.num_trainings += 1
         if self._lease_until_s is not None:
             self._channel.send(lease=self._lease_until_s)
         # A process on standby reads its messages, and has received none but orders.

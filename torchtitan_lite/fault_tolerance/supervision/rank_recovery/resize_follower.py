@@ -1,24 +1,56 @@
-"""What a machine does for a resize of the run: it passes its own request on to the rendezvous,
+"""What a member does for a resize of the run: it passes its own request on to the coordinator,
 reports whether it can follow the present resize, and orders its ranks to leave their training."""
+
+from typing import Protocol
 
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.process_pool import ProcessPool
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankState
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import Link
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     MAX_CHARS,
     Answer,
     RunState,
 )
-from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState, RunMesh
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
+    ResizeRequest,
+    ResizeState,
+    RunMesh,
+)
+
+
+class Requests(Protocol):
+    """Requests to resize the run, one at a time, and checks of those of all members."""
+
+    request: ResizeRequest | None
+    """The request that was made here, until its final answer."""
+    is_open: bool
+    """Whether requests are received: all ranks train."""
+
+    def parse(self, text: str) -> RunMesh:
+        """Return the mesh of a message. Raises ConfigError for arguments that may not change, and
+        ValueError for what is not a mesh."""
+        ...
+
+    def refusal(self, request_id: str, mesh: str) -> str | None:
+        """Return why this member cannot follow a request, empty if it can; None until that is
+        known."""
+        ...
+
+    def answer(self, state: ResizeState, reason: str = "") -> None:
+        """Answer the request; a final answer ends it."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Let a request that has no final answer fail because of `reason`, and end."""
+        ...
 
 
 class ResizeFollower:
-    """Follows the answers of the rendezvous about the mesh of the run."""
+    """Follows the answers of the coordinator about the mesh of the run."""
 
-    def __init__(self, mesh: RunMesh, link: RendezvousLink, inbox: ResizeInbox, pool: ProcessPool):
+    def __init__(self, mesh: RunMesh, link: Link, inbox: Requests, pool: ProcessPool):
         """`mesh` is that with which this machine was started."""
         self.mesh = mesh
         """The mesh of the present or next generation."""
@@ -46,6 +78,8 @@ class ResizeFollower:
         """Report the request of this machine, and write its outcome."""
         request = self._inbox.request
         if request is None:
+            if self._link.report.request:
+                self._link.update(request="", request_mesh="")
             return
         if self._link.report.request != request.id:
             self._answered = ResizeState.ACCEPTED
@@ -57,8 +91,6 @@ class ResizeFollower:
             return
         self._answered = state
         self._inbox.answer(state, reason)
-        if state.is_final:
-            self._link.update(request="", request_mesh="")
 
     def prepare(self, answer: Answer, *, is_stopping: bool) -> None:
         """Report whether this machine can follow the present resize, once the processes that it

@@ -51,6 +51,24 @@ _FAILURES_OF_A_MACHINE = 2
 its place."""
 
 
+def _default_policy() -> RestartPolicy:
+    return RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRules:
+    """What differs between runs."""
+
+    policy: Callable[[], RestartPolicy] = _default_policy
+    """Makes the restart policy of a replica."""
+    is_local: bool = False
+    """Whether the members are in this process: they are never lost, and there is nothing to
+    learn."""
+    outlives_stops: bool = False
+    """Whether a single replica, too, is started again after its ranks, but not its machine, were
+    asked to stop."""
+
+
 class Rejected(Exception):
     """A report that can never be accepted; the text is for the user."""
 
@@ -78,27 +96,29 @@ class Coordinator:
         now_s: float,
         replica: int,
         *,
+        rules: RunRules,
         resizes: ResizeCoordinator,
         borrow: Callable[["Coordinator"], list[str]],
     ) -> None:
         """`resizes` decides about the mesh; `borrow` lets a spare machine of another replica, if
         there is one, become this one's."""
-        self._replica, self._resizes, self._borrow = replica, resizes, borrow
+        self._replica, self._rules = replica, rules
+        self._resizes, self._borrow = resizes, borrow
         self._machines: dict[str, _Machine] = {}
         self._dismissed: set[str] = set()
         """Machines at fault, which must not train again."""
         self._left_s: dict[str, float] = {}
         """Machines that have left, until no earlier report of them can arrive any more."""
         self._is_alone = True
-        """Whether the run has no other replicas."""
+        """Whether the run ends with this replica's."""
         # Machines may train that were members before a restart of this process.
-        self.start(now_s, learn_s=LOST_S)
+        self.start(now_s, learn_s=0.0 if rules.is_local else LOST_S)
 
     def start(self, now_s: float, learn_s: float) -> None:
         """Start with nothing known of a run, and learn what the machines know for `learn_s` after
         the first report."""
         self._started_s = self._contact_s = self._outage_ended_s = now_s
-        self._policy = RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0)
+        self._policy = self._rules.policy()
         self._state = RunState.REBUILDING
         self._learn_s = learn_s
         self._first_report_s: float | None = None
@@ -136,7 +156,7 @@ class Coordinator:
     def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, all of whose ranks have ended; `reason` is why if they could not save.
         `report` is its last one."""
-        machine, self._is_alone = report.machine, report.num_replicas == 1
+        machine, self._is_alone = report.machine, self._ends_run(report)
         self._left_s = {m: s for m, s in self._left_s.items() if now_s - s <= LOST_S}
         self._left_s[machine] = now_s
         is_known = self._machines.pop(machine, None) is not None
@@ -154,6 +174,9 @@ class Coordinator:
         if not has_finished:
             self._lost.append(report.name)
         self.advance(now_s)
+
+    def _ends_run(self, report: Report) -> bool:
+        return report.num_replicas == 1 and not self._rules.outlives_stops
 
     def _has_finished(self, node_rank: int) -> bool:
         """Return whether a machine has left whose ranks have finished in the present generation."""
@@ -196,7 +219,7 @@ class Coordinator:
             )
 
     def _record(self, report: Report, now_s: float) -> None:
-        self._is_alone = report.num_replicas == 1
+        self._is_alone = self._ends_run(report)
         known = self._machines.get(report.machine)
         if known is None:
             known = self._machines[report.machine] = _Machine(report, now_s)
@@ -229,6 +252,11 @@ class Coordinator:
     @property
     def state(self) -> RunState:
         return self._state
+
+    @property
+    def not_before_s(self) -> float:
+        """When the next generation may start."""
+        return self._not_before_s
 
     @property
     def reports(self) -> list[Report]:
@@ -290,6 +318,8 @@ class Coordinator:
 
     def expire(self, now_s: float, except_for: str) -> None:
         """Forget the machines that are lost, `except_for` the one that reports now."""
+        if self._rules.is_local:
+            return
         is_outage = now_s - self._contact_s > OUTAGE_S or (
             # It ends with this report, and the other machines get the same time as ever.
             now_s - self._outage_ended_s <= LOST_S
@@ -494,7 +524,9 @@ class Coordinator:
         else:
             report, suspects = cause.report, [cause]
             self._blamed = report.machine
-            self._reason = f"{report.name}: {report.failure_text}"
+            # In this process, the rank says enough.
+            where = "" if self._rules.is_local else f"{report.name}: "
+            self._reason = f"{where}{report.failure_text}"
             failure = Failure(
                 self._reason,
                 report.failure_signature,

@@ -1,111 +1,62 @@
-"""Connection of a machine's agent to the rendezvous.
+"""Connection of a member to the coordinator that decides about it: in this process, or, as
+`rendezvous_link`, over the network."""
 
-A thread sends the reports, so that the agent never waits for the network. It sends them only while
-the agent's main loop runs: an agent that is blocked must count as lost.
-"""
-
+import math
 import secrets
-import threading
 import time
-from contextlib import suppress
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
-import grpc
-
-from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError
-from torchtitan_lite.core.log import logger
-from torchtitan_lite.distributed.rpc.client import RpcClient
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import Busy, Rejected
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     MAX_CHARS,
-    PURPOSE,
-    SERVICE,
     Answer,
     Report,
 )
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
-    BLOCKED_S,
-    CALL_S,
-    LEASE_S,
-    REPORT_S,
-    lease_clock_s,
-)
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.run_coordinator import RunCoordinator
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import lease_clock_s
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
-_LEAVE_S = 1.0
+_REPORT_S = 0.05
+"""Interval of the reports to a coordinator in this process, which act on the passing of time."""
 
 
-class RendezvousLink:
-    """Reports of this machine, and the last answer."""
+class Link(ABC):
+    """Reports of a member, and the last answer."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        secret: str,
-        *,
-        address: str,
-        name: str,
-        run_id: str,
-        num_machines: int,
-        num_replicas: int = 1,
-        num_ranks: int,
-        fingerprint: str,
-        dump_folder: str = "",
-    ) -> None:
-        """See `Report`."""
-        self._client = RpcClient(endpoint, SERVICE, secret, PURPOSE)
-        self.report = Report(
-            machine=secrets.token_hex(16),
-            sequence=0,
-            name=name,
-            address=address,
-            run_id=run_id,
-            num_machines=num_machines,
-            num_replicas=num_replicas,
-            num_ranks=num_ranks,
-            mesh=RunMesh(num_ranks).to_text(),
-            fingerprint=fingerprint,
-            dump_folder=dump_folder[:MAX_CHARS],
-        )
-        """The report that is sent next, except for its number."""
-        self._sequence = 0
-        self.answer: Answer | None = None
-        """The last answer."""
-        self.rejection = ""
-        """Why this machine must end: the rendezvous has never accepted it, or it is at fault."""
-        self.problem = "it has not answered yet"
-        """Why the last report had no answer; empty if it had one."""
-        self._reported: object = grpc.StatusCode.UNAVAILABLE
-        """Status of the last failure that was logged; before the first answer, not that of a
-        rendezvous that starts later; None after an answer."""
-        self._leased_s = self._beat_s = 0.0
-        self._wake = threading.Event()
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
-
-    def start(self) -> None:
-        """Start to report."""
-        self.beat()
-        self._thread.start()
-
-    def beat(self) -> None:
-        """Show that the main loop runs."""
-        self._beat_s = time.monotonic()
-
-    def update(self, **changes: Any) -> None:
-        """Change the report, and send it at once."""
-        self.report = replace(self.report, **changes)
-        self._wake.set()
+    report: Report
+    """The report that is sent next, except for its number."""
+    answer: Answer | None = None
+    """The last answer."""
+    rejection = ""
+    """Why this member must end: the coordinator has never accepted it, or its machine is at
+    fault."""
+    problem = ""
+    """Why the last report had no answer; empty if it had one."""
 
     @property
+    @abstractmethod
     def lease_until_s(self) -> float:
-        """End of the lease (`lease_clock_s`)."""
-        return self._leased_s + LEASE_S
+        """End of the lease (`lease_clock_s`); infinite if none is needed."""
 
     @property
     def has_lease(self) -> bool:
-        """Whether ranks of this machine may train."""
+        """Whether ranks of this member may train."""
         return lease_clock_s() < self.lease_until_s
+
+    @abstractmethod
+    def beat(self) -> None:
+        """Show that the main loop runs."""
+
+    @abstractmethod
+    def update(self, **changes: Any) -> None:
+        """Change the report, and send it at once."""
+
+    @abstractmethod
+    def leave(self, reason: str = "") -> None:
+        """End the reports, and notify the coordinator. All ranks must have ended. `reason`: why the
+        ranks could not save, which ends a run of one replica."""
 
     def missing_machines(self, waited_s: float) -> str:
         """Return why there is no generation after `waited_s`."""
@@ -117,47 +68,54 @@ class RendezvousLink:
             f"{waited_s:g} s ({answer.joined}): start the others, or raise --rdzv-timeout-s"
         )
 
+
+class LocalLink(Link):
+    """Link to a coordinator in this process. Not for several threads."""
+
+    def __init__(
+        self, coordinator: RunCoordinator, mesh: RunMesh, *, replica: int = 0, num_replicas: int = 1
+    ) -> None:
+        """`mesh` is that of the first generation; the member is that of `replica`."""
+        self._coordinator = coordinator
+        self.report = Report(
+            machine=secrets.token_hex(16),
+            sequence=0,
+            name=f"replica {replica}" if num_replicas > 1 else "the run",
+            address="127.0.0.1",
+            run_id="",
+            num_machines=num_replicas,
+            num_replicas=num_replicas,
+            num_ranks=mesh.num_ranks,
+            fingerprint="",
+            replica=replica,
+            mesh=mesh.to_text(),
+        )
+        self._reported_s = -math.inf
+        self._has_left = False
+
+    @property
+    def lease_until_s(self) -> float:
+        return math.inf
+
+    def beat(self) -> None:
+        if time.monotonic() >= self._reported_s + _REPORT_S:
+            self._send()
+
+    def update(self, **changes: Any) -> None:
+        self.report = replace(self.report, **changes)
+        self._send()
+
     def leave(self, reason: str = "") -> None:
-        """End the reports and notify the rendezvous, if it answers. All ranks must have ended.
-        `reason`: why the ranks could not save, which ends a run of one replica."""
-        if self._ended:
+        if not self._has_left:
+            self._has_left = True
+            self._coordinator.leave(self.report, reason[:MAX_CHARS], time.monotonic())
+
+    def _send(self) -> None:
+        self._reported_s = time.monotonic()
+        if self._has_left or self.rejection:
             return
-        self._ended = True
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(CALL_S + _LEAVE_S)
-        with suppress(RpcError):
-            if self.answer is not None:
-                content = {"report": self.report.to_json(), "reason": reason}
-                self._client.call("Leave", content, _LEAVE_S)
-        self._client.close()
-
-    def _run(self) -> None:
-        while not self._ended and not self.rejection:
-            self._wake.clear()
-            if time.monotonic() - self._beat_s <= BLOCKED_S:
-                self._send(lease_clock_s())
-            self._wake.wait(REPORT_S)
-
-    def _send(self, now_s: float) -> None:
-        self._sequence += 1
-        report = replace(self.report, sequence=self._sequence)
+        self.report = replace(self.report, sequence=self.report.sequence + 1)
         try:
-            answer = Answer.parse(self._client.call("Report", report.to_json(), CALL_S))
-        except RpcError as error:
-            # Once it has answered, an error may be due to its restart, after which a machine of
-            # another run may have reached it first. A status without a proof decides nothing,
-            # because any machine on the way can forge it.
-            is_at_fault = self.report.failure_status == MACHINE_FAULT
-            if error.is_final and (self.answer is None or is_at_fault):
-                self.rejection = str(error)
-            elif error.code is not self._reported:
-                self._reported = error.code
-                logger.warning("The rendezvous does not renew the lease: %s", error)
-            self.problem = str(error)
-            return
-        except ValueError as error:
-            self.rejection = f"The rendezvous answers with a malformed message: {error}."
-            return
-        self.problem, self._reported = "", None
-        self.answer, self._leased_s = answer, now_s
+            self.answer = self._coordinator.report(self.report, self._reported_s)
+        except (Rejected, Busy) as error:
+            self.rejection = str(error)

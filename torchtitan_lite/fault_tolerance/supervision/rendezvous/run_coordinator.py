@@ -10,6 +10,7 @@ Invariants: as those of `coordinator`, of which each replica has one.
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import (
     Coordinator,
     Rejected,
+    RunRules,
 )
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import Answer, Report, RunState
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.resize_coordinator import (
@@ -23,7 +24,8 @@ _MAX_REPLICAS = 1024
 class RunCoordinator:
     """Decisions for one run, and for the next one when its machines have left."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, rules: RunRules | None = None) -> None:
+        self._rules = rules or RunRules()
         self._replicas: list[Coordinator] = []
         self._resizes = ResizeCoordinator(self._replicas)
         self._add_replica(now_s)
@@ -32,6 +34,16 @@ class RunCoordinator:
     def states(self) -> list[RunState]:
         """The state of each replica."""
         return [replica.state for replica in self._replicas]
+
+    @property
+    def mesh(self) -> str:
+        """Mesh of the present or next generations per machine, see `Report`; empty before the
+        first."""
+        return self._resizes.mesh
+
+    def restart_s(self, replica: int) -> float:
+        """Return when the next generation of a replica may start (time.monotonic())."""
+        return self._replicas[replica].not_before_s
 
     def report(self, report: Report, now_s: float) -> Answer:
         """Record a report and return the answer. Raises Rejected or Busy."""
@@ -82,11 +94,13 @@ class RunCoordinator:
         self._resizes.start()
         for replica in self._replicas:
             if replica.state is not RunState.REBUILDING:
-                replica.start(now_s, learn_s=LEASE_S)
+                replica.start(now_s, learn_s=0.0 if self._rules.is_local else LEASE_S)
 
     def _add_replica(self, now_s: float) -> None:
         number = len(self._replicas)
-        self._replicas.append(Coordinator(now_s, number, resizes=self._resizes, borrow=self._lend))
+        self._replicas.append(
+            Coordinator(now_s, number, rules=self._rules, resizes=self._resizes, borrow=self._lend)
+        )
 
     def _replica_of(self, report: Report) -> Coordinator:
         """Return the replica of a machine, which changes for a spare one that another replica
