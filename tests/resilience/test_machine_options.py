@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import launch
 from tests.harness.ranks import run_command
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.rendezvous_link import RendezvousLink
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.server import rendezvous_server
 
 _TOKEN = "a secret of the tests"

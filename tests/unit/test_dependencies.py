@@ -164,7 +164,7 @@ def test_an_extra_is_imported_where_it_is_used():
         "fault_tolerance/lighthouse/messages.py",
         "fault_tolerance/lighthouse/server.py",
         "serving/publish/vllm_engine.py",
-        "fault_tolerance/supervision/rendezvous/link.py",
+        "fault_tolerance/supervision/rendezvous/rendezvous_link.py",
         "fault_tolerance/supervision/rendezvous/server.py",
         "fault_tolerance/replica/replica_server.py",
         "fault_tolerance/replica/lighthouse_link.py",

@@ -37,7 +37,7 @@ def test_a_resize_changes_only_what_a_resize_may(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(train_agents, "checked_config", lambda *_: (Config(), None))
     compared: list[Any] = []
     monkeypatch.setattr(train_agents, "check_live_resize", lambda *_, **__: compared.append(_))
-    _, check = train_agents.resizing([], TrainOptions(num_ranks=2), Config())
+    check = train_agents.resize_check([], TrainOptions(num_ranks=2), Config())
     check(ResizeRequest(mesh=RunMesh(3)))
     assert len(compared) == 1
     with pytest.raises(ConfigError, match="a resize changes"):

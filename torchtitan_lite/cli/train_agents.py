@@ -1,7 +1,7 @@
 """Training under an agent of this machine, with spare ranks."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torchtitan_lite.cli.train_options import TrainOptions, checked_config
@@ -55,16 +55,26 @@ def train_with_spares(arguments: Sequence[str], options: TrainOptions, config: C
 
 def resize_inbox(arguments: Sequence[str], options: TrainOptions, config: Config) -> ResizeInbox:
     """Return where the agent receives requests to resize the run."""
-    is_joint, on_machines = options.num_replicas > 1, bool(options.endpoint)
+    on_machines = bool(options.endpoint)
+    replica = None if on_machines else config.fault_tolerance.replica
+    folder = output_folder(config.job.dump_folder, replica)
+    return ResizeInbox(
+        RequestInbox(folder, is_shared=on_machines),
+        resize_check(arguments, options, config),
+        check_arguments=check_resize_arguments,
+    )
+
+
+def resize_check(
+    arguments: Sequence[str], options: TrainOptions, config: Config
+) -> Callable[[ResizeRequest], None]:
+    """Return what raises ConfigError for a request that the run cannot follow."""
 
     def check(request: ResizeRequest) -> None:
         check_resize_arguments(request.mesh.arguments)
         world_size = replace(options, num_ranks=request.mesh.num_ranks).world_size
         words = [*arguments, *options.of_replica(0), *request.mesh.arguments]
         resized, _ = checked_config(words, world_size)
-        check_live_resize(config, resized, is_joint=is_joint)
+        check_live_resize(config, resized, is_joint=options.num_replicas > 1)
 
-    replica = None if on_machines else config.fault_tolerance.replica
-    folder = output_folder(config.job.dump_folder, replica)
-    inbox = RequestInbox(folder, is_shared=on_machines)
-    return ResizeInbox(inbox, check, check_arguments=check_resize_arguments)
+    return check

@@ -25,6 +25,11 @@ _FINAL = {
 _REPORTED = (DIVERGED, MACHINE_FAULT)
 
 
+def with_final_reason(description: str, status: int) -> str:
+    """Return how a process failed, and why it is not started again if its exit status says so."""
+    return f"{description}: {_FINAL[status]}" if status in _FINAL else description
+
+
 @dataclass(frozen=True)
 class Failure:
     """Failure of a generation."""

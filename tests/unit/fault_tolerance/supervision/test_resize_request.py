@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.fault_tolerance.supervision.resize_request import (
-    Permission,
     RequestInbox,
     ResizeAnswer,
     ResizeRequest,
     ResizeState,
     RunMesh,
-    permit,
     read_answer,
     send_request,
     withdraw_request,
@@ -69,20 +67,9 @@ def test_a_machine_removes_a_request_that_nobody_waits_for(tmp_path: Path) -> No
     assert RequestInbox(tmp_path, is_shared=True).poll(0.0) is None
 
 
-def test_replicas_resize_step_by_step(tmp_path: Path) -> None:
-    inbox, request = RequestInbox(tmp_path), ResizeRequest(mesh=RunMesh(2), is_joint=True)
-    send_request(tmp_path, request)
-    assert inbox.poll(1.0) == request and inbox.permission(request) is None
-    for permission in Permission:
-        permit(tmp_path, request, permission)
-        assert inbox.permission(request) is permission
-    assert inbox.permission(ResizeRequest(mesh=RunMesh(2))) is None
-    assert RequestInbox(tmp_path).permission(request) is None, "a permission of an earlier run"
-
-
-def _request(*, num_ranks: object = 2, arguments: object = (), is_joint: object = False) -> bytes:
+def _request(*, num_ranks: object = 2, arguments: object = ()) -> bytes:
     mesh = {"num_ranks": num_ranks, "arguments": arguments}
-    return json.dumps({"mesh": mesh, "is_joint": is_joint, "id": "a"}).encode()
+    return json.dumps({"mesh": mesh, "id": "a"}).encode()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +83,6 @@ def _request(*, num_ranks: object = 2, arguments: object = (), is_joint: object 
         _request(num_ranks="2"),
         _request(num_ranks=True),
         _request(num_ranks=0),
-        _request(is_joint="no"),
         _request(arguments=["x" * 70_000]),
     ],
 )
@@ -105,7 +91,5 @@ def test_a_malformed_request_is_removed(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "resize.json"
     path.write_bytes(content)
     assert inbox.poll(0.0) is None and not path.exists()
-    for name in ("answer", "permission"):
-        (tmp_path / f"resize_{name}.json").write_bytes(content)
+    (tmp_path / "resize_answer.json").write_bytes(content)
     assert read_answer(tmp_path, ResizeRequest(mesh=RunMesh(2))) is None
-    assert inbox.permission(ResizeRequest(mesh=RunMesh(2))) is None

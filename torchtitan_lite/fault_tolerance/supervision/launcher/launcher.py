@@ -351,5 +351,7 @@ def _give_up_message(name: str, end: GiveUp) -> str:
     failure = end.first_failure
     lines = last_lines(failure.log, _FAILURE_LINES)
     shown = "\n".join(f"    {line}" for line in lines) or "    (it is empty)"
-    reason = f"{end.reason}. {failure.description}"
+    # The reason of a replica has it.
+    parts = [end.reason] if failure.description in end.reason else [end.reason, failure.description]
+    reason = ". ".join(part.rstrip(".") for part in parts)
     return f"{name} is given up: {reason}. {failure.log} ends with:\n{shown}"

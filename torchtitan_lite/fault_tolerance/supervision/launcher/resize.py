@@ -211,7 +211,7 @@ class Resizer:
         self.request = None
         if self._check is not None:
             kill_process_group(self._check.pid)
-            self._check.wait()
+            self._check.communicate()
             self._check = None
 
     def parse(self, text: str) -> RunMesh:

@@ -40,6 +40,7 @@ from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     Failure,
     GiveUp,
     RestartPolicy,
+    with_final_reason,
 )
 
 _MAX_RESTARTS = 10
@@ -552,7 +553,7 @@ class Coordinator:
                 return
         is_user_error = cause is not None and cause.report.failure is FailureKind.USER_ERROR
         if is_user_error and not is_at_fault:
-            self._end(failure.status, self._reason)
+            self._end(failure.status, with_final_reason(self._reason, failure.status))
             return
         is_replaced = self._replace(
             [suspect.report.machine for suspect in suspects], failure, now_s

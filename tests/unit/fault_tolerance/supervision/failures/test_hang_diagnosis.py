@@ -19,8 +19,10 @@ from torchtitan_lite.core.rank.supervised import rank_log
 from torchtitan_lite.fault_tolerance.supervision.failures import hang_diagnosis
 from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import flight_record_file
 from torchtitan_lite.fault_tolerance.supervision.failures.hang_detection import RankStatus
-from torchtitan_lite.fault_tolerance.supervision.failures.hang_diagnosis import HangMonitor
-from torchtitan_lite.fault_tolerance.supervision.launcher.worker_group import WorkerGroup
+from torchtitan_lite.fault_tolerance.supervision.failures.hang_diagnosis import (
+    HangMonitor,
+    MonitoredRanks,
+)
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure
 
 
@@ -125,7 +127,7 @@ def test_a_rank_that_does_not_answer_is_reported(
 def test_a_diagnosis_has_a_time_limit(
     monkeypatch: pytest.MonkeyPatch, status: int | None, now_s: float, is_over: bool
 ) -> None:
-    monitor = HangMonitor(cast("WorkerGroup", None))
+    monitor = HangMonitor(cast("MonitoredRanks", None))
     diagnosis = SimpleNamespace(pid=4242, poll=lambda: status, wait=lambda: None)
     untyped: Any = monitor
     untyped._diagnosis, untyped._deadline_s = diagnosis, 15.0

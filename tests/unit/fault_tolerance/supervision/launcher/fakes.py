@@ -8,19 +8,24 @@ processes that behave according to MODE. Each creates a file FOLDER/pids/KIND-NA
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.core.errors import MACHINE_FAULT
-from torchtitan_lite.core.rank.heartbeat import report_early_stop
 from torchtitan_lite.core.rank.processes import WRITER_MODULE
-from torchtitan_lite.core.rank.supervised import attach_to_launcher
+from torchtitan_lite.core.rank.supervised import (
+    RANK_CHANNEL,
+    attach_to_launcher,
+    print_into_rank_log,
+)
 from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import PlainLines
-from torchtitan_lite.fault_tolerance.supervision.local_ranks import run_ranks
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 
 _SLEEP = "import time; time.sleep(600)"
 _WRITER = """
@@ -43,13 +48,15 @@ def fake(kind: str, *arguments: object) -> list[str]:
 
 
 def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, grace: float) -> int:
+    refusal = "it has no snapshots" if mode == "slots-stubborn" else ""
     plan = LaunchPlan(
         num_replicas=replicas,
         ranks=range(1, ranks + 1) if mode.startswith(("slots", "dies")) else [ranks],
         slots_file=folder / "slots" if mode.startswith("slots") else None,
         # Long enough for a busy machine to start the smaller replicas first.
         regrow_after_s=6,
-        group_command=lambda number, mesh: fake("parent", folder, mode, mesh.num_ranks, number),
+        process_command=lambda replica: fake("rank", folder, mode, replica),
+        check_command=lambda mesh: ["echo", json.dumps({"refusal": refusal})],
         lighthouse_command=lambda address: fake("lighthouse", folder, address),
         dump_folder=folder,
         log_dir=folder / "logs",
@@ -81,54 +88,79 @@ def departure_notifier(folder: Path, address: str) -> int:
     return 0
 
 
-def parent(folder: Path, mode: str, ranks: int, replica: int) -> int:
-    """The real parent of fake ranks."""
-    _note(folder, "parent", str(replica))
-    stops: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
-    first = run_ranks(fake("rank", folder, mode, replica), ranks, os.environ, stops)
-    return 0 if first is None else max(1, first[1].code)
-
-
 def rank(folder: Path, mode: str, replica: int) -> int:
+    """A process that trains whenever its member orders it to, see `rank_recovery.worker`."""
     attach_to_launcher()
+    channel = AgentChannel(socket.socket(fileno=int(os.environ.pop(RANK_CHANNEL))))
+    if mode == "unstartable":
+        print("No module named 'a'", file=sys.stderr, flush=True)
+        return 1
+    channel.send(standby=True)
+    while not channel.has_ended:
+        for order in channel.receive(wait=True):
+            if "exit" in order:
+                return int(order["exit"])
+            if "start" in order:
+                if order["has_listener"]:
+                    os.close(channel.take_descriptor())
+                os.environ.update(order["start"])
+                print_into_rank_log()
+                channel.send(**_train(channel, folder, mode, replica))
+    return 1
+
+
+def _train(channel: AgentChannel, folder: Path, mode: str, replica: int) -> dict[str, Any]:
+    """Train, and return the outcome."""
     number = os.environ["RANK"]
+    rank = f"{replica}.{number}"
     print(f"rank {number} with {os.environ['TORCHFT_LIGHTHOUSE']}", flush=True)
-    leaves: list[bool] = []
-    signal.signal(signal.SIGTERM, lambda *_: leaves.append(True))
+    stops: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: stops.append(True))
     if mode.endswith("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "writer" and number == "0":
         _start_writer_and_stray(folder)
-    _note(folder, "rank", f"{replica}.{number}")
+    _note(folder, "rank", rank)
     if mode == "wrong":
-        print(f"at {time.time()}: training.steps is wrong", file=sys.stderr, flush=True)
-        # The other ranks print later, and less clearly.
-        time.sleep(0 if number == "0" else 5)
-        return 1
+        print("training.steps is wrong", file=sys.stderr, flush=True)
+        return {"ended": 2, "reason": "training.steps is wrong", "stopped": False}
+    if mode == "failing" and number == "0":
+        print(f"ValueError: at {time.time()}", file=sys.stderr, flush=True)
+        channel.send(failed=f"ValueError: at {time.time()}", may_pass=False)
+        return {"standby": True}
     if mode == "short":
-        return 0
+        return {"ended": 0, "reason": "", "stopped": False}
     metrics = folder / f"replica_{replica:03d}" / "metrics.jsonl"
     metrics.parent.mkdir(exist_ok=True)
     for step in range(1, 6000):
         with metrics.open("a") as file:
             record = {"step": step, "loss": 1 / step, "tokens_per_second": 10, "num_replicas": 1}
             file.write(json.dumps(record) + "\n")
+        if step == 1:
+            channel.send(progress=True)
         time.sleep(0.05)
-        if leaves:
-            (folder / f"saved-{replica}.{number}").touch()
-            report_early_stop()
-            return 0
-        if mode == "dies" and f"{replica}.{number}" == "1.1":
+        orders = channel.receive(wait=False)
+        if any("abort" in order or "exit" in order for order in orders):
+            return {"standby": True}
+        if any("leave" in order for order in orders):
+            (folder / f"left-{rank}").touch()
+            return {"standby": True}
+        if stops:
+            (folder / f"saved-{rank}").touch()
+            return {"ended": 0, "reason": "", "stopped": True}
+        if mode == "dies" and rank == "1.1":
             os.kill(os.getpid(), signal.SIGKILL)
         if mode.isdigit() and replica == 1 and step == 10:
-            return int(mode)
+            return {"ended": int(mode), "reason": "", "stopped": False}
         if mode == str(MACHINE_FAULT) and replica == 0 and step == 60:
-            return 0
+            return {"ended": 0, "reason": "", "stopped": False}
         # Late enough for the launcher to have seen its progress.
         if mode == "breaks" and number == "1" and step == 30:
-            raise RuntimeError("the device is gone")
-    return 1
+            error = "RuntimeError: the device is gone"
+            print(error, file=sys.stderr, flush=True)
+            channel.send(failed=error, may_pass=False)
+            return {"standby": True}
+    return {"ended": 1, "reason": "", "stopped": False}
 
 
 def _start_writer_and_stray(folder: Path) -> None:
@@ -154,8 +186,6 @@ def main(kind: str, folder: str, *rest: str) -> int:
                 *(2, 2, 3, 20)[len(numbers) :],
             ]
             return launch(Path(folder), mode, int(replicas), int(ranks), int(restarts), grace)
-        case "parent":
-            return parent(Path(folder), rest[0], int(rest[1]), int(rest[2]))
         case "departure_notifier":
             return departure_notifier(Path(folder), rest[0])
         case "rank":

@@ -84,20 +84,19 @@ def output_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> st
     return output
 
 
-def test_a_dead_rank_ends_its_replica_which_restarts(tmp_path: Path) -> None:
+def test_a_dead_rank_is_replaced_and_the_others_keep_their_processes(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
-        others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "parent", name="0")]
-        dying = [*pids(tmp_path, "rank", name="1.*"), *pids(tmp_path, "parent", name="1")]
+        others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "rank", name="1.0")]
         os.kill(pids(tmp_path, "rank", name="1.1")[0], signal.SIGKILL)
-        assert wait_until(lambda: not any(map(is_alive, dying))) < AT_ONCE_S
         left = tmp_path / "left"
         message = ["127.0.0.1:4321", "replica_00001"]
         assert (
             wait_until(lambda: left.exists() and left.read_text().split()[:2] == message)
             < AT_ONCE_S
         )
-        wait_until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
+        wait_until(lambda: times_printed(tmp_path, "replica 1: training") == 2)
+        assert len(pids(tmp_path, "rank", name="1.1")) == 1
         assert all(map(is_alive, others))
         process.send_signal(signal.SIGTERM)
         output = output_of(process, tmp_path, 0)
@@ -109,23 +108,24 @@ def test_a_dead_rank_ends_its_replica_which_restarts(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_a_dead_parent_ends_its_ranks(tmp_path: Path) -> None:
-    with launched(tmp_path, "run") as process:
-        until_training(tmp_path)
-        ranks = pids(tmp_path, "rank", name="0.*")
-        os.kill(pids(tmp_path, "parent", name="0")[0], signal.SIGKILL)
-        assert wait_until(lambda: not any(map(is_alive, ranks))) < AT_ONCE_S
-        wait_until(lambda: len(pids(tmp_path, "rank", name="0.*")) == 2)
+def test_a_replica_that_others_ask_to_stop_is_started_again(tmp_path: Path) -> None:
+    with launched(tmp_path, "run", 1, 2) as process:
+        wait_until(lambda: times_printed(tmp_path, "replica 0: training"))
+        wait_until(lambda: len(pids(tmp_path, "rank")) == 2)
+        for pid in pids(tmp_path, "rank"):
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: times_printed(tmp_path, "replica 0: training") == 2)
         process.send_signal(signal.SIGINT)
         output = output_of(process, tmp_path, 0)
-    assert "replica 0: failed, parent: killed by SIGKILL" in output
+    assert "replica 0: saved and left, because a process other than the launcher" in output
+    assert output.count("replica 0: left at step") == 1
     assert not pids(tmp_path)
 
 
 def test_a_dead_launcher_ends_everything(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
-        assert len(pids(tmp_path)) == 8
+        assert len(pids(tmp_path)) == 6
         process.kill()
         assert wait_until(lambda: not pids(tmp_path)) < AT_ONCE_S
 
@@ -188,12 +188,27 @@ def test_all_finish(tmp_path: Path) -> None:
 def test_an_invalid_setting_fails_early_and_is_shown(tmp_path: Path) -> None:
     with launched(tmp_path, "wrong", 1, 2) as process:
         output = output_of(process, tmp_path, 1)
-    assert "Replica 0 is given up: it failed 2 times in the same way" in output
-    assert "rank 0: exit status 1." in output
-    assert "rank_0.log ends with: " in output
+    assert "Replica 0 is given up: rank 0: training.steps is wrong." in output
     assert "generation_00/rank_0.log ends with:\n    rank 0 with http" in output
     assert output.rstrip().endswith("training.steps is wrong")
+    assert output.count("started") == 1
+    assert not pids(tmp_path)
+
+
+def test_an_error_that_repeats_before_any_progress_ends_the_job(tmp_path: Path) -> None:
+    with launched(tmp_path, "failing", 1, 2) as process:
+        output = output_of(process, tmp_path, 1)
+    assert ": it failed 2 times in the same way before it made progress." in output
+    assert "rank_0.log ends with:\n" in output and "    ValueError: at" in output
     assert output.count("started") == 2
+    assert not pids(tmp_path)
+
+
+def test_a_process_that_cannot_start_is_shown(tmp_path: Path) -> None:
+    with launched(tmp_path, "unstartable", 1, 1) as process:
+        output = output_of(process, tmp_path, 1)
+    assert "rank 0: exit status 1: it failed 2 times in the same way" in output
+    assert "processes.log ends with:\n    No module named 'a'" in output
     assert not pids(tmp_path)
 
 
@@ -201,7 +216,7 @@ def test_an_invalid_setting_fails_early_and_is_shown(tmp_path: Path) -> None:
 def test_a_replica_that_fails_repeatedly_ends_the_job(tmp_path: Path) -> None:
     with launched(tmp_path, "breaks", 2, 2, 1) as process:
         output = output_of(process, tmp_path, 1)
-    assert "is given up: it failed 2 times in a row. rank 1: exit status 1." in output
+    assert "rank 1: RuntimeError: the device is gone: it failed 2 times in a row." in output
     assert "RuntimeError: the device is gone" in output
     assert not pids(tmp_path)
 
@@ -228,17 +243,17 @@ def test_replicas_resize_when_slots_change(tmp_path: Path) -> None:
         time.sleep(0.6)
         assert ranks_are(tmp_path, "0.0", "0.1", "1.0", "1.1")
         slots.write_text('{"1": 1}')
-        wait_until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
-        assert ranks_are(tmp_path, "0.0", "1.0")
-        assert len(list(tmp_path.glob("saved-*"))) == 4
+        wait_until(lambda: ranks_are(tmp_path, "0.0", "1.0"))
+        assert len(list(tmp_path.glob("left-*"))) == 4
         slots.write_text("{}")
         until_training(tmp_path, times=3)
         process.send_signal(signal.SIGTERM)
         output = output_of(process, tmp_path, 0)
     assert "slots is not of the form" in output
-    assert "all replicas resize to 1 rank each: replica 1 has slots for 1" in output
-    assert "all replicas resize to 2 ranks each: slots are available again" in output
-    assert output.count(": left to resize") == 4 and "failed" not in output
+    where = "in their processes"
+    assert f"all replicas resize to 1 rank each {where}: replica 1 has slots for 1" in output
+    assert f"all replicas resize to 2 ranks each {where}: slots are available again" in output
+    assert "left to resize" not in output and "failed" not in output
     assert not pids(tmp_path)
 
 
@@ -269,6 +284,8 @@ def test_a_replica_that_does_not_leave_to_resize_is_killed(tmp_path: Path) -> No
         (tmp_path / "slots").write_text('{"0": 1}')
         wait_until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
         assert ranks_are(tmp_path, "0.0", "1.0")
+        why = "resizing in their processes was not possible: it has no snapshots"
+        assert times_printed(tmp_path, why)
         process.kill()
         wait_until(lambda: not pids(tmp_path))
 
@@ -283,7 +300,7 @@ def test_a_diverged_run_ends_and_a_faulty_machine_is_excluded(
     with launched(tmp_path, str(status)) as process:
         output = output_of(process, tmp_path, 1)
     why = {DIVERGED: "the training has diverged", MACHINE_FAULT: "its machine is at fault"}[status]
-    assert f"Replica 1 is given up: {why}. rank" in output
+    assert f"Replica 1 is given up: rank 0: exit status {status}: {why}. /" in output
     assert output.count("started") == 2
     assert f"replica 0: {others}" in output
     assert not pids(tmp_path)

@@ -12,7 +12,7 @@ def _plan(devices: str | None, *, num_replicas: int = 2, uses_gpus: bool = True)
     return LaunchPlan(
         num_replicas=num_replicas,
         ranks=(1, 2),
-        group_command=lambda replica, mesh: [],
+        process_command=lambda replica: [],
         lighthouse_command=lambda address: [],
         dump_folder=Path("outputs"),
         log_dir=Path("logs"),

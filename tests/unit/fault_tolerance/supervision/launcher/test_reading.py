@@ -122,12 +122,12 @@ def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.Mon
         f"{sys.executable} -m torchtitan_lite",
         "--parallelism.pipeline_parallel_degree",
     )
-    command = " ".join(plan.group_command(1, RunMesh(4)))
-    assert command == f"{program} train --nproc=4 --spares=0 {own.format(1)}"
+    assert " ".join(plan.process_command(1)) == f"{program} train {own.format(1)}"
     pipelined = RunMesh(2, (f"{degree}=2",))
     whole = RunMesh(2, (f"{degree}=2", f"{degree}=1", "--a.b=2"))
-    command = " ".join(plan.group_command(0, pipelined))
-    assert f"train --nproc=2 --spares=0 --resized={degree}=2 --config" in command
+    command = plan.check_command(pipelined)
+    assert command[2:5] == ["torchtitan_lite.cli.resize_check", pipelined.to_text(), "--"]
+    assert " ".join(command[5:]) == own.format(0)
     options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
     assert " ".join(plan.lighthouse_command("a:1")) == f"{program}.{module} {options}"
     # torchft's lighthouse accepts no departures.
@@ -172,7 +172,7 @@ def plan_with(environment: dict[str, str]) -> LaunchPlan:
     return LaunchPlan(
         num_replicas=1,
         ranks=[1],
-        group_command=lambda number, mesh: [],
+        process_command=lambda replica: [],
         lighthouse_command=lambda address: [],
         dump_folder=Path(),
         log_dir=Path(),

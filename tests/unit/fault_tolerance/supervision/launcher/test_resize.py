@@ -1,5 +1,6 @@
 """The number of ranks per replica when slots change."""
 
+import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 
 from tests.harness.launch import SMALL
 from torchtitan_lite.cli import main
+from torchtitan_lite.cli import resize_check as resize_check_command
 from torchtitan_lite.cli.rank_counts import check_rank_counts
-from torchtitan_lite.cli.train_agents import resizing
+from torchtitan_lite.cli.train_agents import resize_check
 from torchtitan_lite.cli.train_options import checked_config, split_options
 from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.core.errors import ConfigError
@@ -19,6 +21,7 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize import (
     parse_ranks,
     parse_slots,
 )
+from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
 from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     ResizeRequest,
     RunMesh,
@@ -210,16 +213,23 @@ def test_an_agent_accepts_a_request_if_its_run_can_continue(
          "--training.local_batch_size=1", *arguments]
     )  # fmt: skip
     config, _ = checked_config(given, 1)
-    _, check = resizing(given, options, config)
+    check = resize_check(given, options, config)
     request = ResizeRequest(mesh=RunMesh(2))
     with pytest.raises(ConfigError, match=error) if error else nullcontext():
         check(request)
 
 
-def test_resized_arguments_need_spares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, why in (
-        (["--resized=--parallelism.tensor_parallel_degree=2"], "only for runs with --spares"),
-        (["--spares=1", "--resized='"], "cannot be split into arguments"),
-    ):
-        assert main(["train", *options, *SMALL]) == 1
-        assert why in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("mesh", "refusal"),
+    [("2", ""), ("2 --training.steps=9", "a resize changes"), ("3", "data_parallel_shard_degree")],
+)
+def test_a_process_checks_a_resize_for_the_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mesh: str, refusal: str
+) -> None:
+    arguments = [*SMALL, f"--job.dump_folder={tmp_path}", "--checkpoint.ram_interval=1",
+                 "--training.local_batch_size=1", *replica_arguments(0, 2)]  # fmt: skip
+    if mesh == "3":
+        arguments.append("--parallelism.data_parallel_shard_degree=2")
+    assert resize_check_command.main([mesh, "--", *arguments]) == 0
+    answer = json.loads(capsys.readouterr().out)["refusal"]
+    assert refusal in answer and bool(answer) == bool(refusal)

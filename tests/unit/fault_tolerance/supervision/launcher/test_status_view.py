@@ -14,10 +14,7 @@ from rich.console import Console
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
     LighthouseProcess,
 )
-from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import (
-    ReplicaProcess,
-    ReplicaState,
-)
+from torchtitan_lite.fault_tolerance.supervision.launcher.replica import Replica, ReplicaState
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import (
     LiveTable,
     PlainLines,
@@ -26,7 +23,6 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import (
     status_table,
 )
 from torchtitan_lite.fault_tolerance.supervision.logs import ReplicaProgress
-from torchtitan_lite.fault_tolerance.supervision.restart_policy import RestartPolicy
 
 RECORD = {"step": 12, "loss": 3.14159, "tokens_per_second": 12345.6, "num_replicas": 2}
 
@@ -37,13 +33,13 @@ def never(*args: Any) -> NoReturn:
 
 def replica(
     number: int, state: ReplicaState, record: dict[str, Any] | None, folder: Path
-) -> ReplicaProcess:
-    made = ReplicaProcess(
+) -> Replica:
+    made = Replica(
         number,
-        never,
+        max_ranks=1,
         folder=folder,
         metrics=folder / "metrics.jsonl",
-        policy=RestartPolicy(1),
+        environment={},
         on_failure=never,
         report_event=print,
         report_diagnosis=print,

@@ -11,15 +11,7 @@ import pytest
 from torchtitan_lite.fault_tolerance.supervision.launcher import launcher as module
 from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan
-from torchtitan_lite.fault_tolerance.supervision.launcher.replica_process import (
-    ReplicaProcess,
-    ReplicaState,
-)
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import PlainLines
-from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
-    Failure,
-    RestartPolicy,
-)
 
 
 class _Parts:
@@ -45,7 +37,7 @@ def _launcher(folder: Path, grace_s: float = 60.0) -> tuple[Any, _Parts]:
     plan = LaunchPlan(
         num_replicas=1,
         ranks=[1],
-        group_command=lambda number, mesh: [],
+        process_command=lambda replica: [],
         lighthouse_command=lambda address: [],
         dump_folder=folder,
         log_dir=folder,
@@ -63,11 +55,13 @@ def _launcher(folder: Path, grace_s: float = 60.0) -> tuple[Any, _Parts]:
 
 @pytest.mark.parametrize("is_stopping", [False, True])
 def test_nothing_starts_after_a_request_to_stop(tmp_path: Path, is_stopping: bool) -> None:
-    launcher, parts = _launcher(tmp_path)
+    launcher, _ = _launcher(tmp_path)
     if is_stopping:
         launcher._deadline_s = time.monotonic() + 60
+    started: list[int] = []
+    launcher._start_replicas = lambda: started.append(1)
     launcher._poll()
-    assert ("start_generation" in parts.calls) is not is_stopping
+    assert (started == [1]) is not is_stopping
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
@@ -81,7 +75,7 @@ def test_a_run_that_stops_is_neither_resized_nor_stopped_again(
     launcher._deadline_s = deadline_s
     resizes: list[int] = []
     launcher._resizer = SimpleNamespace(
-        mesh=None, poll=lambda *_: resizes.append(1), end=lambda reason: None
+        mesh=None, pids=(), poll=lambda *_: resizes.append(1), end=lambda reason: None
     )
     launcher._poll()
     assert (resizes == [1]) is not is_stopping
@@ -108,32 +102,3 @@ def test_waiting_for_checkpoint_writers_ends(
     monkeypatch.setattr(module.time, "sleep", lambda _: pytest.fail("it waits longer"))
     launcher._wait_for_orphans()
     assert parts.calls == ["report_event"]
-
-
-def test_a_replica_that_hangs_is_ended(tmp_path: Path) -> None:
-    hang, ended = Failure("it hangs", "", tmp_path / "log", 0, is_hang=True), []
-    group: Any = SimpleNamespace(
-        poll=lambda: None,
-        rank_pids=dict,
-        take_lost_ranks=list,
-        has_ended=False,
-        has_failed=False,
-        end_hang=ended.append,
-    )
-    unused: Any = None
-    replica: Any = ReplicaProcess(
-        0,
-        unused,
-        folder=tmp_path,
-        metrics=tmp_path / "metrics.jsonl",
-        policy=RestartPolicy(0),
-        on_failure=lambda replica, rank: None,
-        report_event=lambda text: None,
-        report_diagnosis=lambda diagnosis: None,
-    )
-    replica._group, replica.state = group, ReplicaState.TRAINING
-    replica._hang_monitor = SimpleNamespace(pid=None, poll=lambda now_s: hang)
-    for name in ("_read_progress", "_diagnose", "_watch_again_later", "_report"):
-        setattr(replica, name, lambda *_: None)
-    replica.poll(100.0)
-    assert ended == [hang]

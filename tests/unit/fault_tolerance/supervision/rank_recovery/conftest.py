@@ -1,5 +1,6 @@
 """Stand-ins for the processes of an agent."""
 
+import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +11,14 @@ from torchtitan_lite.core.rank.processes import ExitStatus
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
     RankState,
+    rank_command,
 )
 
 
 @pytest.fixture
 def stopped() -> Iterator[list[RankProcess]]:
     """Processes that do not read their messages."""
-    processes = [RankProcess(["--help"], {}) for _ in range(2)]
+    processes = [RankProcess(rank_command(["--help"]), dict(os.environ)) for _ in range(2)]
     for process in processes:
         process.signal(signal.SIGSTOP)
     yield processes
@@ -33,6 +35,7 @@ class FakeProcess:
         self.error, self.end_reason, self.may_pass, self.pid = "", "", False, 0
         self.was_stopped = False
         self.failed_at_s = 0.0
+        self.num_trainings = 1
         self.is_ordered_to_leave = self.is_started = False
         self.signals: list[object] = []
         self.environment: Mapping[str, str] = {}
@@ -57,6 +60,7 @@ class FakeProcess:
         listener: socket.socket | None = None,
     ) -> None:
         self.is_started, self.state = True, RankState.TRAINING
+        self.num_trainings += 1
         self.environment, self.has_listener = environment, listener is not None
 
     def abort_training(self) -> None:

@@ -19,14 +19,14 @@ from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rank.processes import WRITER_MODULE, ExitStatus, Subreaper, command_line
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery import lease
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery import member as member_module
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import AdoptedWriters
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member, MemberPhase
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
     RankProcess,
     RankState,
 )
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
-from torchtitan_lite.fault_tolerance.supervision.rendezvous import link as rendezvous_link
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
+from torchtitan_lite.fault_tolerance.supervision.rendezvous import rendezvous_link
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     MAX_CHARS,
     Answer,
@@ -34,6 +34,7 @@ from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     Report,
     RunState,
 )
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.rendezvous_link import RendezvousLink
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.server import rendezvous_server
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import (
     BLOCKED_S,
@@ -223,12 +224,13 @@ def member(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Member]
         inbox.start()
         member = _Member(
             lambda: cast("RankProcess", FakeProcess()),
-            1,
+            RunMesh(1),
             0,
             link=link,
-            join_timeout_s=60,
-            requests=[],
             inbox=inbox,
+            requests=[],
+            join_timeout_s=60,
+            writers=AdoptedWriters(),
         )
         yield member
         if member.phase is not MemberPhase.ENDED:
@@ -315,9 +317,9 @@ def test_a_machine_passes_a_request_on_and_answers_it(member: _Member, tmp_path:
     assert member.follow(stale, lambda _: True).request == request.id
     for state in (ResizeState.LEFT, ResizeState.DONE):
         named = replace(answer, request=request.id, request_state=state)
-        report = member.follow(named, lambda _: True)
+        member.follow(named, lambda _: True)
         launch.wait_until(lambda state=state: _answered(tmp_path, request, state), 10)
-    assert not report.request
+    assert not member.follow(named, lambda report: not report.request).request
 
 
 def test_a_machine_that_becomes_a_spare_one_ends_its_request(

@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.agent import (
-    ProcessAgent,
-    RankState,
-    WorkerState,
-)
+from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankState
 from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_follower import (
     ResizeFollower,
 )
@@ -23,44 +19,6 @@ def _ranks(*values: dict[str, Any]) -> dict[int, Any]:
 
 def _pool(*values: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(ranks=_ranks(*values))
-
-
-@pytest.mark.parametrize(
-    ("second", "has_ended"), [(RankState.ENDED, True), (RankState.STANDBY, False)]
-)
-def test_a_run_succeeds_once_all_ranks_have_ended(second: RankState, has_ended: bool) -> None:
-    agent: Any = SimpleNamespace(
-        _requests=[],
-        _num_forwarded=0,
-        _may_forward=lambda: False,
-        _ranks=_ranks({"state": RankState.ENDED}, {"state": second}),
-        _spares=[],
-        _failure=lambda: None,
-        _made_progress=lambda: None,
-        _num_spares=0,
-    )
-    group: Any = SimpleNamespace(workers=[])
-    result = ProcessAgent._monitor_workers(agent, group)
-    assert (result.state == WorkerState.SUCCEEDED) == has_ended
-
-
-@pytest.mark.parametrize("has_progress", [True, False])
-def test_spares_start_once_all_ranks_have_progress(has_progress: bool) -> None:
-    started: list[str] = []
-    agent: Any = SimpleNamespace(
-        _requests=[],
-        _num_forwarded=0,
-        _may_forward=lambda: False,
-        _ranks=_ranks({"has_progress": True}, {"has_progress": has_progress}),
-        _spares=[],
-        _failure=lambda: None,
-        _made_progress=lambda: started.append("progress"),
-        _num_spares=1,
-        _start_process=lambda: started.append("spare"),
-    )
-    group: Any = SimpleNamespace(workers=[])
-    ProcessAgent._monitor_workers(agent, group)
-    assert started == (["progress", "spare"] if has_progress else [])
 
 
 def _follower(*values: dict[str, Any], left_generation: int = -1) -> ResizeFollower:

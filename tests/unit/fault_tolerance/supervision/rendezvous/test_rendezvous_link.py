@@ -15,14 +15,14 @@ from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError
 from torchtitan_lite.distributed.rpc.client import RpcClient
 from torchtitan_lite.distributed.rpc.server import RpcServer
-from torchtitan_lite.fault_tolerance.supervision.rendezvous import link as link_module
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import RendezvousLink
+from torchtitan_lite.fault_tolerance.supervision.rendezvous import rendezvous_link as link_module
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import (
     PURPOSE,
     SERVICE,
     Answer,
     Report,
 )
+from torchtitan_lite.fault_tolerance.supervision.rendezvous.rendezvous_link import RendezvousLink
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.server import rendezvous_server
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import LEASE_S, REPORT_S
 
