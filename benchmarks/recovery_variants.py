@@ -176,8 +176,8 @@ class _UnderLauncher:
         if not self._num_spares:
             return True
         with suppress(FaultNotApplicable, psutil.NoSuchProcess):
-            parents = [self._job.parent(replica) for replica in range(NUM_REPLICAS)]
-            return all(_are_warm(parent, 1 + self._num_spares) for parent in parents)
+            trainers = [self._job.trainers(replica) for replica in range(NUM_REPLICAS)]
+            return all(_are_warm(processes, 1 + self._num_spares) for processes in trainers)
         return False
 
 
@@ -230,7 +230,7 @@ class _WithSpares:
             raise ChildFailed(f"The agent ended:\n{tail(self._log)}")
 
     def has_spares(self) -> bool:
-        return _are_warm(psutil.Process(self._process.pid), NUM_REPLICAS + 1)
+        return _are_warm(psutil.Process(self._process.pid).children(), NUM_REPLICAS + 1)
 
 
 @dataclass(frozen=True)
@@ -306,10 +306,9 @@ class _Supervised:
         return True
 
 
-def _are_warm(agent: psutil.Process, num_processes: int) -> bool:
-    """Whether an agent has so many processes, and those that are no ranks wait."""
-    children = agent.children()
-    return len(children) == num_processes and all(map(is_warm, children))
+def _are_warm(processes: Sequence[psutil.Process], num_processes: int) -> bool:
+    """Whether there are so many processes, and those that are no ranks wait."""
+    return len(processes) == num_processes and all(map(is_warm, processes))
 
 
 def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:

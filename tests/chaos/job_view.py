@@ -24,7 +24,6 @@ from torchtitan_lite.fault_tolerance.supervision.logs import Tail, is_step
 
 _Result = TypeVar("_Result")
 _POLL_S = 0.02
-_SPARES = "--spares="
 _REPLICA_ID = "--fault_tolerance.replica_id"
 
 
@@ -53,29 +52,30 @@ class JobView:
             lambda words: "torchtitan_lite.fault_tolerance.supervision.launcher.departures" in words
         )
 
-    def parent(self, replica: int) -> psutil.Process:
-        """Return the parent of the ranks."""
-        return self._one(lambda words: _is_parent(words) and _replica_of(words) == replica)
-
     def ranks(self, replica: int) -> list[psutil.Process]:
         """Return the running trainers of a replica, without spares, in no particular order."""
-        trainers = self._all(
-            lambda words: not _is_parent(words) and _replica_of(words) == replica,
-            self.parent(replica),
-        )
-        return [one for one in trainers if _has_rank(one)]
+        return [one for one in self.trainers(replica) if _has_rank(one)]
+
+    def trainers(self, replica: int) -> list[psutil.Process]:
+        """Return the ranks and the spares of a replica. Raises FaultNotApplicable if it has
+        none."""
+        processes = self._launcher.children()
+        trainers = self._matching(processes, lambda words: _replica_of(words) == replica)
+        if not trainers:
+            raise FaultNotApplicable(f"replica {replica} has no process")
+        return trainers
 
     def writers(self, replica: int) -> list[psutil.Process]:
         """Return the checkpoint writers of a replica."""
-        return self._all(is_writer, self.parent(replica))
+        return self._matching(self.replica_processes(replica), is_writer)
 
     def replica_processes(self, replica: int) -> list[psutil.Process]:
-        """Return the parent of the ranks and all its descendants."""
-        parent = self.parent(replica)
-        try:
-            return [parent, *parent.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            raise FaultNotApplicable("the parent of the ranks has exited") from None
+        """Return the processes of a replica and all their descendants."""
+        processes: list[psutil.Process] = []
+        for trainer in self.trainers(replica):
+            with suppress(psutil.NoSuchProcess):
+                processes += [trainer, *trainer.children(recursive=True)]
+        return processes
 
     def snapshots(self, replica: int) -> list[Path]:
         """Return the shared-memory files that hold a replica's snapshots."""
@@ -117,21 +117,21 @@ class JobView:
             time.sleep(_POLL_S)
 
     def _one(self, matches: Callable[[list[str]], Any]) -> psutil.Process:
-        processes = self._all(matches, self._launcher)
+        processes = self._matching(self._launcher.children(recursive=True), matches)
         if not processes:
             raise FaultNotApplicable("the process does not exist")
         return processes[0]
 
-    def _all(
-        self, matches: Callable[[list[str]], Any], parent: psutil.Process
+    def _matching(
+        self, processes: Iterable[psutil.Process], matches: Callable[[list[str]], Any]
     ) -> list[psutil.Process]:
-        processes = []
-        with suppress(psutil.NoSuchProcess):
-            for process in parent.children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    if process.status() != psutil.STATUS_ZOMBIE and matches(process.cmdline()):
-                        processes.append(process)
-        return processes
+        """Return the running processes whose command lines match."""
+        running = []
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE and matches(process.cmdline()):
+                    running.append(process)
+        return running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,11 +224,6 @@ def processes_using(folder: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline", "status"]) if matches(process)]
 
 
-def _is_parent(words: list[str]) -> bool:
-    """Return whether a command line is that of the parent of ranks."""
-    return any(word.startswith(_SPARES) for word in words)
-
-
 def _has_rank(process: psutil.Process) -> bool:
     """Return whether a trainer prints into the log of a rank, which a spare does not."""
     with suppress(OSError):
@@ -237,7 +232,7 @@ def _has_rank(process: psutil.Process) -> bool:
 
 
 def _replica_of(words: list[str]) -> int | None:
-    """Return the replica in the command line of the parent of ranks or a trainer."""
+    """Return the replica in the command line of a trainer."""
     if _REPLICA_ID not in words or not {"train.py", "torchtitan_lite"} & set(words):
         return None
     return int(words[words.index(_REPLICA_ID) + 1])

@@ -55,12 +55,9 @@ def all_replicas_killed(target: FaultTarget) -> None:
     kill_all(rank for replica in range(job.num_replicas) for rank in job.ranks(replica))
 
 
-def parent_killed(target: FaultTarget) -> None:
-    _send(target.job.parent(target.replica), signal.SIGKILL)
-
-
-def parent_paused(target: FaultTarget) -> None:
-    _pause([target.job.parent(target.replica)], _PAUSE_S)
+def launcher_paused(target: FaultTarget) -> None:
+    """Stop the launcher for a while: the ranks go on."""
+    _pause([target.job.launcher], _PAUSE_S)
 
 
 def rank_killed_during_startup(target: FaultTarget) -> None:
@@ -184,8 +181,7 @@ FAULTS = (
     replica_killed,
     two_ranks_killed,
     all_replicas_killed,
-    parent_killed,
-    parent_paused,
+    launcher_paused,
     rank_killed_during_startup,
     healing_replica_killed,
     donor_killed_during_healing,

@@ -46,6 +46,8 @@ from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
 )
 
 _POLL_S = 0.02
+_FIRST_DELAY_S = 0.1
+"""Delay of the first restart of a replica."""
 _FAILURE_LINES = 25
 _END_LINES = 200
 """Upper bound on the lines that a replica prints after its last step."""
@@ -163,7 +165,11 @@ class Launcher:
         mesh, plan = self._resizer.mesh, self._plan
 
         def policy() -> RestartPolicy:
-            return RestartPolicy(plan.max_restarts, max_delay_s=plan.max_restart_delay_s)
+            return RestartPolicy(
+                plan.max_restarts,
+                first_delay_s=_FIRST_DELAY_S,
+                max_delay_s=plan.max_restart_delay_s,
+            )
 
         rules = RunRules(policy=policy, is_local=True, outlives_stops=True)
         coordinator = RunCoordinator(time.monotonic(), rules)

@@ -522,12 +522,13 @@ class Coordinator:
             # An outage of the rendezvous cuts all of them off, and a bad network one of them.
             suspects = cut if len(cut) < len(self._members) - len(left) else []
             failure = Failure(self._reason, "", Path(os.devnull))
+            named = self._reason
         else:
             report, suspects = cause.report, [cause]
             self._blamed = report.machine
+            named = f"{report.name}: {report.failure_text}"
             # In this process, the rank says enough.
-            where = "" if self._rules.is_local else f"{report.name}: "
-            self._reason = f"{where}{report.failure_text}"
+            self._reason = report.failure_text if self._rules.is_local else named
             failure = Failure(
                 self._reason,
                 report.failure_signature,
@@ -537,7 +538,7 @@ class Coordinator:
             )
         is_returning = self._resizes.is_returning
         if is_leaving and not is_returning:
-            self._resizes.generation_failed(self._reason, now_s)
+            self._resizes.generation_failed(named, now_s)
         if stopping is not None and self._is_alone:
             self._end(failure.status or 1, f"{self._reason}; {stopping.name} was asked to stop")
             return
@@ -547,7 +548,7 @@ class Coordinator:
         is_at_fault = failure.status == MACHINE_FAULT
         if is_returning or self._resizes.is_first_on_mesh:
             if not is_returning:
-                self._resizes.return_to_former(self._reason, now_s)
+                self._resizes.return_to_former(named, now_s)
             if not is_at_fault:
                 self._not_before_s = now_s
                 return

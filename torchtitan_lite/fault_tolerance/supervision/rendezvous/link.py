@@ -80,7 +80,7 @@ class LocalLink(Link):
         self.report = Report(
             machine=secrets.token_hex(16),
             sequence=0,
-            name=f"replica {replica}" if num_replicas > 1 else "the run",
+            name=f"replica {replica}" if num_replicas > 1 else "this machine",
             address="127.0.0.1",
             run_id="",
             num_machines=num_replicas,

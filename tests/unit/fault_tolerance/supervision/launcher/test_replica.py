@@ -11,11 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from tests.unit.fault_tolerance.supervision.rank_recovery.conftest import FakeProcess
+from tests.unit.fault_tolerance.supervision.rank_recovery.conftest import (
+    NoRequests,
+    ObedientProcess,
+)
 from torchtitan_lite.core.diagnosis import Cause, Diagnosis
 from torchtitan_lite.core.errors import DIVERGED
 from torchtitan_lite.core.outputs import SAMPLE
-from torchtitan_lite.core.rank.processes import ExitStatus
 from torchtitan_lite.core.rank.supervised import GENERATION, RANK_LOGS
 from torchtitan_lite.fault_tolerance.supervision.launcher import launcher as launcher_module
 from torchtitan_lite.fault_tolerance.supervision.launcher import replica as replica_module
@@ -29,57 +31,8 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process impo
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import RunRules
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import LocalLink
 from torchtitan_lite.fault_tolerance.supervision.rendezvous.run_coordinator import RunCoordinator
-from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState, RunMesh
+from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure, RestartPolicy
-
-
-class _Process(FakeProcess):
-    """A process on standby, which trains when it is ordered to."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__()
-        self.pid, self.num_trainings = pid, 0
-        self.state, self.has_progress = RankState.STANDBY, False
-
-    def abort_training(self) -> None:
-        if self.state in (RankState.TRAINING, RankState.FAILED):
-            self.state = RankState.STANDBY
-
-    def die(self, status: int = -signal.SIGKILL) -> None:
-        """Exit."""
-        self.state, self.status = RankState.EXITED, ExitStatus(status)
-
-    def end(self, status: int = 0, *, was_stopped: bool = False) -> None:
-        """End the training."""
-        self.state, self.status, self.was_stopped = RankState.ENDED, ExitStatus(status), was_stopped
-
-    def fail(self, error: str) -> None:
-        """Raise an exception."""
-        self.state, self.error = RankState.FAILED, error
-        self.failed_at_s = time.monotonic()
-
-    def signal(self, number: object) -> None:
-        self.signals.append(number)
-        if number is signal.SIGKILL:
-            self.die()
-
-
-class _Requests:
-    """No request to resize."""
-
-    request, is_open = None, False
-
-    def parse(self, text: str) -> RunMesh:
-        return RunMesh.from_text(text)
-
-    def refusal(self, request_id: str, mesh: str) -> str | None:
-        return None
-
-    def answer(self, state: ResizeState, reason: str = "") -> None:
-        """Nothing was requested."""
-
-    def close(self, reason: str) -> None:
-        """Nothing was requested."""
 
 
 class _Monitor:
@@ -105,7 +58,7 @@ class _Run:
         self.events: list[str] = []
         self.failed_ranks: list[int | None] = []
         self.diagnoses: list[Diagnosis] = []
-        self.started: list[_Process] = []
+        self.started: list[ObedientProcess] = []
         self.replica = Replica(
             0,
             max_ranks=2,
@@ -131,7 +84,7 @@ class _Run:
             RunMesh(2),
             0,
             link=LocalLink(coordinator, RunMesh(2)),
-            inbox=_Requests(),
+            inbox=NoRequests(),
             requests=self.replica.requests,
             generation_environment=self.replica.generation_environment,
             may_end=self.replica.may_end,
@@ -140,11 +93,11 @@ class _Run:
         self.replica.start(member, partial(coordinator.restart_s, 0))
 
     def _process(self) -> RankProcess:
-        self.started.append(_Process(70 + len(self.started)))
+        self.started.append(ObedientProcess(70 + len(self.started)))
         return cast("RankProcess", self.started[-1])
 
     @property
-    def ranks(self) -> list[_Process]:
+    def ranks(self) -> list[ObedientProcess]:
         """The processes of the present generation."""
         member: Any = self.replica._member
         return [process for _, process in sorted(member.ranks.items())]

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
@@ -12,6 +13,11 @@ from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process impo
     RankProcess,
     RankState,
     rank_command,
+)
+from torchtitan_lite.fault_tolerance.supervision.resize_request import (
+    ResizeRequest,
+    ResizeState,
+    RunMesh,
 )
 
 
@@ -72,3 +78,66 @@ class FakeProcess:
     def signal(self, number: object) -> None:
         self.signals.append(number)
         self.state = RankState.EXITED
+
+
+class ObedientProcess(FakeProcess):
+    """A process on standby, which trains when it is ordered to."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self.pid, self.num_trainings = pid, 0
+        self.state, self.has_progress = RankState.STANDBY, False
+
+    def start_training(
+        self,
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+        listener: socket.socket | None = None,
+    ) -> None:
+        super().start_training(environment, arguments, listener)
+        self.error, self.status, self.has_progress, self.was_stopped = "", None, False, False
+
+    def abort_training(self) -> None:
+        if self.state in (RankState.TRAINING, RankState.FAILED):
+            self.state = RankState.STANDBY
+
+    def die(self, status: int = -signal.SIGKILL) -> None:
+        """Exit."""
+        self.state, self.status = RankState.EXITED, ExitStatus(status)
+
+    def end(self, status: int = 0, *, was_stopped: bool = False) -> None:
+        """End the training."""
+        self.state, self.status, self.was_stopped = RankState.ENDED, ExitStatus(status), was_stopped
+
+    def fail(self, error: str) -> None:
+        """Raise an exception."""
+        self.state, self.error = RankState.FAILED, error
+        self.failed_at_s = time.monotonic()
+
+    def signal(self, number: object) -> None:
+        self.signals.append(number)
+        if number is signal.SIGKILL:
+            self.die()
+
+    def leave_training(self) -> None:
+        super().leave_training()
+        self.state = RankState.STANDBY
+
+
+class NoRequests:
+    """No request to resize."""
+
+    request: ResizeRequest | None = None
+    is_open = False
+
+    def parse(self, text: str) -> RunMesh:
+        return RunMesh.from_text(text)
+
+    def refusal(self, request_id: str, mesh: str) -> str | None:
+        return None
+
+    def answer(self, state: ResizeState, reason: str = "") -> None:
+        """Nothing was requested."""
+
+    def close(self, reason: str) -> None:
+        """Nothing was requested."""
