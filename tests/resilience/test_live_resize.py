@@ -160,7 +160,9 @@ def test_a_mesh_that_fails_is_left_again(fault: str, runs: list[SparedRun], tmp_
         with subprocess.Popen(
             command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
         ) as request:
-            launch.wait_until(lambda: "Resizing from" in run.log.read_text(), 60)
+            launch.wait_until(
+                lambda: "The ranks of this machine change to" in run.log.read_text(), 60
+            )
             launch.wait_until(lambda: run.resumes(), 60)
             for pid in run.children() - set(before.values()):
                 psutil.Process(pid).send_signal(signal.SIGKILL)

@@ -21,7 +21,7 @@ from threading import RLock
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.output_files import OutputFaults, RecordFile
 
-RANK, PARENT, WRITER = "rank", "parent of the ranks", "checkpoint writer"
+RANK, WRITER = "rank", "checkpoint writer"
 LIGHTHOUSE, NOTIFIER = "lighthouse", "departure notifier"
 """Kinds of processes."""
 

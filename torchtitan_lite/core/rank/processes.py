@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-_STATE, _PARENT, _START, _EXIT_CODE = 0, 1, 19, 49
+_STATE, _PARENT, _START = 0, 1, 19
 """Indices into /proc/PID/stat, counted from the field after the name."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -145,15 +145,6 @@ def wait_readable(descriptors: Iterable[int], timeout_s: float = 0) -> set[int]:
     return {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
 
 
-def exit_status_of(pid: int) -> ExitStatus | None:
-    """Return the exit status of a process that its parent has not waited for yet; None if the
-    process still runs or is gone."""
-    fields = _stat_fields(pid)
-    if not fields or fields[_STATE] != "Z":
-        return None
-    return ExitStatus(os.waitstatus_to_exitcode(int(fields[_EXIT_CODE])))
-
-
 def state_of(pid: int) -> str:
     """Return the state letter of a process; empty if it is gone."""
     fields = _stat_fields(pid)
@@ -189,12 +180,6 @@ def children_of(pid: int) -> list[int]:
 def command_line(pid: int) -> list[str]:
     """Return the arguments of a process; none if it has exited."""
     return _null_separated(pid, "cmdline")
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    """Return the initial environment of a process; empty if it has exited."""
-    parts = (word.partition("=") for word in _null_separated(pid, "environ"))
-    return {name: value for name, _, value in parts}
 
 
 def signal_process(pid: int, number: signal.Signals) -> None:

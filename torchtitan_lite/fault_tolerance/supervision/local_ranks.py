@@ -12,7 +12,6 @@ from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.machine import memory_bytes
 from torchtitan_lite.core.rank.processes import (
     ExitStatus,
-    exit_status_of,
     first_failed,
     kill_process_group,
     signal_process,
@@ -60,8 +59,7 @@ def run_ranks(
     Returns the rank that failed first, and its exit status; None if all have succeeded. Main thread
     only, while no other thread runs. Raises OSError.
     """
-    ranks = _start(command, num_ranks, environment)
-    running = list(ranks)
+    running = _start(command, num_ranks, environment)
     first: tuple[int, ExitStatus] | None = None
     num_forwarded, kill_at_s = 0, float("inf")
     while running:
@@ -74,9 +72,7 @@ def run_ranks(
         for rank in [rank for rank in running if rank.descriptor in ended]:
             running.remove(rank)
             os.close(rank.descriptor)
-            status = exit_status_of(rank.process.pid)
-            if status is not None:
-                statuses.append((rank.number, status))
+            statuses.append((rank.number, ExitStatus(rank.process.wait())))
         if first is None and (first := first_failed(statuses)) is not None:
             kill_at_s = time.monotonic() + _LEAVE_S
             for rank in running:
@@ -84,8 +80,6 @@ def run_ranks(
         if time.monotonic() >= kill_at_s:
             for rank in running:
                 kill_process_group(rank.process.pid)
-    for rank in ranks:
-        rank.process.wait()
     return first
 
 

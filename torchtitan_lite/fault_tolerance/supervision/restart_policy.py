@@ -48,8 +48,6 @@ class Failure:
     """Exit status of that process; 0 if it did not exit by itself."""
     is_aborted: bool = False
     """Whether the process ended itself by SIGABRT, as after an error in native code."""
-    has_unknown_status: bool = False
-    """Whether another process has waited for it, so that it may have been killed or not."""
     cause: Cause | None = None
     """Cause of a hang, if known."""
     is_hang: bool = False
@@ -57,7 +55,7 @@ class Failure:
     @property
     def has_error(self) -> bool:
         """Whether the log may end with an error."""
-        return self.status > 0 or self.is_aborted or self.has_unknown_status
+        return self.status > 0 or self.is_aborted
 
     @property
     def names_itself(self) -> bool:

@@ -94,7 +94,6 @@ def test_each_request_is_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(local_ranks, "_start", lambda *_: [local_ranks._Rank(0, process, 5)])
     monkeypatch.setattr(local_ranks, "signal_process", lambda *one: sent.append(one))
     monkeypatch.setattr(local_ranks, "wait_readable", lambda *_: polls.pop(0))
-    monkeypatch.setattr(local_ranks, "exit_status_of", lambda pid: ExitStatus(0))
     monkeypatch.setattr(local_ranks.os, "close", closed.append)
     assert run_ranks([], 1, {}, [signal.SIGTERM]) is None
     assert sent == [(7, signal.SIGTERM)] and closed == [5]

@@ -4,7 +4,7 @@ records of its ranks. No I/O."""
 import re
 from collections.abc import Mapping, Sequence
 
-from torchtitan_lite.core.diagnosis import PARENT, RANK, Cause, Diagnosis, cause_in
+from torchtitan_lite.core.diagnosis import Cause, Diagnosis, cause_in
 from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import (
     FlightRecord,
     find_mismatch,
@@ -13,8 +13,6 @@ from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure
 
 LOG_LINES = 40
 """Lines at the end of a log in which the error of a rank is looked for."""
-_FINAL_LINES = 3
-"""Lines at the end of a log that the error which ended a rank is in."""
 _FAILED_COLLECTIVE = re.compile(
     r"gloo|nccl|DistBackendError|Connection (closed|reset)|Broken pipe|Timed out waiting",
     re.IGNORECASE,
@@ -40,10 +38,6 @@ def diagnose_failure(
         return Diagnosis(cause=mismatch.cause, text=text, rank=rank, replica=replica)
     if failure.names_itself:
         return None
-    process = RANK if failure.rank is not None else PARENT
-    if failure.has_unknown_status:
-        # If it was killed, older errors did not end it.
-        lines = lines[-_FINAL_LINES:]
     error = next((line for line in reversed(lines) if _is_error(line)), "")
     cause, text = Cause.PROCESS_DIED, failure.description
     if failure.has_error:
@@ -51,12 +45,10 @@ def diagnose_failure(
         known = next(causes, None)
         if known is not None:
             cause, error = known
-        elif not failure.has_unknown_status and any(
-            map(_FAILED_COLLECTIVE.search, [error, *lines[-1:]])
-        ):
+        elif any(map(_FAILED_COLLECTIVE.search, [error, *lines[-1:]])):
             return None
         text = f"{text}: {error.strip()}" if error else text
-    return Diagnosis(cause=cause, text=text, rank=failure.rank, replica=replica, process=process)
+    return Diagnosis(cause=cause, text=text, rank=failure.rank, replica=replica)
 
 
 def _is_error(line: str) -> bool:

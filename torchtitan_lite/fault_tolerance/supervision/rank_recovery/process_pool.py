@@ -172,7 +172,9 @@ class ProcessPool:
                 return self.exception(rank, first_rank)
             text, status = f"rank {first_rank + rank}: {process.status}", process.status
             signature = "" if status.is_signal or status.code == TRANSIENT else str(status)
-            return Failure(text, signature, Path(os.devnull), rank, max(0, status.code))
+            is_aborted = status.code == -signal.SIGABRT
+            code = max(0, status.code)
+            return Failure(text, signature, Path(os.devnull), rank, code, is_aborted=is_aborted)
         failed = {n: p for n, p in self.ranks.items() if p.error}
         ended = {n: p for n, p in self.ranks.items() if p.status and not p.status.is_clean}
         if ended:
