@@ -74,8 +74,8 @@ class ChunkWindow:
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What a block needs beside its input; created once per forward and kind of attention. The
-    rotations are float32 in any precision."""
+    """What a block needs beside its input; the rotations and the mask are created once per forward
+    and kind of attention. The rotations are float32 in any precision."""
 
     cos_BS1E: torch.Tensor | None
     """None without rotary embedding."""
@@ -83,7 +83,10 @@ class BlockContext:
     mask: Any
     """None for plain causal attention; else a bool tensor [B, 1, S, S] or a Flex BlockMask."""
     positions_BS: torch.Tensor
+    """Those of attention: under sequence parallelism more than the block's input has."""
     rng_keys_B: torch.Tensor
+    """int64 key of each sample for random draws in this block, in training: a function of seed,
+    step, sample and layer. See `nn.draws`."""
     documents_BS: torch.Tensor | None = None
     """Documents of entire sequences, for kinds without a mask."""
 

@@ -7,7 +7,7 @@ the projection and because sharded weights are gathered only inside their module
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.rng import mix_tensor
 from torchtitan_lite.nn.attention import (
     AttentionDims,
     AttentionMask,
@@ -23,6 +22,7 @@ from torchtitan_lite.nn.attention import (
     BlockContext,
 )
 from torchtitan_lite.nn.attention_scores import soft_capped
+from torchtitan_lite.nn.draws import Site, layer_keys
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.feed_forward import FeedForwardDims
 from torchtitan_lite.nn.norm import RMS_NORM, NormKind
@@ -97,8 +97,8 @@ class DecoderBlock(nn.Module):
         self.attention_out_norm = norm_named("attention_out_norm")
         self.ffn_out_norm = norm_named("ffn_out_norm")
         self._shares_norm = layer.parallel == "shared_norm"
-        self.attention_dropout = KeyedDropout(dropout, site=0)
-        self.ffn_dropout = KeyedDropout(dropout, site=1)
+        self.attention_dropout = KeyedDropout(dropout, Site.ATTENTION_DROPOUT)
+        self.ffn_dropout = KeyedDropout(dropout, Site.FEED_FORWARD_DROPOUT)
 
     def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]."""
@@ -255,7 +255,6 @@ class Decoder(nn.Module):
         mean to the objective, not to the returned loss. `norm` is that of
         hidden states."""
         super().__init__()
-        self.dropout = dropout
         self._multipliers = multipliers or Multipliers()
         self._prediction_weight = prediction_loss_weight / max(1, len(prediction_layers))
         all_layers = [*layers, *prediction_layers]
@@ -365,7 +364,8 @@ class Decoder(nn.Module):
         documents_BS: torch.Tensor | None,
     ) -> dict[str, BlockContext]:
         """Return the context of each layer that this part of the model has. Layers of one kind
-        share their mask and rotations."""
+        share their mask and rotations. Keys and not modules differ between blocks, so that the
+        compiler sees all blocks of a kind as one."""
         kinds = {layer: self._kinds[layer] for layer in self.layers}
         rotations = {
             rope: (None, None) if rope is None else self.rotaries[rope](positions_BS)
@@ -375,20 +375,15 @@ class Decoder(nn.Module):
             mask: None if mask is None else self.masks[mask](positions_BS, documents_BS)
             for mask in dict.fromkeys(mask for mask, _ in kinds.values())
         }
+        keys = layer_keys(rng_keys_B, len(self._kinds)) if self.training else None
 
         def context(layer: str) -> BlockContext:
             mask, rope = kinds[layer]
             cos, sin = rotations[rope]
-            return BlockContext(cos, sin, masks[mask], positions_BS, rng_keys_B, documents_BS)
+            keys_B = rng_keys_B if keys is None else keys[int(layer)]
+            return BlockContext(cos, sin, masks[mask], positions_BS, keys_B, documents_BS)
 
-        return {layer: self._of_layer(context(layer), int(layer)) for layer in kinds}
-
-    def _of_layer(self, context: BlockContext, layer: int) -> BlockContext:
-        """Return the context with keys of the layer. Keys and not modules differ between blocks, so
-        that the compiler sees all blocks of a kind as one."""
-        if not self.training or self.dropout == 0.0:
-            return context
-        return replace(context, rng_keys_B=mix_tensor(context.rng_keys_B + layer))
+        return {layer: context(layer) for layer in kinds}
 
     def _apply(self, fn, recurse: bool = True) -> Self:
         """As nn.Module, but keep a tied weight one parameter: `to_empty` on a meta model would

@@ -1,7 +1,7 @@
 """A model family in one file, as a user would add it to `models/`: blocks in which attention and a
 plain GELU network read the same normalised input."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torchtitan_lite.config.tables.model import ModelConfig
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import AttentionMask, Backend, BlockContext
 from torchtitan_lite.nn.decoder import OutputProjection
+from torchtitan_lite.nn.draws import layer_keys
 from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.initialize import on_meta
 from torchtitan_lite.nn.rope import Rope
@@ -68,6 +69,7 @@ class Block(nn.Module):
 class Toy(nn.Module):
     def __init__(self, dims: ToyDims) -> None:
         super().__init__()
+        self.num_layers = dims.num_layers
         self.mask = AttentionMask(dims.attention_backend)
         self.rotary = dims.rope.build()
         self.embed = nn.Embedding(dims.vocab_size, dims.dim)
@@ -88,8 +90,9 @@ class Toy(nn.Module):
         mask = self.mask(positions_BS, documents_BS)
         context = BlockContext(cos, sin, mask, positions_BS, rng_keys_B)
         x_BSD = tokens_BS if self.embed is None else F.silu(self.embed(tokens_BS))
-        for block in self.blocks.values():
-            x_BSD = block(x_BSD, context)
+        keys = layer_keys(rng_keys_B, self.num_layers)
+        for layer, block in self.blocks.items():
+            x_BSD = block(x_BSD, replace(context, rng_keys_B=keys[int(layer)]))
         return x_BSD if self.head is None else self.head(x_BSD, targets_BS, loss)
 
 

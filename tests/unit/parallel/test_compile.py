@@ -43,6 +43,17 @@ def test_all_blocks_share_one_graph(mesh: Mesh) -> None:
     assert DIMS.num_layers != 5
 
 
+def test_blocks_with_dropout_share_one_graph(mesh: Mesh) -> None:
+    """Although each has keys of its own."""
+    counter, sizes = CompileCounter(), {"num_layers": 5, "dropout": 0.2}
+    model, plain = tiny_decoder(**sizes), tiny_decoder(**sizes)
+    config = CompileConfig(enable=True).model_copy(update={"backend": counter})
+    compile.apply(model, tiny_spec(**sizes), mesh, config)
+    with torch.no_grad():
+        assert torch.equal(model(**tiny_samples()), plain(**tiny_samples()))
+    assert counter.frame_count == 1
+
+
 def test_with_tensor_parallelism_another_batch_size_is_another_graph(mesh: Mesh) -> None:
     """DTensor does not support a symbolic one."""
     mesh.degrees = ParallelDims(tp=2)
