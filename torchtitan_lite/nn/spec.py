@@ -302,6 +302,7 @@ class ModelSpec:
     """The family's frozen dataclass of dimensions."""
     vocab_size: int
     num_layers: int
+    """Blocks, including those of multi-token prediction."""
     max_seq_len: int
     document_mask: bool
     """Whether attention is masked by document, and a document's first token is not a target."""
@@ -335,7 +336,10 @@ class ModelSpec:
     width: int = 0
     """Width of the hidden states between stages."""
     blocks: str = "layers.*"
-    """Pattern of the repeated blocks: the unit of sharding, checkpointing and compiling."""
+    """Pattern of the repeated blocks: the unit of sharding, checkpointing and compiling. A block is
+    called as `block(x_BSD, context: BlockContext)` and returns hidden states of the same shape,
+    which under sequence parallelism are a shard of the sequence. Those in `prediction_units` also
+    take `embedded_BSD`, and do not add to `x_BSD`."""
     extra_fsdp_units: tuple[str, ...] = ()
     """Modules beside the blocks that FSDP wraps on their own; the rest is in the root."""
     torchtitan_keys: tuple[TorchtitanKey, ...] = ()
@@ -393,10 +397,25 @@ def modules_matching(model: nn.Module, *patterns: str) -> list[nn.Module]:
     return [
         module
         for name, module in model.named_modules()
-        if any(fnmatchcase(name, p) and name.count(".") == p.count(".") for p in patterns)
+        if any(_matches(name, pattern) for pattern in patterns)
     ]
 
 
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
+
+
+def named_blocks(model: nn.Module, spec: ModelSpec) -> list[tuple[int, str, nn.Module]]:
+    """Return (layer, name, block) for the repeated blocks of `model`, in model order. A pipeline
+    stage has only some blocks; `layer` counts those of the entire model, from 0."""
+    held = [(name, module) for name, module in model.named_modules() if _matches(name, spec.blocks)]
+    # A spec without stage units has no pipeline parallelism: all blocks are here.
+    entire = [unit for unit in spec.stage_units if _matches(unit, spec.blocks)]
+    layers = {name: layer for layer, name in enumerate(entire or (name for name, _ in held))}
+    return [(layers[name], name, block) for name, block in held]
+
+
 def blocks_of(model: nn.Module, spec: ModelSpec) -> list[nn.Module]:
-    """Return the repeated blocks, in model order."""
+    """Return the repeated blocks of `model`, which may be a pipeline stage, in model order. See
+    `named_blocks` for their numbers in the entire model."""
     return modules_matching(model, spec.blocks)

@@ -50,8 +50,9 @@ def apply_to_blocks(model: nn.Module, spec: ModelSpec, config: ActivationCheckpo
     if config.mode not in ("full", "selective") or _chooses_operations(config):
         return
     every = 1 if config.mode == "full" else int(config.selective_ac_option)
-    for position, block in enumerate(blocks_of(model, spec)):
-        if (position + 1) % every == 0:
+    # Counted within the stage: stages of equal length recompute equally many blocks.
+    for number, block in enumerate(blocks_of(model, spec), start=1):
+        if number % every == 0:
             _wrap(block, config)
 
 

@@ -31,6 +31,7 @@ from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.loss import cross_entropy
 from torchtitan_lite.nn.spec import ModelSpec
 from torchtitan_lite.parallel import activation_checkpoint
+from torchtitan_lite.parallel.pipeline_stages import keep_only
 
 _M = TypeVar("_M", bound=nn.Module)
 _MODES = {
@@ -74,6 +75,14 @@ def test_backward_recomputes_the_chosen_blocks(mode: str, passes: list[int]) -> 
         )
     _loss(model)
     assert [counted[number] for number in range(3)] == passes
+
+
+def test_every_second_block_of_a_stage_is_recomputed() -> None:
+    model, spec = tiny_decoder(num_layers=6), tiny_spec(num_layers=6)
+    keep_only(model, spec, ("layers.3", "layers.4", "layers.5"))
+    _with_checkpointing(model, spec, _MODES["every second"])
+    wrapped = [layer for layer, block in model.layers.items() if "forward" in vars(block)]
+    assert wrapped == ["4"]
 
 
 def test_more_recomputation_frees_more_memory() -> None:

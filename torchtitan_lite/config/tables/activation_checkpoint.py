@@ -16,9 +16,9 @@ class ActivationCheckpointConfig(Section):
     """"none" saves all; "full" saves the input of each block; "selective" see
     `selective_ac_option`. "memory_budget" is not supported by this version."""
     selective_ac_option: str = "2"
-    """A number n: every n-th block is recomputed in full. "op": every block saves its attention
-    outputs and every second matrix product, and recomputes the rest, including the dispatch of
-    tokens to experts."""
+    """A number n: every n-th block of a pipeline stage is recomputed in full. "op": every block
+    saves its attention outputs and every second matrix product, and recomputes the rest, including
+    the dispatch of tokens to experts."""
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = ["router.gate"]
     """Linear modules, by parts of their names, whose matrix products are always recomputed under
     "op" (torchtitan: `["moe.router.gate"]`)."""

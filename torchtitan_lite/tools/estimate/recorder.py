@@ -22,7 +22,7 @@ from torchtitan_lite.distributed.torch_compat import (
     outside_of_fake_tensors,
     tensors_in,
 )
-from torchtitan_lite.nn.spec import ModelSpec, TokenLoss, blocks_of
+from torchtitan_lite.nn.spec import ModelSpec, TokenLoss, named_blocks
 from torchtitan_lite.optim.muon import Orthogonalization, specs_of
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.orthogonalization import BUCKET_BYTES, assign_matrices
@@ -327,8 +327,7 @@ def _units(parts: Sequence[nn.Module], spec: ModelSpec) -> dict[str, str]:
     depth = spec.blocks.count(".") + 1
     units: dict[str, str] = {}
     for stage, part in enumerate(parts):
-        blocks = set(blocks_of(part, spec))
-        names = [name for name, module in part.named_modules() if module in blocks]
+        names = [name for _, name, _ in named_blocks(part, spec)]
         for name, _ in part.named_modules():
             block = ".".join(name.split(".")[:depth])
             if block in names:
