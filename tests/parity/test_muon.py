@@ -6,9 +6,7 @@ in bfloat16, as torch.optim.Muon does, with which `tests/unit/optim/test_muon.py
 """
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,6 @@ from tests.parity.meshes import (
     EXPERT_MESHES,
     EXPERTS,
     MESHES,
-    REFERENCE,
     assert_same,
     chosen,
     family_case,
@@ -31,19 +28,6 @@ Pools = Callable[[int], WorkerPool]
 MUON = {"optimizer.name": "Muon", "optimizer.muon_dtype": "float64"}
 # One row for each kind of layout: the others differ in forward and backward.
 SHORT = ("pp-2-zbv", "cpu-offload")
-
-
-@pytest.fixture(scope="module")
-def reference(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """Overrides -> the outcome of one process, computed once."""
-    folder = tmp_path_factory.mktemp("reference")
-
-    @cache
-    def run(overrides: tuple[tuple[str, Any], ...]) -> Outcome:
-        name = str(abs(hash(overrides)))
-        return pools(1).run(run_job, folder / name, {**REFERENCE, **dict(overrides)})[0]
-
-    return lambda **overrides: run(tuple(sorted(overrides.items())))
 
 
 @pytest.mark.parametrize("mesh", [*SHORT, *long(*(m for m in MESHES if m not in SHORT))])

@@ -7,7 +7,6 @@ gradient norm and all weights. SGD is included because AdamW hides a wrong gradi
 import json
 import multiprocessing
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from tests.parity.meshes import (
     MESHES,
     OP_CHECKPOINT,
     PP,
-    REFERENCE,
     assert_identical,
     assert_same,
     chosen,
@@ -57,19 +55,6 @@ FLOAT32 = {"training.dtype": "float32"}
 BFLOAT16 = {**FLOAT32, "training.mixed_precision_param": "bfloat16"}
 """As on a GPU: float32 parameters, bfloat16 forward and backward."""
 Z_LOSS = {"training.z_loss_weight": 0.05}
-
-
-@pytest.fixture(scope="module")
-def reference(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """Overrides -> the outcome of one process, computed once."""
-    folder = tmp_path_factory.mktemp("reference")
-
-    @cache
-    def run(overrides: tuple[tuple[str, Any], ...]) -> Outcome:
-        name = str(abs(hash(overrides)))
-        return pools(1).run(run_job, folder / name, {**REFERENCE, **dict(overrides)})[0]
-
-    return lambda **overrides: run(tuple(sorted(overrides.items())))
 
 
 @pytest.mark.parametrize(("mesh", "optimizer"), rows(MESHES))

@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md name files and functions that exist."""
+"""The recipes of CONTRIBUTING.md name files and code that exist."""
 
 import re
 from pathlib import Path
@@ -6,23 +6,38 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 _RECIPES = (_ROOT / "CONTRIBUTING.md").read_text().partition("## How to add")[2]
 _RECIPES = _RECIPES.partition("\n## ")[0]
+_OTHER = {
+    *("None", "OSError"),
+    *("muon_", "adamw_"),  # Prefixes of keys.
+    *("n_embd", "rope_parameters"),  # Keys of config.json.
+}
+_DEFINITION = re.compile(r"^ *(?:(?:def|class) (\w+)|(?:self\.)?(\w+)(?:: | = ))", re.MULTILINE)
 
 
 def test_files_exist() -> None:
-    named = re.findall(r"`([\w./]+(?:\.py|/))`", _RECIPES)
-    assert len(named) > 15
+    named = re.findall(r"`([\w./]+(?:\.\w+|/))`", _RECIPES)
+    named = [name for name in named if "/" in name or name.endswith((".md", ".toml"))]
+    assert len(named) > 60
     places = [_ROOT, _ROOT / "torchtitan_lite"]
     missing = [name for name in named if not any((place / name).exists() for place in places)]
     assert missing == []
 
 
-def test_functions_exist() -> None:
-    code = "\n".join(
-        path.read_text()
-        for folder in ("torchtitan_lite", "checkpoint", "models", "tests/parity")
-        for path in (_ROOT / folder).rglob("*.py")
-    )
-    for name in ("parallelize", "open_metrics", "open_storage"):
-        assert f"`{name}`" in _RECIPES and f"def {name}(" in code
-    assert "`_ELEMENT_WISE`" in _RECIPES and "\n_ELEMENT_WISE" in code
-    assert "`MESHES`" in _RECIPES and "\nMESHES" in code
+def test_functions_classes_and_constants_exist() -> None:
+    named = set(re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)(?:\(\.\.\.\))?`", _RECIPES))
+    named = {name for name in named if not name.endswith((".md", ".toml"))} - _OTHER
+    assert len(named) > 50
+    defined = _defined()
+    missing = {name for name in named if not set(name.split(".")) <= defined}
+    assert missing == set()
+
+
+def _defined() -> set[str]:
+    """Return the names of modules, functions, classes, variables and fields."""
+    names: set[str] = set()
+    for folder in ("torchtitan_lite", "checkpoint", "models", "tests"):
+        for path in (_ROOT / folder).rglob("*.py"):
+            names.add(path.stem)
+            for groups in _DEFINITION.findall(path.read_text(encoding="utf-8")):
+                names.update(groups)
+    return names
