@@ -16,8 +16,8 @@ from torchtitan_lite.fault_tolerance.supervision.failures.flight_records import 
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure, failure_of
 
 
-def _failure(status: int) -> Failure:
-    return Failure(f"rank 1: exit status {status}", "", Path("log"), 1, status)
+def _failure(status: int, **given: object) -> Failure:
+    return Failure(f"rank 1: exit status {status}", "", Path("log"), 1, status, **given)  # pyright: ignore[reportArgumentType]
 
 
 def _records(**sizes: str) -> dict[int, FlightRecord]:

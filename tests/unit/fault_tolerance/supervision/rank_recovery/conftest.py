@@ -127,8 +127,10 @@ class ObedientProcess(FakeProcess):
 class NoRequests:
     """No request to resize."""
 
-    request: ResizeRequest | None = None
     is_open = False
+
+    def __init__(self) -> None:
+        self.request: ResizeRequest | None = None
 
     def parse(self, text: str) -> RunMesh:
         return RunMesh.from_text(text)

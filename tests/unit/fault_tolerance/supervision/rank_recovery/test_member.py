@@ -115,9 +115,10 @@ class _Member(Member):
 
     def answered(self, answer: Answer, *, has_lease: bool = True) -> None:
         """Replace the last answer of the rendezvous, which sends no other one."""
-        self._link._send = lambda now_s: None
-        self._link.answer = answer
-        self._link._leased_s = lease_clock_s() + (_LEASED_S if has_lease else -2 * LEASE_S)
+        link: Any = self._link
+        link._send = lambda now_s: None
+        link.answer = answer
+        link._leased_s = lease_clock_s() + (_LEASED_S if has_lease else -2 * LEASE_S)
 
     def trained(self, *processes: FakeProcess) -> MemberPhase:
         """Return what this member does next, with `processes` as its ranks that train."""

@@ -38,6 +38,7 @@ class _Requests(NoRequests):
     """A request to resize, and its answers."""
 
     def __init__(self) -> None:
+        self.request: ResizeRequest | None = None
         self.answers: list[tuple[ResizeState, str]] = []
 
     def refusal(self, request_id: str, mesh: str) -> str | None:
