@@ -22,7 +22,7 @@ from benchmarks.harness import Comparison, Result, formatted, main
 from benchmarks.processes import ChildFailed
 from tests.resilience.network.machines import BUDDIES, Machines, machines, undisturbed_losses
 from tests.resilience.network.namespaces import unavailable_reason
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import LOST_S
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LOST_S
 
 _STEPS_PER_KILL = 40
 _NAMES = ("a", "b", "c")

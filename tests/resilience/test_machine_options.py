@@ -9,8 +9,8 @@ import pytest
 
 from tests.harness import launch
 from tests.harness.ranks import run_command
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.rendezvous_link import RendezvousLink
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.server import rendezvous_server
+from torchtitan_lite.fault_tolerance.supervision.coordinator.remote_link import RemoteLink
+from torchtitan_lite.fault_tolerance.supervision.coordinator.server import rendezvous_server
 
 _TOKEN = "a secret of the tests"
 _ARGUMENTS = (*launch.SMALL, "--training.steps=5", "--training.global_batch_size=24")
@@ -20,7 +20,7 @@ _ARGUMENTS = (*launch.SMALL, "--training.steps=5", "--training.global_batch_size
 def endpoint() -> Iterator[str]:
     """The address of a rendezvous at which one machine of two has joined."""
     with rendezvous_server("127.0.0.1:0", _TOKEN) as server:
-        link = RendezvousLink(
+        link = RemoteLink(
             server.address,
             _TOKEN,
             address="127.0.0.1",

@@ -21,7 +21,7 @@ def run(options: Namespace, arguments: Sequence[str]) -> int:
     configure_logging()
     try:
         secret = rendezvous_secret()
-        from torchtitan_lite.fault_tolerance.supervision.rendezvous.server import rendezvous_server
+        from torchtitan_lite.fault_tolerance.supervision.coordinator.server import rendezvous_server
 
         with rendezvous_server(options.bind, secret) as server:
             print(f"listening on {server.address}", flush=True)

@@ -22,7 +22,7 @@ from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
-    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import RecoveryHooks
+    from torchtitan_lite.fault_tolerance.supervision.agent.worker import RecoveryHooks
 
 
 def run_train(argv: Sequence[str]) -> int:
@@ -120,7 +120,7 @@ def _end_with(error: UserError, recovery: "RecoveryHooks | None") -> int:
 def _serve(argv: Sequence[str]) -> int:
     """Train as the rank that the agent assigns to this process. Returns the exit status."""
     die_with_nproc()
-    from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import serve
+    from torchtitan_lite.fault_tolerance.supervision.agent.worker import serve
 
     return serve(lambda recovery, changed: train_rank([*argv, *changed], recovery), _import_rank)
 

@@ -8,15 +8,15 @@ from torchtitan_lite.cli.train_options import TrainOptions, checked_config
 from torchtitan_lite.cli.train_processes import agent_environment, received_signals
 from torchtitan_lite.config import Config, check_live_resize, check_resize_arguments
 from torchtitan_lite.core.outputs import output_folder
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
+from torchtitan_lite.fault_tolerance.supervision.agent.member import Member
+from torchtitan_lite.fault_tolerance.supervision.agent.rank_process import (
     RankProcess,
     rank_command,
 )
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.resize_inbox import ResizeInbox
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import RunRules
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import LocalLink
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.run_coordinator import RunCoordinator
+from torchtitan_lite.fault_tolerance.supervision.agent.resize_inbox import ResizeInbox
+from torchtitan_lite.fault_tolerance.supervision.coordinator.link import LocalLink
+from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator import RunRules
+from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
 from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     RequestInbox,
     ResizeRequest,

@@ -13,13 +13,13 @@ from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.rank.supervised import LIGHTHOUSE
 from torchtitan_lite.core.urls import is_url
 from torchtitan_lite.distributed.network import address_for_others, names_loopback
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import AdoptedWriters
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
+from torchtitan_lite.fault_tolerance.supervision.agent.lease import AdoptedWriters
+from torchtitan_lite.fault_tolerance.supervision.agent.member import Member
+from torchtitan_lite.fault_tolerance.supervision.agent.rank_process import (
     RankProcess,
     rank_command,
 )
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.rendezvous_link import RendezvousLink
+from torchtitan_lite.fault_tolerance.supervision.coordinator.remote_link import RemoteLink
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
 
@@ -29,7 +29,7 @@ def train_on_machines(
     """Train as one of several machines with the same `secret`, or wait as a spare one. Returns the
     exit status. Raises UserError."""
     address = _own_address(options)
-    link = RendezvousLink(
+    link = RemoteLink(
         options.endpoint,
         secret,
         address=address,

@@ -10,7 +10,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.core.preemption import StopRequest, stop_on_signals
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import start_mesh
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.worker import RecoveryHooks
+from torchtitan_lite.fault_tolerance.supervision.agent.worker import RecoveryHooks
 from torchtitan_lite.training.builders import build
 from torchtitan_lite.training.final_export import export_last_save
 from torchtitan_lite.training.run_folder import hold_folder

@@ -30,7 +30,7 @@ from torchtitan_lite.distributed.on_all_ranks import (
     run_long_on_all_ranks,
     run_on_all_ranks,
 )
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.lease import kill_writers
+from torchtitan_lite.fault_tolerance.supervision.agent.lease import kill_writers
 
 
 def places_of(config: Config) -> LeasePlaces:

@@ -18,7 +18,7 @@ from tests.resilience.network.machines import (
     undisturbed_losses,
 )
 from tests.resilience.network.namespaces import unavailable_reason
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.timing import LEASE_S, LOST_S, STOP_S
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LEASE_S, LOST_S, STOP_S
 
 _REASON = unavailable_reason()
 pytestmark = [

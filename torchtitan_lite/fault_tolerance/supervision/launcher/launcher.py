@@ -16,6 +16,11 @@ from torchtitan_lite.core.diagnosis import NOTIFIER, Cause, Diagnosis
 from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.core.rank.processes import Subreaper, become_subreaper, wait_readable
 from torchtitan_lite.core.rank.supervised import LAUNCHER_PID, LIGHTHOUSE
+from torchtitan_lite.fault_tolerance.supervision.agent.member import Member
+from torchtitan_lite.fault_tolerance.supervision.agent.rank_process import RankProcess
+from torchtitan_lite.fault_tolerance.supervision.coordinator.link import LocalLink
+from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator import RunRules
+from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
 from torchtitan_lite.fault_tolerance.supervision.failures.link_monitor import LinkMonitor
 from torchtitan_lite.fault_tolerance.supervision.launcher.departures import DepartureNotifier
 from torchtitan_lite.fault_tolerance.supervision.launcher.lighthouse_process import (
@@ -34,11 +39,6 @@ from torchtitan_lite.fault_tolerance.supervision.launcher.resize import (
 )
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import StatusView
 from torchtitan_lite.fault_tolerance.supervision.logs import last_lines, open_log
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankProcess
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import RunRules
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import LocalLink
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.run_coordinator import RunCoordinator
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RequestInbox
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     GiveUp,

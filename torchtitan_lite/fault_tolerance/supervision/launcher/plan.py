@@ -19,8 +19,8 @@ from torchtitan_lite.core.outputs import (
     replica_folder,
 )
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
+from torchtitan_lite.fault_tolerance.supervision.agent.rank_process import rank_command
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import rank_command
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
 _TORCHRUN_VARIABLES = (

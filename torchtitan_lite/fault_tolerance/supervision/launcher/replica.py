@@ -17,6 +17,9 @@ from torchtitan_lite.core.outputs import quorum_name
 from torchtitan_lite.core.rank.heartbeat import HEARTBEATS, HeartbeatMemory
 from torchtitan_lite.core.rank.processes import kill_process_group, state_of
 from torchtitan_lite.core.rank.supervised import GENERATION, RANK_LOGS, rank_log
+from torchtitan_lite.fault_tolerance.supervision.agent.member import Member, MemberPhase
+from torchtitan_lite.fault_tolerance.supervision.agent.rank_process import RankState
+from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import RunState
 from torchtitan_lite.fault_tolerance.supervision.failures.failure_cause import (
     LOG_LINES,
     diagnose_failure,
@@ -33,9 +36,6 @@ from torchtitan_lite.fault_tolerance.supervision.logs import (
     last_lines,
     make_log_folder,
 )
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member, MemberPhase
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import RankState
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.messages import RunState
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure, GiveUp
 
 _MAX_LINE_CHARS = 300

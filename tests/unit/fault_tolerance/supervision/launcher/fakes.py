@@ -22,10 +22,10 @@ from torchtitan_lite.core.rank.supervised import (
     attach_to_launcher,
     print_into_rank_log,
 )
+from torchtitan_lite.fault_tolerance.supervision.agent.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import PlainLines
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.channel import AgentChannel
 
 _SLEEP = "import time; time.sleep(600)"
 _WRITER = """

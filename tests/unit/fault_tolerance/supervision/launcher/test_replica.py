@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.unit.fault_tolerance.supervision.rank_recovery.conftest import (
+from tests.unit.fault_tolerance.supervision.agent.conftest import (
     NoRequests,
     ObedientProcess,
 )
@@ -19,18 +19,18 @@ from torchtitan_lite.core.diagnosis import Cause, Diagnosis
 from torchtitan_lite.core.errors import DIVERGED
 from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.core.rank.supervised import GENERATION, RANK_LOGS
+from torchtitan_lite.fault_tolerance.supervision.agent.member import Member
+from torchtitan_lite.fault_tolerance.supervision.agent.rank_process import (
+    RankProcess,
+    RankState,
+)
+from torchtitan_lite.fault_tolerance.supervision.coordinator.link import LocalLink
+from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator import RunRules
+from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
 from torchtitan_lite.fault_tolerance.supervision.launcher import launcher as launcher_module
 from torchtitan_lite.fault_tolerance.supervision.launcher import replica as replica_module
 from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
 from torchtitan_lite.fault_tolerance.supervision.launcher.replica import Replica, ReplicaState
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.member import Member
-from torchtitan_lite.fault_tolerance.supervision.rank_recovery.rank_process import (
-    RankProcess,
-    RankState,
-)
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.coordinator import RunRules
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.link import LocalLink
-from torchtitan_lite.fault_tolerance.supervision.rendezvous.run_coordinator import RunCoordinator
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import Failure, RestartPolicy
 

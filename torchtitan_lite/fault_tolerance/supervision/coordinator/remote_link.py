@@ -1,0 +1,138 @@
+"""Link of a machine's member to the rendezvous.
+
+A thread sends the reports, so that the member never waits for the network. It sends them only while
+the main loop runs: a machine whose main loop is blocked must count as lost.
+"""
+
+import secrets
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.distributed.rpc.client import RpcClient
+from torchtitan_lite.fault_tolerance.supervision.coordinator.link import Link
+from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
+    MAX_CHARS,
+    PURPOSE,
+    SERVICE,
+    Answer,
+    Report,
+)
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
+    BLOCKED_S,
+    CALL_S,
+    LEASE_S,
+    REPORT_S,
+    lease_clock_s,
+)
+from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
+
+_LEAVE_S = 1.0
+
+
+class RemoteLink(Link):
+    """Link to a rendezvous that several machines share."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        secret: str,
+        *,
+        address: str,
+        name: str,
+        run_id: str,
+        num_machines: int,
+        num_replicas: int = 1,
+        num_ranks: int,
+        fingerprint: str,
+        dump_folder: str = "",
+    ) -> None:
+        """See `Report`."""
+        self._client = RpcClient(endpoint, SERVICE, secret, PURPOSE)
+        self.report = Report(
+            machine=secrets.token_hex(16),
+            sequence=0,
+            name=name,
+            address=address,
+            run_id=run_id,
+            num_machines=num_machines,
+            num_replicas=num_replicas,
+            num_ranks=num_ranks,
+            mesh=RunMesh(num_ranks).to_text(),
+            fingerprint=fingerprint,
+            dump_folder=dump_folder[:MAX_CHARS],
+        )
+        self._sequence = 0
+        self.problem = "it has not answered yet"
+        self._reported: object = grpc.StatusCode.UNAVAILABLE
+        """Status of the last failure that was logged; before the first answer, not that of a
+        rendezvous that starts later; None after an answer."""
+        self._leased_s = self._beat_s = 0.0
+        self._wake = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+
+    def start(self) -> None:
+        """Start to report."""
+        self.beat()
+        self._thread.start()
+
+    def beat(self) -> None:
+        self._beat_s = time.monotonic()
+
+    def update(self, **changes: Any) -> None:
+        self.report = replace(self.report, **changes)
+        self._wake.set()
+
+    @property
+    def lease_until_s(self) -> float:
+        return self._leased_s + LEASE_S
+
+    def leave(self, reason: str = "") -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(CALL_S + _LEAVE_S)
+        with suppress(RpcError):
+            if self.answer is not None:
+                content = {"report": self.report.to_json(), "reason": reason}
+                self._client.call("Leave", content, _LEAVE_S)
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._ended and not self.rejection:
+            self._wake.clear()
+            if time.monotonic() - self._beat_s <= BLOCKED_S:
+                self._send(lease_clock_s())
+            self._wake.wait(REPORT_S)
+
+    def _send(self, now_s: float) -> None:
+        self._sequence += 1
+        report = replace(self.report, sequence=self._sequence)
+        try:
+            answer = Answer.parse(self._client.call("Report", report.to_json(), CALL_S))
+        except RpcError as error:
+            # Once it has answered, an error may be due to its restart, after which a machine of
+            # another run may have reached it first. A status without a proof decides nothing,
+            # because any machine on the way can forge it.
+            is_at_fault = self.report.failure_status == MACHINE_FAULT
+            if error.is_final and (self.answer is None or is_at_fault):
+                self.rejection = str(error)
+            elif error.code is not self._reported:
+                self._reported = error.code
+                logger.warning("The rendezvous does not renew the lease: %s", error)
+            self.problem = str(error)
+            return
+        except ValueError as error:
+            self.rejection = f"The rendezvous answers with a malformed message: {error}."
+            return
+        self.problem, self._reported = "", None
+        self.answer, self._leased_s = answer, now_s
