@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.async_saver import NUM_SLOTS, AsynchronousSaver
 from torchtitan_lite.checkpoint.background.buddy import NUM_COPIES
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
-from torchtitan_lite.checkpoint.background.flush import max_wait_s
+from torchtitan_lite.checkpoint.background.flush import mark_last_writer, max_wait_s
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.buddies import (
     NUM_EXTRA_SLOTS,
@@ -39,6 +39,9 @@ from torchtitan_lite.distributed.on_all_ranks import first_message
 
 _VALUES_HEADROOM = 4
 _SHORT_WAIT_S = 1.0
+_ROUND_S = 0.1
+"""Interval at which ranks that wait for earlier writers exchange what they see."""
+_LEADER = 0
 
 
 def wait_for_earlier_writers(context: SaveContext, *, is_first_try: bool) -> bool:
@@ -46,13 +49,20 @@ def wait_for_earlier_writers(context: SaveContext, *, is_first_try: bool) -> boo
     return whether all have ended. The first try waits as long as they may take; a warning names the
     remaining one. Every rank must call it: no new writer may take a lock that another rank waits
     for."""
-    mesh = context.mesh
+    mesh, run_id = context.mesh, context.identity.run_id
     wait_s = max_wait_s(context.config.preemption_grace_s) if is_first_try else _SHORT_WAIT_S
     deadline = time.monotonic() + wait_s
-    while held := first_message(_lock_holder(context.identity.run_id)):
+    while True:
+        holders = _lock_holders(run_id)
+        held = first_message(next(iter(holders.values()), ""))
+        if not held:
+            break
         # The wait may exceed a collective's timeout, so the ranks keep in touch.
         if mesh.any(time.monotonic() >= deadline):
             break
+        if not mesh.any(bool(holders.keys() - {_LEADER})):
+            # It may wait for the part of a lost machine, until its grace period ends.
+            _mark_last_writer(run_id)
     if held and mesh.is_leader:
         logger.warning(
             "A checkpoint writer of an earlier generation is still running: %s. Its storage may "
@@ -62,17 +72,28 @@ def wait_for_earlier_writers(context: SaveContext, *, is_first_try: bool) -> boo
     return not held
 
 
-def _lock_holder(run_id: str) -> str:
-    """Return which process holds a lock of the run on this machine after a short wait; "" if none.
+def _lock_holders(run_id: str) -> dict[int, str]:
+    """Return, by rank, which processes hold a lock of the run on this machine after a short wait.
     Errors of the folder are left to its next user."""
+    holders: dict[int, str] = {}
     with suppress(OSError, CheckpointError):
         folder = shared_memory_folder(run_id)
-        deadline = time.monotonic() + _SHORT_WAIT_S
-        for rank in region_files(folder):
+        deadline = time.monotonic() + _ROUND_S
+        # The leader's last: its writer may hold it for longest.
+        for rank in sorted(region_files(folder), reverse=True):
             lock = RankLock(folder, rank)
             if not lock.wait(deadline - time.monotonic()):
-                return f"process {lock.owner() or 'of an unknown number'} holds {lock.path}"
-    return ""
+                owner = lock.owner() or "of an unknown number"
+                holders[rank] = f"process {owner} holds {lock.path}"
+    return holders
+
+
+def _mark_last_writer(run_id: str) -> None:
+    """Let the leader's writer, if it runs on this machine, end when its own part is written."""
+    with suppress(OSError, CheckpointError):
+        path = region_path(shared_memory_folder(run_id), _LEADER)
+        if path.exists():
+            mark_last_writer(path)
 
 
 def open_async_saver(

@@ -29,7 +29,8 @@ If not all regions are visible (several machines), the writers cannot agree. The
 is then one of at most two steps of each rank: the newest confirmed one, and a later one. Each
 orphaned writer writes both, newest first, under the token of a trainer's first attempt, so parts
 that were ordered count, too. The leader commits what becomes complete, until the newest is
-committed or the grace period ends.
+committed or the grace period ends. Parts of a lost machine never arrive: once only the leader's
+writer is left, the next generation, which waits for it, lets it end.
 
 Invariant: a step is committed only from parts of one generation.
 """
@@ -57,6 +58,7 @@ _WATCH_S = 0.2
 _RETRY_S = 0.5
 _DECISION = "flush-"
 _REQUEST = "leave-"
+_LAST_WRITER = "last-"
 SaveAttempt = tuple[int, str]
 """A step, and the token of an attempt at it."""
 
@@ -64,6 +66,20 @@ SaveAttempt = tuple[int, str]
 def max_wait_s(grace_s: float) -> float:
     """Return how long a successor may have to wait for a writer."""
     return grace_s + _SLACK_S
+
+
+def mark_last_writer(region_path: Path) -> None:
+    """Let the orphaned leader's writer of a region end once its own part is written: the writers of
+    all other ranks have ended. Raises OSError or DamagedSnapshot."""
+    region = Region.open(region_path)
+    region.close()
+    _last_writer_path(region).touch(mode=0o600)
+
+
+def _last_writer_path(region: Region) -> Path:
+    """Return the file that `mark_last_writer` creates. It is named after the region's token, so
+    those of earlier generations do not match."""
+    return region.path.with_name(f"{_LAST_WRITER}{region.token}")
 
 
 class GracePeriodExpired(WriteAbandoned):
@@ -207,13 +223,15 @@ class _Flush:
 
     def run(self, wanted: Sequence[SaveAttempt], under_way: Set[SaveAttempt]) -> list[int]:
         """Write the attempts `wanted`, newest first, and after each part commit those of `wanted`
-        and `under_way` that are complete. A writer that leads no rank stops once it is not
-        needed."""
+        and `under_way` that are complete. A writer that leads no rank stops once it is not needed,
+        and the leader's stops once no other writer is left."""
         committed: list[int] = []
         unwritten, left = list(wanted), {*wanted, *under_way}
         next_try = 0.0
         try:
             while left:
+                # Read before the parts are listed, so that the list is final.
+                is_last = self._is_last_writer()
                 if unwritten and self._grace.has_time and time.monotonic() >= next_try:
                     if self._write(self._ranks.own, *unwritten[0]):
                         unwritten.pop(0)
@@ -235,12 +253,19 @@ class _Flush:
                     unwritten = [attempt for attempt in unwritten if attempt in left]
                 if not (self._grace.has_time and (leader or self._sees_all or unwritten)):
                     break
+                if is_last and not unwritten:
+                    break
                 if left:
                     time.sleep(_POLL_S if leader else _WATCH_S)
         finally:
             for lock in self._locks.values():
                 lock.release()
         return committed
+
+    def _is_last_writer(self) -> bool:
+        """Return whether only this process still writes parts. One that sees all ranks also writes
+        those of dead ones."""
+        return not self._sees_all and _last_writer_path(self._ranks.own.region).exists()
 
     def _write(self, save: RankSave, step: int, token: str) -> bool:
         """Write a rank's part unless it is present. Returns False, after logging an error, if it

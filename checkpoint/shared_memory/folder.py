@@ -239,7 +239,7 @@ def release_rank(folder: Path, rank: int) -> None:
                 if other.try_acquire():
                     other.path.unlink(missing_ok=True)
                 other.release()
-            for pattern in ("flush-*.json", "leave-*"):
+            for pattern in ("flush-*.json", "leave-*", "last-*"):
                 for left in folder.glob(pattern):
                     left.unlink(missing_ok=True)
             folder.rmdir()

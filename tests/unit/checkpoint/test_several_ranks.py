@@ -1,6 +1,10 @@
 """What the ranks of a run agree on when they save and resume, each with its own view."""
 
 import json
+import os
+import secrets
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.harness.snapshots import trainers
 from tests.harness.threads import run_on_threads
-from torchtitan_lite.checkpoint import buddies, leftover_snapshots, manager
+from torchtitan_lite.checkpoint import async_setup, buddies, leftover_snapshots, manager
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver, SnapshotInterval
+from torchtitan_lite.checkpoint.async_setup import wait_for_earlier_writers
 from torchtitan_lite.checkpoint.buddies import open_buddies, pair_buddies
 from torchtitan_lite.checkpoint.history import lineage
 from torchtitan_lite.checkpoint.history.identity import agree_on_identity
@@ -20,6 +26,11 @@ from torchtitan_lite.checkpoint.leftover_snapshots import newest_leftover
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import SaveSignals
+from torchtitan_lite.checkpoint.shared_memory.folder import (
+    RankLock,
+    region_path,
+    shared_memory_folder,
+)
 from torchtitan_lite.checkpoint.sync_saver import SynchronousSaver
 from torchtitan_lite.core.errors import DamagedCheckpoint
 from torchtitan_lite.distributed.device import detect_device
@@ -302,3 +313,43 @@ def test_the_interval_of_snapshots_follows_their_cost() -> None:
     assert interval.steps == 11
     interval.update(copy_s=0.03, step_s=10.0)
     assert interval.steps == 1
+
+
+@pytest.mark.parametrize(("is_lost", "grace_s"), [(True, 20.0), (False, 0.0)])
+def test_the_leaders_writer_is_ended_once_no_other_rank_has_one(
+    is_lost: bool, grace_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the part of rank 1, whose machine is lost, or whose writer still runs."""
+    root, run_id = tmp_path / "checkpoint", secrets.token_hex(16)
+    bases = [tmp_path / "first", tmp_path / "second"]
+    for base in bases:
+        base.mkdir()
+    folders = [shared_memory_folder(run_id, base=base) for base in bases]
+    monkeypatch.setattr(
+        async_setup, "shared_memory_folder", lambda run_id: folders[dist.get_rank()]
+    )
+
+    def wait() -> bool:
+        config = SimpleNamespace(preemption_grace_s=grace_s)
+        identity = SimpleNamespace(run_id=run_id)
+        context: Any = SimpleNamespace(mesh=two_ranks(), config=config, identity=identity)
+        return wait_for_earlier_writers(context, is_first_try=True)
+
+    with trainers(bases[0], root, 2, run_id=run_id) as run:
+        run.regions.pop().unlink()
+        run.snapshot(0, 7)
+        run.start(preemption_grace_s=20.0)
+        lock = RankLock(folders[1], 1)
+        if not is_lost:
+            region_path(folders[1], 1).touch()
+            assert lock.try_acquire()
+        run.disconnect()
+        began_s = time.monotonic()
+        assert run_on_threads(2, wait) == [is_lost] * 2
+        assert time.monotonic() - began_s < 10
+        assert bool(list(folders[0].glob("last-*"))) == is_lost
+        assert run.writers[0].alive != is_lost
+        lock.release()
+        if not is_lost:
+            assert run.writers[0].pid is not None
+            os.kill(run.writers[0].pid, signal.SIGKILL)

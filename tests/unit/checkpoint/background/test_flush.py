@@ -14,7 +14,12 @@ import pytest
 from tests.harness.snapshots import Trainers, snapshot, trainers, verify
 from tests.unit.checkpoint.faulty_writer import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
-from torchtitan_lite.checkpoint.background.flush import GracePeriod, SaveAttempt, flush
+from torchtitan_lite.checkpoint.background.flush import (
+    GracePeriod,
+    SaveAttempt,
+    flush,
+    mark_last_writer,
+)
 from torchtitan_lite.checkpoint.background.save import RankSave, WriterGroup, attempt_token
 from torchtitan_lite.checkpoint.history.fencing_tokens import FencingTokens, TokenClaim
 from torchtitan_lite.checkpoint.storage.base import open_storage
@@ -161,6 +166,33 @@ def test_machines_one_step_apart_save_the_common_step_of_hanging_trainers(
     # Otherwise it would wait for the other rank's step 8.
     assert first.writers[0].pid is not None
     os.kill(first.writers[0].pid, 9)
+
+
+def test_the_last_writer_does_not_wait_for_parts_that_nobody_writes(
+    machines: list[Trainers],
+) -> None:
+    first, second = machines
+    _hold(first, (6, 7, 8), confirmed=7)
+    _hold(second, (6, 7), confirmed=7)
+    _write(_save_of(second), 1, 7, attempt_token("5e55", 7))
+    mark_last_writer(first.regions[0].path)
+    began_s = time.monotonic()
+    assert _flush(_save_of(first), grace_s=20.0) == [7]
+    assert time.monotonic() - began_s < 10, "it has waited for rank 1's part of step 8"
+    verify(Path(first.root) / "step-7")
+
+
+def test_a_writer_of_an_earlier_generation_that_was_the_last_does_not_matter(
+    machines: list[Trainers],
+) -> None:
+    first, _ = machines
+    _hold(first, (7,), confirmed=7)
+    mark_last_writer(first.regions[0].path)
+    (mark,) = first.folder.glob("last-*")
+    mark.rename(mark.with_name("last-" + "0" * 32))
+    began_s = time.monotonic()
+    assert _flush(_save_of(first), grace_s=0.5) == []
+    assert time.monotonic() - began_s >= 0.5
 
 
 def test_a_decision_that_cannot_be_published_does_not_stop_the_flush(
