@@ -10,7 +10,7 @@ import pytest
 from tests.harness import launch
 from tests.harness.ranks import run_command
 from torchtitan_lite.fault_tolerance.supervision.coordinator.remote_link import RemoteLink
-from torchtitan_lite.fault_tolerance.supervision.coordinator.server import rendezvous_server
+from torchtitan_lite.fault_tolerance.supervision.coordinator.server import coordinator_server
 
 _TOKEN = "a secret of the tests"
 _ARGUMENTS = (*launch.SMALL, "--training.steps=5", "--training.global_batch_size=24")
@@ -18,8 +18,8 @@ _ARGUMENTS = (*launch.SMALL, "--training.steps=5", "--training.global_batch_size
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    """The address of a rendezvous at which one machine of two has joined."""
-    with rendezvous_server("127.0.0.1:0", _TOKEN) as server:
+    """The address of a coordinator at which one machine of two has joined."""
+    with coordinator_server("127.0.0.1:0", _TOKEN) as server:
         link = RemoteLink(
             server.address,
             _TOKEN,
@@ -80,15 +80,15 @@ def test_a_token_that_is_too_short_is_rejected(endpoint: str, fails: Fails) -> N
 
 @pytest.mark.matrix
 def test_too_few_machines_are_named(fails: Fails) -> None:
-    with rendezvous_server("127.0.0.1:0", _TOKEN) as server:
+    with coordinator_server("127.0.0.1:0", _TOKEN) as server:
         line = fails(server.address, "--nnodes=3", "--rdzv-timeout-s=6")
     assert "1 of 3 machines have joined in 6 s (127.0.0.1 (process" in line
 
 
 @pytest.mark.matrix
-def test_a_rendezvous_that_does_not_answer_is_named(fails: Fails) -> None:
+def test_a_coordinator_that_does_not_answer_is_named(fails: Fails) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     line = fails(endpoint, "--nnodes=2", "--rdzv-timeout-s=1")
-    assert f"the rendezvous cannot be reached: Nothing answers at {endpoint}" in line
+    assert f"the coordinator cannot be reached: Nothing answers at {endpoint}" in line

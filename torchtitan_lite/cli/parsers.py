@@ -97,7 +97,7 @@ def parser() -> Parser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     _train(commands)
     _resize(commands)
-    _rendezvous(commands)
+    _coordinator(commands)
     _launch(commands)
     _generate(commands)
     _subscribe(commands)
@@ -110,8 +110,19 @@ def parser() -> Parser:
     return top
 
 
-def _add(commands, name: str, summary: str, description: str, *, module: str, **defaults) -> Parser:
-    parser = commands.add_parser(name, help=summary, description=f"{summary}\n\n{description}")
+def _add(
+    commands,
+    name: str,
+    summary: str,
+    description: str,
+    *,
+    module: str,
+    former_names: Sequence[str] = (),
+    **defaults,
+) -> Parser:
+    parser = commands.add_parser(
+        name, aliases=former_names, help=summary, description=f"{summary}\n\n{description}"
+    )
     defaults = {"function": "run", "passes_on": False, "check": None, **defaults}
     parser.set_defaults(parser=parser, module=f"torchtitan_lite.cli.{module}", **defaults)
     return parser
@@ -154,7 +165,7 @@ def _train(commands) -> Parser:
     train.add_argument(
         "--rdzv-endpoint",
         metavar="HOST:PORT",
-        help="address of `torchtitan-lite rendezvous`, through which the machines find each other",
+        help="address of `torchtitan-lite coordinator`, through which the machines find each other",
     )
     train.add_argument(
         "--rdzv-id",
@@ -199,18 +210,19 @@ def _resize(commands) -> None:
     )
 
 
-def _rendezvous(commands) -> None:
-    rendezvous = _add(
+def _coordinator(commands) -> None:
+    coordinator = _add(
         commands,
-        "rendezvous",
+        "coordinator",
         "Serve the machines of a run: which of them train, and which are spare.",
-        "torchtitan-lite rendezvous --bind HOST:PORT\n\n"
+        "torchtitan-lite coordinator --bind HOST:PORT\n\n"
         "The machines run `train --nnodes M --rdzv-endpoint HOST:PORT`. TORCHTITAN_LITE_TOKEN is\n"
         "the secret that they share with it. It keeps nothing on disk: started again at the same\n"
         "address, it continues. SIGTERM or Ctrl-C ends it.",
-        module="rendezvous",
+        module="coordinator",
+        former_names=("rendezvous",),
     )
-    rendezvous.add_argument(
+    coordinator.add_argument(
         "--bind",
         default="127.0.0.1:29520",
         metavar="HOST:PORT",
@@ -225,9 +237,9 @@ def _launch(commands) -> None:
         "launch",
         "Train with several replicas on this machine; a failed one restarts and rejoins.",
         "torchtitan-lite launch --replicas 2 --nproc-per-replica 2 -- --config llama.toml\n\n"
-        "Arguments after -- are those of `train`. Each replica is a `train --nproc`; one\n"
-        "whose ranks die or hang is restarted while the others keep training. With --spares, only\n"
-        "the rank that died is replaced, by a process that is ready. SIGTERM or Ctrl-C:\n"
+        "Arguments after -- are those of `train`. A rank that dies or hangs is replaced and its\n"
+        "replica restarts in the processes of the others, while the other replicas train on; with\n"
+        "--spares, by a process that is ready. SIGTERM or Ctrl-C:\n"
         "all replicas save and leave; a second Ctrl-C kills them. Exit status 0: all replicas\n"
         "finished or left; 1: a replica failed permanently or was killed; 2: invalid command line\n"
         "or config.",

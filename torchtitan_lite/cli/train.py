@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from torchtitan_lite.cli.rendezvous import rendezvous_secret
+from torchtitan_lite.cli.coordinator import coordinator_secret
 from torchtitan_lite.cli.train_options import TrainOptions, checked_config, split_options
 from torchtitan_lite.cli.train_processes import die_with_nproc, run_local_ranks
 from torchtitan_lite.config import Config
@@ -53,7 +53,7 @@ def _train_in_processes(arguments: Sequence[str], options: TrainOptions, config:
                 "--rdzv-endpoint is given, and fault_tolerance.enable is true: give --replicas R, "
                 "which enables it, or omit one."
             )
-        secret = rendezvous_secret()
+        secret = coordinator_secret()
         from torchtitan_lite.cli.train_machines import train_on_machines
 
         return train_on_machines(arguments, options, config, secret)

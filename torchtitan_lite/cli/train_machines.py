@@ -1,4 +1,4 @@
-"""Training together with other machines, which a rendezvous connects. Needs gRPC."""
+"""Training together with other machines, which a coordinator connects. Needs gRPC."""
 
 import os
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def train_on_machines(
     inbox = resize_inbox(arguments, options, config)
     environment = {
         **agent_environment(options),
-        # The rendezvous is the lighthouse, too.
+        # The coordinator is the lighthouse, too.
         LIGHTHOUSE: f"http://{options.endpoint}",
     }
     with received_signals() as received:

@@ -27,7 +27,7 @@ class TrainOptions:
     """Machines that train, of all replicas."""
     num_replicas: int = 1
     endpoint: str = ""
-    """HOST:PORT of the rendezvous; empty for a run on this machine alone."""
+    """HOST:PORT of the coordinator; empty for a run on this machine alone."""
     run_id: str = "default"
     join_timeout_s: int = 600
     kept: tuple[str, ...] = ()
@@ -133,14 +133,14 @@ def _check_endpoint(options: TrainOptions, values: Mapping[str, str]) -> None:
     if "--rdzv-endpoint" in values and not (host and port.isdecimal()):
         raise ConfigError(
             f'--rdzv-endpoint is "{options.endpoint}", but must be HOST:PORT, such as '
-            "10.0.0.1:29520: the address of `torchtitan-lite rendezvous`."
+            "10.0.0.1:29520: the address of `torchtitan-lite coordinator`."
         )
     of_machines = values.keys() & {"--rdzv-id", "--rdzv-timeout-s"} or options.num_machines > 1
     if of_machines and not options.endpoint:
         raise ConfigError(
             "--nnodes above 1, --rdzv-id and --rdzv-timeout-s need --rdzv-endpoint: start "
-            "`torchtitan-lite rendezvous --bind HOST:PORT` on one machine, and name its address on "
-            "all."
+            "`torchtitan-lite coordinator --bind HOST:PORT` on one machine, and name its address "
+            "on all."
         )
     if options.endpoint and options.num_machines % options.num_replicas:
         raise ConfigError(

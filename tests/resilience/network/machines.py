@@ -36,7 +36,7 @@ BUDDIES: tuple[str, ...] = (
     "--checkpoint.buddy_interval=2",
 )
 """Arguments of a run that has its state in memory only, and copies of it on another machine."""
-_RENDEZVOUS = "rendezvous"
+_COORDINATOR = "coordinator"
 _WAIT_S = 120.0
 _OWN_SHARED_MEMORY = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
 
@@ -45,16 +45,16 @@ _OWN_SHARED_MEMORY = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
 def machines(
     folder: Path, *names: str, steps: int, num_training: int = 2, num_replicas: int = 1
 ) -> Iterator["Machines"]:
-    """Start a rendezvous for machines `names`, of which the first ones train. On exit, all
+    """Start a coordinator for machines `names`, of which the first ones train. On exit, all
     processes and namespaces are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Network([_RENDEZVOUS, *names]) as network:
+    with Network([_COORDINATOR, *names]) as network:
         for name in names:
             # Debian's default, which no address may follow.
             network.set_hosts(name, f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         run = Machines(folder, network, steps, num_training, num_replicas)
         try:
-            run.start_rendezvous()
+            run.start_coordinator()
             yield run
         finally:
             run.remove()
@@ -78,16 +78,16 @@ class Machines:
         self.output = self.dump_folder / "replica_000" if num_replicas > 1 else self.dump_folder
         self.token = secrets.token_hex(16)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
-        self.rendezvous: subprocess.Popen[bytes] | None = None
+        self.coordinator: subprocess.Popen[bytes] | None = None
         self._all: list[subprocess.Popen[bytes]] = []
 
     @property
     def endpoint(self) -> str:
-        return f"{self.network.address(_RENDEZVOUS)}:{PORT}"
+        return f"{self.network.address(_COORDINATOR)}:{PORT}"
 
-    def start_rendezvous(self) -> None:
-        """Start the rendezvous, or start it again."""
-        self.rendezvous = self._start(_RENDEZVOUS, ["rendezvous", f"--bind={self.endpoint}"])
+    def start_coordinator(self) -> None:
+        """Start the coordinator, or start it again."""
+        self.coordinator = self._start(_COORDINATOR, ["coordinator", f"--bind={self.endpoint}"])
 
     def start(self, name: str, *more: str, **variables: str) -> subprocess.Popen[bytes]:
         """Start the agent of a machine, with more arguments and variables."""
@@ -109,7 +109,7 @@ class Machines:
             if self._num_replicas > 1:
                 # So that it has the place of its turn.
                 address = f"{self.network.address(name)} ("
-                self.wait(lambda address=address: address in self.text(_RENDEZVOUS))
+                self.wait(lambda address=address: address in self.text(_COORDINATOR))
         self.wait_for_generation(1)
         for name in names[self._num_training :]:
             self.start(name, *more, **variables)
@@ -199,8 +199,8 @@ class Machines:
         return time.monotonic() - began_s
 
     def wait_for_generation(self, number: int) -> float:
-        """Block until the rendezvous has started generation `number`, and return the seconds."""
-        return self.wait(lambda: f"running, generation {number}," in self.text(_RENDEZVOUS))
+        """Block until the coordinator has started generation `number`, and return the seconds."""
+        return self.wait(lambda: f"running, generation {number}," in self.text(_COORDINATOR))
 
     def finish(self) -> list[float]:
         """Wait for the end of the run, and return the losses of all its steps."""
@@ -219,12 +219,12 @@ class Machines:
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.stem}\n{log.read_text()[-2500:]}" for log in logs)
 
-    def stop_rendezvous(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to the rendezvous; wait for its end if it kills."""
-        assert self.rendezvous is not None
-        self.rendezvous.send_signal(number)
+    def stop_coordinator(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the coordinator; wait for its end if it kills."""
+        assert self.coordinator is not None
+        self.coordinator.send_signal(number)
         if number == signal.SIGKILL:
-            self.rendezvous.wait()
+            self.coordinator.wait()
 
     def remove(self) -> None:
         """Kill all processes."""

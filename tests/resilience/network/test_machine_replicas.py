@@ -46,7 +46,7 @@ def test_a_spare_machine_completes_the_replica_of_a_killed_one(
         run.wait(lambda: run.writers(spare))
         assert run.rank("a") == survivor
         assert "generation 2" not in "".join(
-            line for line in run.text("rendezvous").splitlines(True) if "replica 0:" in line
+            line for line in run.text("coordinator").splitlines(True) if "replica 0:" in line
         )
         assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)
 
@@ -65,7 +65,7 @@ def test_a_spare_machine_takes_the_place_of_one_that_gets_sigterm(
         agent = run.agents.pop(stopped)
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(120) == 0, run.report()
-        assert "a stop was requested" in run.text("rendezvous")
+        assert "a stop was requested" in run.text("coordinator")
         run.wait(lambda: launch.steps_of(run.output)[-1]["num_replicas"] == 2)
         run.wait(lambda: run.writers(spare))
         assert run.rank("a") == survivor

@@ -1,5 +1,5 @@
 """Several machines in one run, and spare machines (`train --nnodes`): what the loss of a rank, of a
-machine, of its network and of the rendezvous does. Losses equal those of a run without faults."""
+machine, of its network and of the coordinator does. Losses equal those of a run without faults."""
 
 import os
 import signal
@@ -102,7 +102,7 @@ def test_a_machine_that_is_cut_off_stops_before_its_place_is_taken(
         assert run.writers("c") and not run.writers("b")
         # It returns as a spare machine, with its process, and takes the next vacant place.
         run.network.plug("b")
-        run.wait(lambda: "generation 2, 3 machines" in run.text("rendezvous"))
+        run.wait(lambda: "generation 2, 3 machines" in run.text("coordinator"))
         assert psutil.pid_exists(rank) and not run.writers("b")
         run.kill("a")
         run.wait_for_generation(3)
@@ -115,15 +115,15 @@ def test_a_machine_that_is_cut_off_stops_before_its_place_is_taken(
     "silent_s",
     [pytest.param(LEASE_S / 4, id="shorter"), pytest.param(LOST_S + 4, id="longer than a lease")],
 )
-def test_a_restarted_rendezvous_changes_no_member(
+def test_a_restarted_coordinator_changes_no_member(
     silent_s: float, expected: list[float], tmp_path: Path
 ) -> None:
     with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
         run.train("a", "b", "c")
         ranks = [run.rank(name) for name in "abc"]
-        run.stop_rendezvous()
+        run.stop_coordinator()
         time.sleep(silent_s)
-        run.start_rendezvous()
+        run.start_coordinator()
         step = run.last_step()
         run.wait_for_step(step + 3)
         assert [run.rank(name) for name in "abc"] == ranks
@@ -132,14 +132,16 @@ def test_a_restarted_rendezvous_changes_no_member(
 
 
 @pytest.mark.matrix
-def test_an_outage_of_the_rendezvous_replaces_nobody(expected: list[float], tmp_path: Path) -> None:
+def test_an_outage_of_the_coordinator_replaces_nobody(
+    expected: list[float], tmp_path: Path
+) -> None:
     with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
         run.train("a", "b", "c")
-        run.stop_rendezvous(signal.SIGSTOP)
+        run.stop_coordinator(signal.SIGSTOP)
         time.sleep(2 * LOST_S)
         # All of them have stopped, and all return to their places.
         assert not run.writers("a") and not run.writers("b")
-        run.stop_rendezvous(signal.SIGCONT)
+        run.stop_coordinator(signal.SIGCONT)
         run.wait(lambda: run.writers("a") and run.writers("b"))
         assert not run.writers("c")
         _check_losses(run, expected)
@@ -154,7 +156,7 @@ def test_an_agent_that_is_blocked_loses_its_place(expected: list[float], tmp_pat
         blocked = run.agents.pop("b")
         blocked.send_signal(signal.SIGSTOP)
         run.wait(lambda: _has_died(rank), LEASE_S + STOP_S + _BUSY_S)
-        assert "generation 2" not in run.text("rendezvous")
+        assert "generation 2" not in run.text("coordinator")
         run.wait_for_generation(2)
         run.wait(lambda: run.writers("c"))
         _check_losses(run, expected)
@@ -170,10 +172,10 @@ def test_sigterm_at_one_machine_stops_all(is_silent: bool, tmp_path: Path) -> No
         if is_silent:
             # On a busy machine, the last save may take longer than a lease.
             run.wait(lambda: _is_saved(run, run.last_step()))
-            run.stop_rendezvous(signal.SIGSTOP)
+            run.stop_coordinator(signal.SIGSTOP)
         for name in "ab":
             assert run.exit_status(name) == 0, run.report()
-            silence = "the rendezvous does not answer whether" in run.text(name)
+            silence = "the coordinator does not answer whether" in run.text(name)
             assert silence is is_silent
         if not is_silent:
             assert run.exit_status("c") == 0, run.report()

@@ -19,7 +19,7 @@ from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeSta
 
 _REASON = unavailable_reason()
 pytestmark = [
-    # The decisions are tested in unit/rendezvous/test_resize, and the agents beside it.
+    # The decisions are tested in unit/coordinator/test_resize, and the agents beside it.
     pytest.mark.matrix,
     pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
     pytest.mark.timeout(600),
@@ -128,7 +128,7 @@ def _wait_for_answer(run: Machines, state: ResizeState) -> None:
     run.wait(has_come)
 
 
-@pytest.mark.parametrize("fault", ["a rank", "a machine", "the rendezvous", "SIGTERM"])
+@pytest.mark.parametrize("fault", ["a rank", "a machine", "the coordinator", "SIGTERM"])
 @pytest.mark.parametrize("state", [ResizeState.ACCEPTED, ResizeState.READY, ResizeState.LEFT])
 def test_faults_during_a_resize(
     fault: str, state: ResizeState, expected: list[float], tmp_path: Path
@@ -148,9 +148,9 @@ def test_faults_during_a_resize(
                 run.kill("b")
             elif fault == "a rank":
                 launch.kill([psutil.Process(min(run.processes("b")))])
-            elif fault == "the rendezvous":
-                run.stop_rendezvous()
-                run.start_rendezvous()
+            elif fault == "the coordinator":
+                run.stop_coordinator()
+                run.start_coordinator()
             else:
                 run.agents["b"].send_signal(signal.SIGTERM)
                 assert [run.exit_status(name) for name in "abc"] == [0, 0, 0], run.report()

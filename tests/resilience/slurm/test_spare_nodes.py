@@ -67,7 +67,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
             return max((step["step"] for step in launch.steps_of(run)), default=0)
 
         slurm.wait(lambda: last_step() >= 5, 240, report)
-        # A node that trains, without the rendezvous.
+        # A node that trains, without the coordinator.
         victim = next(node for node in ("n2", "n3") if _trains(slurm, node))
         slurm.power_off(victim)
         slurm.wait(lambda: last_step() == STEPS, 240, report)

@@ -1,5 +1,5 @@
 """Requests to resize a live run: a file in the run's folder, which the run answers by another file.
-On several machines, the first one that finds it passes it on to the rendezvous."""
+On several machines, the first one that finds it passes it on to the coordinator."""
 
 import json
 import secrets

@@ -1,7 +1,7 @@
 """One machine's part of a replica. A coordinator decides when a generation starts and ends, and
-which machines take part in it: in this process if the run has one machine, or else the rendezvous.
+which machines take part in it: in this process if the run has one machine, or else the coordinator.
 The member reports to it, gives the ranks of this machine their processes, and stops them without
-being asked to when the rendezvous does not answer in time. It passes a request to resize the run
+being asked to when the coordinator does not answer in time. It passes a request to resize the run
 on, and the answers name the phase for all members.
 
 Each call of `poll` does what can be done at once, and never waits.
@@ -451,7 +451,7 @@ class Member:
             self._link.update(phase=NodeState.ENDED, was_stopped=was_stopped)
         if not self._link.has_lease:
             self._log.warning(
-                "All ranks of this machine have finished, but the rendezvous does not answer "
+                "All ranks of this machine have finished, but the coordinator does not answer "
                 "whether those of the others have: see their logs."
             )
             self._end_processes()
@@ -496,7 +496,7 @@ class Member:
         self._has_lost_lease = not self._link.has_lease
         if self._has_lost_lease:
             self._log.warning(
-                "No answer of the rendezvous for %.0f s (%s): the ranks of this machine stop.",
+                "No answer of the coordinator for %.0f s (%s): the ranks of this machine stop.",
                 LEASE_S,
                 self._link.problem,
             )

@@ -139,7 +139,7 @@ class ResizeFollower:
         """Return whether ranks cannot handle a signal, because they leave, or have left and do not
         train yet."""
         report = self._link.report
-        # Ranks that leave would disagree with those of other machines; the rendezvous may already
+        # Ranks that leave would disagree with those of other machines; the coordinator may already
         # have decided that they do, also one that was restarted and is still learning it.
         is_present = answer.resize == report.ready_for or answer.state is RunState.REBUILDING
         leaves = self.is_ordered(generation) or (bool(report.ready_for) and is_present)

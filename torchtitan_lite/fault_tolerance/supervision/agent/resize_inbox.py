@@ -112,7 +112,7 @@ class ResizeInbox:
             self._inbox.answer(request, ResizeState.REJECTED, refusal)
         else:
             self._inbox.answer(request, ResizeState.ACCEPTED)
-            # The rendezvous will name it to this machine, too.
+            # The coordinator will name it to this machine, too.
             self._checked = request.id, ""
             self.request = request
 

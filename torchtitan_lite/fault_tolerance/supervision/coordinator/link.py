@@ -65,7 +65,7 @@ class Link(ABC):
         """Return why there is no generation after `waited_s`."""
         answer = self.answer
         if answer is None or self.problem:
-            return f"the rendezvous cannot be reached: {self.problem}"
+            return f"the coordinator cannot be reached: {self.problem}"
         return (
             f"{answer.num_joined} of {self.report.machines_per_replica} machines have joined in "
             f"{waited_s:g} s ({answer.joined}): start the others, or raise --rdzv-timeout-s"

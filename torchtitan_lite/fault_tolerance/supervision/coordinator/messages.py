@@ -1,4 +1,4 @@
-"""What machines report to the rendezvous, and what it answers.
+"""What machines report to the coordinator, and what it answers.
 
 Invariant: `parse` raises ValueError for whatever is not exactly such a message.
 """
@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
-SERVICE = "torchtitan_lite.Rendezvous"
-PURPOSE = "rendezvous"
+SERVICE = "torchtitan_lite.Coordinator"
+PURPOSE = "coordinator"
 """Purpose of its sessions, see `rpc.authentication`."""
 MAX_CHARS = 2000
 """Maximum length of a text in a message."""
@@ -85,7 +85,7 @@ class Report(_Message):
     name: str
     """Name of the machine for display."""
     address: str
-    """Its address on the route to the rendezvous."""
+    """Its address on the route to the coordinator."""
     run_id: str
     num_machines: int
     """Machines that train, of all replicas."""
@@ -160,7 +160,7 @@ class RunState(StrEnum):
     """State of a replica, which is the run if it has no others."""
 
     REBUILDING = "rebuilding"
-    """The rendezvous was restarted and learns from reports what runs. Nothing changes meanwhile."""
+    """A coordinator that was restarted learns from reports what runs. Nothing changes meanwhile."""
     FORMING = "forming"
     """The next generation waits for machines. All ranks go on standby."""
     RUNNING = "running"

@@ -1,4 +1,4 @@
-"""Link of a machine's member to the rendezvous.
+"""Link of a machine's member to the coordinator.
 
 A thread sends the reports, so that the member never waits for the network. It sends them only while
 the main loop runs: a machine whose main loop is blocked must count as lost.
@@ -37,7 +37,7 @@ _LEAVE_S = 1.0
 
 
 class RemoteLink(Link):
-    """Link to a rendezvous that several machines share."""
+    """Link to a coordinator that several machines share."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class RemoteLink(Link):
         self.problem = "it has not answered yet"
         self._reported: object = grpc.StatusCode.UNAVAILABLE
         """Status of the last failure that was logged; before the first answer, not that of a
-        rendezvous that starts later; None after an answer."""
+        coordinator that starts later; None after an answer."""
         self._leased_s = self._beat_s = 0.0
         self._wake = threading.Event()
         self._ended = False
-        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
     def start(self) -> None:
         """Start to report."""
@@ -128,11 +128,11 @@ class RemoteLink(Link):
                 self.rejection = str(error)
             elif error.code is not self._reported:
                 self._reported = error.code
-                logger.warning("The rendezvous does not renew the lease: %s", error)
+                logger.warning("The coordinator does not renew the lease: %s", error)
             self.problem = str(error)
             return
         except ValueError as error:
-            self.rejection = f"The rendezvous answers with a malformed message: {error}."
+            self.rejection = f"The coordinator answers with a malformed message: {error}."
             return
         self.problem, self._reported = "", None
         self.answer, self._leased_s = answer, now_s

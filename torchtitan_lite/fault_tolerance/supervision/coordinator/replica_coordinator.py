@@ -1,4 +1,4 @@
-"""Decisions of the rendezvous about one replica: a state machine that reports drive.
+"""Decisions of the coordinator about one replica: a state machine that reports drive.
 
 Each generation has a number, and a node rank for each of its members. A generation ends for all
 members when a machine is lost or a rank fails. The next one is decided when every machine that
@@ -204,7 +204,7 @@ class ReplicaCoordinator:
         if self._state is RunState.ENDED:
             return
         if self._state is RunState.REBUILDING and report.generation:
-            # Machines of the run precede those that reached a restarted rendezvous before them.
+            # Machines of the run precede those that reached a restarted coordinator before them.
             for machine, entry in list(self._machines.items()):
                 if not entry.report.generation and _difference(entry.report, report):
                     del self._machines[machine]
@@ -216,7 +216,7 @@ class ReplicaCoordinator:
             raise Rejected(
                 f"{label} is {own} here, but {theirs} on {newest.name}, which has joined: "
                 "start all machines with the same options and configuration, or start another "
-                "rendezvous for this run."
+                "coordinator for this run."
             )
 
     def _record(self, report: Report, now_s: float) -> None:
@@ -245,7 +245,7 @@ class ReplicaCoordinator:
             self._end(0, "another replica has finished the run")
 
     def contact(self, now_s: float) -> None:
-        """Record that the machines of the run can reach the rendezvous."""
+        """Record that the machines of the run can reach the coordinator."""
         if now_s - self._contact_s > OUTAGE_S:
             self._outage_ended_s = now_s
         self._contact_s = now_s
@@ -266,7 +266,7 @@ class ReplicaCoordinator:
 
     def may_train(self, now_s: float) -> bool:
         """Return whether ranks of it may start, train, or not have returned to standby."""
-        # Machines that have not reached a restarted rendezvous yet may have leases.
+        # Machines that have not reached a restarted coordinator yet may have leases.
         is_unknown = self._state is RunState.REBUILDING and now_s < self._started_s + LOST_S
         joins = any(entry.report.sequence < entry.joins_until for entry in self._machines.values())
         is_running = self._state is RunState.RUNNING
@@ -519,7 +519,7 @@ class ReplicaCoordinator:
         if cause is None:
             names = ", ".join(self._lost or [member.report.name for member in cut])
             self._reason = f"lost {names}" if self._lost else f"{names or 'a machine'} was cut off"
-            # An outage of the rendezvous cuts all of them off, and a bad network one of them.
+            # An outage of the coordinator cuts all of them off, and a bad network one of them.
             suspects = cut if len(cut) < len(self._members) - len(left) else []
             failure = Failure(self._reason, "", Path(os.devnull))
             named = self._reason
@@ -571,7 +571,7 @@ class ReplicaCoordinator:
         """Let the next generation be on the mesh of a resize, for which all ranks have left; on the
         former one if the only replica was asked to stop: to save and exit, its ranks must train."""
         self._reason = "all ranks have left to resize the run"
-        # A rendezvous that was restarted meanwhile has no resize.
+        # A coordinator that was restarted meanwhile has no resize.
         if self._resizes.is_leaving and stopping is not None and self._is_alone:
             self._resizes.end(ResizeState.FAILED, f"{stopping.name} was asked to stop")
 

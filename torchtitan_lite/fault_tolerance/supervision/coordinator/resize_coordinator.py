@@ -1,4 +1,4 @@
-"""Decisions of the rendezvous about the mesh of the run: a resize of all replicas together.
+"""Decisions of the coordinator about the mesh of the run: a resize of all replicas together.
 
 A resize, which any member may request, has three phases: all members start missing processes, all
 ranks leave the training, each replica after the same step of its own, and the next generations are

@@ -1,4 +1,4 @@
-"""Decisions of the rendezvous about all replicas of a run: which machine is for which of them.
+"""Decisions of the coordinator about all replicas of a run: which machine is for which of them.
 
 A machine stays with its replica as long as it has a place there. Spare machines are for whichever
 replica needs one: that with the fewest machines missing first, so that replicas become complete one
@@ -64,7 +64,7 @@ class RunCoordinator:
         if not any(replica.reports for replica in self._replicas):
             self._begin(report.num_replicas, now_s)
         replica = self._replica_of(report)
-        # A spare, which may be the only machine that reaches the rendezvous, must not take the
+        # A spare, which may be the only machine that reaches the coordinator, must not take the
         # places of the members.
         num_members = sum(replica.num_members for replica in self._replicas)
         if replica.is_member(report.machine) or num_members < 2:
@@ -82,7 +82,7 @@ class RunCoordinator:
     def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, see `ReplicaCoordinator.leave`."""
         owner = self._owner_of(report.machine)
-        # A rendezvous that was restarted does not know it yet.
+        # A coordinator that was restarted does not know it yet.
         if owner is None and 0 <= report.replica < len(self._replicas):
             owner = self._replicas[report.replica]
         if owner is not None:

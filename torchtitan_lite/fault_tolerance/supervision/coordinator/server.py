@@ -1,4 +1,4 @@
-"""The rendezvous as a server of authenticated calls. At the same address it is the lighthouse of a
+"""The coordinator as a server of authenticated calls. At the same address it is the lighthouse of a
 run of several replicas."""
 
 import asyncio
@@ -32,8 +32,8 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
 from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
 
 
-def rendezvous_server(bind: str, secret: str) -> RpcServer:
-    """Return the rendezvous at `bind`, "HOST:PORT"; port 0 selects a free one. `start` listens."""
+def coordinator_server(bind: str, secret: str) -> RpcServer:
+    """Return the coordinator at `bind`, "HOST:PORT"; port 0 selects a free one. `start` listens."""
     lighthouse: list[LighthouseServicer] = []
 
     def handlers(trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
@@ -48,7 +48,7 @@ def rendezvous_server(bind: str, secret: str) -> RpcServer:
     async def fail_calls() -> None:
         lighthouse[0].close()
 
-    return RpcServer(bind, handlers, name="rendezvous", on_stop=fail_calls)
+    return RpcServer(bind, handlers, name="coordinator", on_stop=fail_calls)
 
 
 class _Calls:

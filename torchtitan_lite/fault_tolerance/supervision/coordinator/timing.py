@@ -1,8 +1,8 @@
-"""Time limits of the rendezvous, each derived from those before.
+"""Time limits of the coordinator, each derived from those before.
 
-A machine may train only while it holds a lease, which each answer of the rendezvous renews. One
+A machine may train only while it holds a lease, which each answer of the coordinator renews. One
 without an answer for LEASE_S stops its ranks and their checkpoint writers within STOP_S, by itself;
-the rendezvous gives its node rank to another machine only afterwards, so that two machines never
+the coordinator gives its node rank to another machine only afterwards, so that two machines never
 train in the same place.
 
 Leases are measured with `lease_clock_s`, because CLOCK_MONOTONIC excludes the time for which a
@@ -23,10 +23,10 @@ STOP_S = 3.0
 STANDBY_S = STOP_S * 2 / 3
 """The part of it for ranks to return to standby; then they are killed."""
 LOST_S = LEASE_S + STOP_S + 1.0
-"""Time without a report after which a machine is lost. Counted from when the rendezvous received
+"""Time without a report after which a machine is lost. Counted from when the coordinator received
 the last report, and that is later than it was sent; the last second is a margin."""
 ALL_LOST_S = 60.0
-"""The same if all machines were silent, which is more likely an outage of the rendezvous or its
+"""The same if all machines were silent, which is more likely an outage of the coordinator or its
 network: then no machine is replaced before it is certain."""
 OUTAGE_S = LEASE_S
 """Time without a report of any machine that counts as such an outage."""

@@ -35,7 +35,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     RunState,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.remote_link import RemoteLink
-from torchtitan_lite.fault_tolerance.supervision.coordinator.server import rendezvous_server
+from torchtitan_lite.fault_tolerance.supervision.coordinator.server import coordinator_server
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     BLOCKED_S,
     LEASE_S,
@@ -114,7 +114,7 @@ class _Member(Member):
         return self._link.report
 
     def answered(self, answer: Answer, *, has_lease: bool = True) -> None:
-        """Replace the last answer of the rendezvous, which sends no other one."""
+        """Replace the last answer of the coordinator, which sends no other one."""
         link: Any = self._link
         link._send = lambda now_s: None
         link.answer = answer
@@ -204,7 +204,7 @@ def member(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Member]
     monkeypatch.setattr(lease, "become_subreaper", lambda: None)
     # It would reap processes of other tests.
     monkeypatch.setattr(Subreaper, "reap", lambda *ignored: None)
-    with rendezvous_server("127.0.0.1:0", _SECRET) as server:
+    with coordinator_server("127.0.0.1:0", _SECRET) as server:
         link = RemoteLink(
             server.address,
             _SECRET,
@@ -253,7 +253,7 @@ def test_writers_end_first_when_the_lease_ends(
     assert writer.wait(5) == -signal.SIGKILL
 
 
-def test_the_ranks_are_of_the_replica_that_the_rendezvous_names(
+def test_the_ranks_are_of_the_replica_that_the_coordinator_names(
     member: _Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert member.arguments() == []
@@ -343,7 +343,7 @@ def test_a_signal_does_not_split_ranks_that_may_leave(member: _Member) -> None:
     member.stop_by_signal()
     member.answered(named)
     assert member.may_forward()
-    # Once it is ready, the rendezvous may have decided that all ranks leave.
+    # Once it is ready, the coordinator may have decided that all ranks leave.
     member.report(NodeState.JOINED, ready_for="r1")
     assert not member.may_forward()
     member.answered(replace(quiet, state=RunState.REBUILDING))
@@ -448,7 +448,7 @@ def test_a_machine_reports_the_newest_generation_that_it_knows(member: _Member) 
     member.answered(replace(_QUIET, generation=3))
     member.poll()
     assert member.current_report.seen_generation == 3
-    # A rendezvous that was restarted is still learning it.
+    # A coordinator that was restarted is still learning it.
     member.answered(replace(_QUIET, generation=2))
     member.poll()
     assert member.current_report.seen_generation == 3
@@ -562,7 +562,7 @@ def test_storage_that_hangs_does_not_block_the_main_loop(member: _Member, tmp_pa
     assert member.follow(answer, lambda report: report.refused).refusal == "It is slow."
 
 
-def test_ranks_find_the_store_of_their_generation_while_the_rendezvous_is_restarted(
+def test_ranks_find_the_store_of_their_generation_while_the_coordinator_is_restarted(
     member: _Member,
 ) -> None:
     late = FakeProcess()
@@ -573,7 +573,7 @@ def test_ranks_find_the_store_of_their_generation_while_the_rendezvous_is_restar
     member.poll()
     assert member.phase is MemberPhase.STARTING
     member.poll()
-    # A rendezvous that is learning names no store.
+    # A coordinator that is learning names no store.
     member.answered(replace(seat, state=RunState.REBUILDING, store_address="", store_port=0))
     late.state = RankState.STANDBY
     member.poll()

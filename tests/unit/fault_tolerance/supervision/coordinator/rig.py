@@ -1,4 +1,4 @@
-"""A rendezvous on a clock of the test, with machines that follow its answers."""
+"""A coordinator on a clock of the test, with machines that follow its answers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeSta
 
 
 class Rig:
-    """A rendezvous with machines that follow its answers."""
+    """A coordinator with machines that follow its answers."""
 
     def __init__(self, *names: str, num_machines: int = 2) -> None:
         self.now_s = 100.0

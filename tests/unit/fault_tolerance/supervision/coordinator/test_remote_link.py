@@ -23,7 +23,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     Report,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.remote_link import RemoteLink
-from torchtitan_lite.fault_tolerance.supervision.coordinator.server import rendezvous_server
+from torchtitan_lite.fault_tolerance.supervision.coordinator.server import coordinator_server
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LEASE_S, REPORT_S
 
 _SECRET = "a secret of the tests"
@@ -46,7 +46,7 @@ def _link(endpoint: str, run_id: str = "run") -> RemoteLink:
 def test_reports_end_while_the_main_loop_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "BLOCKED_S", 0.3)
     monkeypatch.setattr(link_module, "REPORT_S", 0.05)
-    with rendezvous_server("127.0.0.1:0", _SECRET) as server:
+    with coordinator_server("127.0.0.1:0", _SECRET) as server:
         link = _link(server.address)
         link.start()
         launch.wait_until(lambda: (link.beat(), link.answer)[1], 10)
@@ -60,7 +60,7 @@ def test_reports_end_while_the_main_loop_is_blocked(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_lease_ends_while_the_machine_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
-    with rendezvous_server("127.0.0.1:0", _SECRET) as server:
+    with coordinator_server("127.0.0.1:0", _SECRET) as server:
         link = _link(server.address)
         link.start()
         launch.wait_until(lambda: (link.beat(), link.answer)[1], 10)
@@ -80,7 +80,7 @@ def test_a_lease_ends_while_the_machine_is_suspended(monkeypatch: pytest.MonkeyP
 
 def test_a_changed_report_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "REPORT_S", 60.0)
-    with rendezvous_server("127.0.0.1:0", _SECRET) as server:
+    with coordinator_server("127.0.0.1:0", _SECRET) as server:
         link = _link(server.address)
         link.start()
         launch.wait_until(lambda: link.answer, 10)
@@ -151,7 +151,7 @@ def test_only_a_machine_at_fault_ends_when_it_is_rejected_after_a_restart(
 ) -> None:
     monkeypatch.setattr(link_module, "REPORT_S", 0.05)
     monkeypatch.setattr(link_module, "BLOCKED_S", 0.5)
-    with rendezvous_server("127.0.0.1:0", _SECRET) as server:
+    with coordinator_server("127.0.0.1:0", _SECRET) as server:
         address = server.address
         link = _link(address)
         link.start()
@@ -160,7 +160,7 @@ def test_only_a_machine_at_fault_ends_when_it_is_rejected_after_a_restart(
             link.update(failure_status=MACHINE_FAULT)
         # It is silent until a machine of another run has reached the next server.
         time.sleep(0.8)
-    with rendezvous_server(address, _SECRET):
+    with coordinator_server(address, _SECRET):
         other = _link(address, "other")
         other.start()
         launch.wait_until(lambda: (other.beat(), other.answer)[1], 10)
@@ -179,7 +179,7 @@ def test_only_a_machine_at_fault_ends_when_it_is_rejected_after_a_restart(
 
 def test_a_malformed_report_is_answered_with_the_reason() -> None:
     with (
-        rendezvous_server("127.0.0.1:0", _SECRET) as server,
+        coordinator_server("127.0.0.1:0", _SECRET) as server,
         RpcClient(server.address, SERVICE, _SECRET, PURPOSE) as client,
         pytest.raises(RpcError, match="The report is malformed") as caught,
     ):
@@ -202,7 +202,7 @@ def test_arbitrary_messages_are_parsed_or_rejected(num_examples: int) -> None:
 @FEW_OR_MANY
 def test_arbitrary_requests_are_answered(num_examples: int) -> None:
     with (
-        rendezvous_server("127.0.0.1:0", _SECRET) as server,
+        coordinator_server("127.0.0.1:0", _SECRET) as server,
         RpcClient(server.address, SERVICE, _SECRET, PURPOSE) as client,
     ):
 
@@ -226,7 +226,7 @@ def test_a_status_without_a_proof_does_not_end_a_machine(caplog: pytest.LogCaptu
         launch.wait_until(lambda: (link.beat(), "Method not found" in link.problem)[1], 10)
         assert "Method not found" in caplog.text
         stranger.stop()
-        with rendezvous_server(address, _SECRET):
+        with coordinator_server(address, _SECRET):
             launch.wait_until(lambda: (link.beat(), link.answer)[1], 20)
             assert not link.rejection
             link.leave()

@@ -1,4 +1,4 @@
-"""Decisions of the rendezvous, on a clock of the test."""
+"""Decisions of the coordinator, on a clock of the test."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -649,7 +649,7 @@ def test_a_malformed_report_is_rejected(change: dict[str, Any]) -> None:
 
 
 def _second_generation(**lost: Any) -> Rig:
-    """Return a rendezvous of two machines, of which "b" has started a second generation after a
+    """Return a coordinator of two machines, of which "b" has started a second generation after a
     rank of "a" died, while the last report of "a", with the values `lost`, is of the first
     generation."""
     rig = Rig("a", "b")

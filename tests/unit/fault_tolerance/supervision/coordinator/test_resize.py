@@ -1,4 +1,4 @@
-"""How the rendezvous resizes a run on several machines, on a clock of the test."""
+"""How the coordinator resizes a run on several machines, on a clock of the test."""
 
 from dataclasses import replace
 
@@ -305,7 +305,7 @@ def test_an_outage_while_ranks_leave_blames_no_machine() -> None:
 
 @pytest.mark.parametrize("has_started", [False, True], ids=["while ranks leave", "on the new mesh"])
 @pytest.mark.parametrize("is_stopping", [False, True])
-def test_a_restarted_rendezvous_continues_a_resize(has_started: bool, is_stopping: bool) -> None:
+def test_a_restarted_coordinator_continues_a_resize(has_started: bool, is_stopping: bool) -> None:
     rig = _training()
     rig.stays = set() if has_started else {"b"}
     _request(rig)
@@ -326,7 +326,7 @@ def test_a_restarted_rendezvous_continues_a_resize(has_started: bool, is_stoppin
     assert rig.ended["r1"][0] is (ResizeState.DONE if is_followed else ResizeState.FAILED)
 
 
-def test_a_rendezvous_restarted_before_all_have_joined_knows_the_former_mesh() -> None:
+def test_a_coordinator_restarted_before_all_have_joined_knows_the_former_mesh() -> None:
     rig = _training()
     _request(rig)
     rig.run(10, until=lambda: rig.machines["b"].has_left)
@@ -343,7 +343,7 @@ def test_a_rendezvous_restarted_before_all_have_joined_knows_the_former_mesh() -
 
 
 def test_a_mesh_that_was_trained_on_before_is_kept() -> None:
-    """A spare machine without a step on it takes a place, and the rendezvous is restarted."""
+    """A spare machine without a step on it takes a place, and the coordinator is restarted."""
     rig = _training()
     rig.machines["c"] = replace(rig.machines["c"], trained_mesh="1")
     _resize_and_lose_b(rig)

@@ -1,4 +1,4 @@
-"""How the rendezvous resizes several replicas together, on a clock of the test."""
+"""How the coordinator resizes several replicas together, on a clock of the test."""
 
 from dataclasses import replace
 from random import Random
@@ -188,7 +188,9 @@ def test_a_machine_that_is_asked_to_stop_while_all_leave_is_replaced(rig: _Rig) 
 
 
 @pytest.mark.parametrize("phase", ["leaving", "half left", "left"])
-def test_a_restarted_rendezvous_continues_the_resize_of_all_replicas(rig: _Rig, phase: str) -> None:
+def test_a_restarted_coordinator_continues_the_resize_of_all_replicas(
+    rig: _Rig, phase: str
+) -> None:
     if phase != "left":
         rig.stays = {"c", "d"} if phase == "half left" else {*"abcd"}
     rig.request("a")
@@ -203,7 +205,7 @@ def test_a_restarted_rendezvous_continues_the_resize_of_all_replicas(rig: _Rig, 
     assert rig.ended["r1"][0] is ResizeState.DONE
 
 
-def test_a_rendezvous_restarted_while_replicas_start_on_a_new_mesh_knows_it(rig: _Rig) -> None:
+def test_a_coordinator_restarted_while_replicas_start_on_a_new_mesh_knows_it(rig: _Rig) -> None:
     rig.request("a")
     rig.run(10, until=lambda: all(rig.machines[name].has_left for name in "abcd"))
     left = {name: rig.machines[name] for name in "cd"}

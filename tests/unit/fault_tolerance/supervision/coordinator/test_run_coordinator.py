@@ -121,7 +121,7 @@ def test_a_machine_that_served_another_replica_has_a_later_generation() -> None:
     assert rig.machines["a"].phase is NodeState.JOINED
 
 
-def test_a_restarted_rendezvous_learns_all_replicas() -> None:
+def test_a_restarted_coordinator_learns_all_replicas() -> None:
     rig = _rig("abcde")
     fail(rig, "c", FailureKind.DEATH, "rank 0: killed")
     rig.run(5)
@@ -135,7 +135,7 @@ def test_a_restarted_rendezvous_learns_all_replicas() -> None:
     assert {rig.answers[name].state for name in "abcde"} == {RunState.RUNNING}
 
 
-def test_machines_of_the_run_precede_others_at_a_restarted_rendezvous_in_all_replicas() -> None:
+def test_machines_of_the_run_precede_others_at_a_restarted_coordinator_in_all_replicas() -> None:
     rig = _rig("abcd")
     members = _members(rig)
     rig.restart_server()
@@ -285,7 +285,7 @@ def test_a_machine_that_finishes_while_it_is_asked_to_stop_ends_its_replica() ->
     assert (rig.answers["a"].state, rig.answers["a"].status) == (RunState.ENDED, 0)
 
 
-def test_ranks_that_finish_after_a_restart_of_the_rendezvous_end_their_replica() -> None:
+def test_ranks_that_finish_after_a_restart_of_the_coordinator_end_their_replica() -> None:
     rig = _rig("abcd")
     rig.restart_server()
     rig.run(LOST_S + 4)
@@ -295,7 +295,7 @@ def test_ranks_that_finish_after_a_restart_of_the_rendezvous_end_their_replica()
     assert (rig.answers["a"].state, rig.answers["a"].status) == (RunState.ENDED, 0)
 
 
-def test_a_machine_leaves_its_own_replica_though_a_restarted_rendezvous_does_not_know_it() -> None:
+def test_a_machine_leaves_its_own_replica_though_a_restarted_coordinator_does_not_know_it() -> None:
     rig = _rig("abcd")
     members = _members(rig)
     rig.restart_server()

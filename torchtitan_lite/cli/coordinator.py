@@ -1,4 +1,4 @@
-"""`torchtitan-lite rendezvous`: the process through which the machines of a run find each other."""
+"""`torchtitan-lite coordinator`: it decides for the machines of a run, which find each other by it."""
 
 import os
 import signal
@@ -20,10 +20,12 @@ def run(options: Namespace, arguments: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     configure_logging()
     try:
-        secret = rendezvous_secret()
-        from torchtitan_lite.fault_tolerance.supervision.coordinator.server import rendezvous_server
+        secret = coordinator_secret()
+        from torchtitan_lite.fault_tolerance.supervision.coordinator.server import (
+            coordinator_server,
+        )
 
-        with rendezvous_server(options.bind, secret) as server:
+        with coordinator_server(options.bind, secret) as server:
             print(f"listening on {server.address}", flush=True)
             signal.sigwait(_ENDING)
     except UserError as error:
@@ -32,7 +34,7 @@ def run(options: Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def rendezvous_secret() -> str:
+def coordinator_secret() -> str:
     """Return the secret of the run, and prepare the import of gRPC. Raises UserError."""
     require("grpc", "a run on several machines")
     secret = os.environ.get(TOKEN, "")
