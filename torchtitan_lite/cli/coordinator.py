@@ -1,4 +1,4 @@
-"""`torchtitan-lite coordinator`: it decides for the machines of a run, which find each other by it."""
+"""`torchtitan-lite coordinator`: the process that decides which machines of a run train."""
 
 import os
 import signal

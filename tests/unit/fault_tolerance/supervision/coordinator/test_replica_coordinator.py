@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.fault_tolerance.supervision.coordinator.rig import Rig, fail, stand_by
 from torchtitan_lite.core.errors import GIVEN_UP, MACHINE_FAULT
-from torchtitan_lite.fault_tolerance.supervision.coordinator import coordinator
+from torchtitan_lite.fault_tolerance.supervision.coordinator import replica_coordinator
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     Answer,
     FailureKind,
@@ -704,7 +704,7 @@ def test_the_first_of_two_failures_is_the_cause_however_often_they_are_reported(
 
 
 def test_the_number_of_machines_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "_MAX_MACHINES", 2)
+    monkeypatch.setattr(replica_coordinator, "_MAX_MACHINES", 2)
     rig = Rig("a", "b", "c")
     rig.send("a")
     rig.send("b")
