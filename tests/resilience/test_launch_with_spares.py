@@ -141,7 +141,7 @@ def test_a_replica_of_one_rank_is_replaced_by_its_spare(
             victim.send_signal(signal.SIGKILL)
             launch.wait_until(lambda own=own, before=before: num_starts_together(own) > before, 60)
         text = output_of(process, log)
-    assert text.count("rank 0: killed by SIGKILL") == text.count("restarts in") == 2
+    assert text.count("failed, rank 0: killed by SIGKILL") == text.count("restarts in") == 2
     check_run(folder, undisturbed_losses)
 
 
