@@ -58,7 +58,8 @@ def _measure(
         run.train(*_NAMES, more=arguments)
         for index in range(plan.num_kills):
             run.wait_for_step(_STEPS_PER_KILL * index + 5)
-            recovery_s, lost_steps = _lose(run, arguments, generation=index + 2)
+            # Also the machine of rank 0, whose writer leads the saves.
+            recovery_s, lost_steps = _lose(run, arguments, rank=1 - index % 2)
             if source == "buddy" and list(run.output.glob("checkpoint/step-*")):
                 raise ChildFailed("a checkpoint was saved: the state may come from storage")
             seconds.append(recovery_s)
@@ -75,20 +76,19 @@ def _measure(
     yield comparison.value("steps repeated at most", "steps", max(repeated), goal=_GOALS[source])
 
 
-def _lose(run: Machines, arguments: tuple[str, ...], *, generation: int) -> tuple[float, int]:
-    """Kill a machine that trains. Return the seconds until training again, and the steps that were
-    repeated."""
-    name = next(name for name in reversed(_NAMES) if run.writers(name))
-    before, began_s = run.last_step(), time.monotonic()
+def _lose(run: Machines, arguments: tuple[str, ...], *, rank: int) -> tuple[float, int]:
+    """Kill the machine of a rank. Return the seconds until the first step afterwards, and the steps
+    that were repeated."""
+    name = next(name for name in _NAMES if rank in run.ranks_with_writers(name))
+    before, num_resumes, began_s = run.last_step(), len(run.resumes()), time.monotonic()
     run.kill(name)
-    run.wait_for_generation(generation)
-    resumed = run.num_records()
-    run.wait(lambda: run.num_records() > resumed)
+    run.wait(lambda: len(run.resumes()) > num_resumes)
+    resumed = run.resumes()[-1]
+    run.wait(lambda: run.last_step() > resumed)
     recovery_s = time.monotonic() - began_s
-    repeated = before - run.newest_record() + 1
     run.start(name, *arguments)
     run.wait(lambda: run.processes(name))
-    return recovery_s, max(0, repeated)
+    return recovery_s, max(0, before - resumed)
 
 
 if __name__ == "__main__":

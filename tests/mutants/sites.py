@@ -18,7 +18,14 @@ _OUT_OF_SCOPE = {"estimate", "failure_model", "report", "vllm_plugin", "vllm_eng
 """Parts of the product without a part in a run, and what runs only inside of another engine."""
 _PURE = {
     *("layout", "partition", "placements", "plan", "read_plan", "transfers", "intersections"),
-    *("rules", "replica_coordinator", "resize_coordinator", "replica_server", "order", "pipeline_order"),
+    *(
+        "rules",
+        "replica_coordinator",
+        "resize_coordinator",
+        "replica_server",
+        "order",
+        "pipeline_order",
+    ),
     *("packing", "batch_sizes", "progress", "save_plan"),
 }
 """Modules of pure decisions, which general operators mutate as well."""

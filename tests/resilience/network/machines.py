@@ -158,12 +158,18 @@ class Machines:
 
     def writers(self, name: str) -> list[psutil.Process]:
         """Return the checkpoint writers of a machine."""
-        found = []
-        for one in psutil.Process(self.agents[name].pid).children(recursive=True):
+        return [process for process, _ in self._writers_and_ranks(name)]
+
+    def ranks_with_writers(self, name: str) -> set[int]:
+        """Return the ranks of a machine that have checkpoint writers."""
+        return {rank for _, rank in self._writers_and_ranks(name)}
+
+    def _writers_and_ranks(self, name: str) -> Iterator[tuple[psutil.Process, int]]:
+        for process in psutil.Process(self.agents[name].pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if re.search(r"rank-\d+\.snapshots", " ".join(one.cmdline())):
-                    found.append(one)
-        return found
+                words = " ".join(process.cmdline())
+                if match := re.search(r"rank-(\d+)\.snapshots", words):
+                    yield process, int(match[1])
 
     def kill(self, name: str) -> None:
         """Kill all processes of a machine."""
@@ -172,6 +178,11 @@ class Machines:
     def last_step(self) -> int:
         """Return the newest step in metrics.jsonl."""
         return max((line["step"] for line in launch.steps_of(self.output)), default=0)
+
+    def resumes(self) -> list[int]:
+        """Return the steps at which the run has resumed."""
+        events = launch.events_of(self.output)
+        return [event["step"] for event in events if event["event"] == "resume"]
 
     def num_records(self) -> int:
         """Return the number of records of steps, repeated ones included."""
