@@ -106,7 +106,7 @@ class Member:
             return process
 
         self._pool = ProcessPool(start, num_spares)
-        self._resizing = ResizeFollower(mesh, link, inbox, self._pool)
+        self._resizing = ResizeFollower(mesh, link, inbox, self._pool, log)
         self._writers = writers or Writers()
         self._link, self._join_timeout_s = link, join_timeout_s
         self._requests, self._num_forwarded = requests, 0

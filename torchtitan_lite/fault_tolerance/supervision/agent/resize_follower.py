@@ -1,10 +1,10 @@
 """What a member does for a resize of the run: it passes its own request on to the coordinator,
 reports whether it can follow the present resize, and orders its ranks to leave their training."""
 
+import logging
 from typing import Protocol
 
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.log import logger
 from torchtitan_lite.fault_tolerance.supervision.agent.process_pool import ProcessPool
 from torchtitan_lite.fault_tolerance.supervision.agent.rank_process import RankState
 from torchtitan_lite.fault_tolerance.supervision.coordinator.link import Link
@@ -50,11 +50,13 @@ class Requests(Protocol):
 class ResizeFollower:
     """Follows the answers of the coordinator about the mesh of the run."""
 
-    def __init__(self, mesh: RunMesh, link: Link, inbox: Requests, pool: ProcessPool):
+    def __init__(
+        self, mesh: RunMesh, link: Link, inbox: Requests, pool: ProcessPool, log: logging.Logger
+    ) -> None:
         """`mesh` is that with which this machine was started."""
         self.mesh = mesh
         """The mesh of the present or next generation."""
-        self._link, self._inbox, self._pool = link, inbox, pool
+        self._link, self._inbox, self._pool, self._log = link, inbox, pool, log
         self._answered: ResizeState | None = None
         """The last answer to the request of this machine."""
         self.left_generation = 0
@@ -69,7 +71,7 @@ class ResizeFollower:
             mesh = self._inbox.parse(text)
         except (ConfigError, ValueError) as error:
             return f"it cannot have the mesh of the run, {text}: {error}"
-        logger.warning("The ranks of this machine change to %s.", mesh)
+        self._log.warning("The ranks of this machine change to %s.", mesh)
         self.mesh = mesh
         self._pool.end_surplus_ranks(mesh.num_ranks)
         return ""

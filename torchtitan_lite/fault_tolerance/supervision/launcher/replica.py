@@ -360,7 +360,10 @@ class Replica:
         self._on_failure(self, failure.rank)
         self.state = ReplicaState.ENDING
         self._report(f"failed, {failure.description}")
-        if failure.signature and (lines := last_lines(failure.log, 1)):
+        assert self._member is not None and failure.rank is not None
+        # The description has an exception that was reported.
+        has_error = bool(self._member.ranks[failure.rank].error)
+        if failure.signature and not has_error and (lines := last_lines(failure.log, 1)):
             line = "".join(filter(str.isprintable, lines[0]))[:_MAX_LINE_CHARS]
             self._report_event(f"replica {self.number}: {failure.log} ends with: {line}")
 

@@ -396,13 +396,15 @@ def test_an_error_that_repeats_ends_a_replica(run: _Run) -> None:
     assert "it failed 2 times in the same way" in run.replica.given_up.reason
     failure = run.replica.given_up.first_failure
     assert failure.log == run.folder / "generation_01" / "rank_0.log"
-    assert run.events.count(f"replica 0: {failure.log} ends with: ValueError: 7") == 1
+    assert failure.description == "rank 0: ValueError: 7"
 
 
 def test_the_log_of_a_process_that_could_not_start_is_that_of_all(run: _Run) -> None:
     run.poll()
     run.started[0].die(status=1)
+    (run.folder / "processes.log").write_text("No module named 'a'\n")
     run.until(lambda: run.failed_ranks)
+    assert run.events[-1].endswith("processes.log ends with: No module named 'a'")
     assert run.replica._failure is not None
     assert run.replica._failure.log == run.folder / "processes.log"
 
