@@ -28,7 +28,7 @@ _MAX_RESTARTS = 10
 """Replacements of ranks in a row, without 20 s of progress between them."""
 
 
-def _policy() -> RestartPolicy:
+def _policy(replica: int) -> RestartPolicy:
     # Constant, because a generation takes seconds anyway, and equal failures end the run.
     return RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=0.1)
 

@@ -150,6 +150,13 @@ def is_transient(error: BaseException) -> bool:
     return not isinstance(error, ConfigError | DataError) and any(map(_may_pass, _chain(error)))
 
 
+def ends_at_restart(error: UserError) -> bool:
+    """Whether a replica may train on after an error if it is started again: its cause may pass, or
+    the state of other replicas or of storage replaces its own."""
+    kinds = (ReplicaError, LighthouseError, RpcError)
+    return exit_status_after(error) == TRANSIENT or isinstance(error, kinds)
+
+
 def exit_status_after(error: UserError) -> int:
     """Return the exit status of the process that ends with `error`."""
     is_known = error.exit_status != FAILED

@@ -81,8 +81,7 @@ class HeartbeatWriter:
         self._memory[self._start : self._start + len(slot)] = slot
 
     def erase(self) -> None:
-        """Erase the heartbeat of a rank that ends its training: it has no time limit any more, and
-        its exit does not count as a loss."""
+        """Erase the heartbeat of a rank that ends its training: it has no time limit any more."""
         size = _FORMAT.size + _CHECKSUM.size
         self._memory[self._start : self._start + size] = bytes(size)
 

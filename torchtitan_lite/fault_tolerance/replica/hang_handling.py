@@ -43,7 +43,6 @@ _TIMEOUT_FACTORS = {
     Phase.BETWEEN: 10,
 }
 """Time limits as multiples of `hang_timeout_s`; a phase that is missing here has no limit."""
-_NEVER_S = 1e8
 _HEAD_START_S = 30.0
 """Time for the launcher to diagnose a hang before the process ends itself."""
 _WARN_FRACTION = 0.9
@@ -55,15 +54,10 @@ _KEPT_COMPLETED = 200
 def hang_listeners(hang_timeout_s: float, rank: int, folder: Path) -> Iterator[list[PhaseListener]]:
     """Yield the phase listeners of this rank. The flight record is written to `folder`, unless a
     launcher sets another. With a `hang_timeout_s` of 0 hangs are not detected."""
-    heartbeat = _heartbeat_writer(rank, hang_timeout_s)
     if hang_timeout_s == 0:
-        # The launcher finds the processes of ranks by their heartbeats.
-        try:
-            yield [] if heartbeat is None else [heartbeat]
-        finally:
-            if heartbeat is not None:
-                heartbeat.erase()
+        yield []
         return
+    heartbeat = _heartbeat_writer(rank, hang_timeout_s)
     limits, logs = phase_limits_s(hang_timeout_s), os.environ.get(RANK_LOGS)
     recorder = FlightRecorder(folder if logs is None else Path(logs), rank, limits)
     watchdog = HangWatchdog(limits, has_launcher=heartbeat is not None)
@@ -86,8 +80,7 @@ def _heartbeat_writer(rank: int, hang_timeout_s: float) -> HeartbeatWriter | Non
     if path is None:
         return None
     try:
-        limits = phase_limits_s(hang_timeout_s) if hang_timeout_s else {}
-        return HeartbeatWriter(path, rank, limits, hang_timeout_s or _NEVER_S)
+        return HeartbeatWriter(path, rank, phase_limits_s(hang_timeout_s), hang_timeout_s)
     except OSError as error:
         logger.warning("This rank sends no heartbeats to the launcher: %s", error)
         return None

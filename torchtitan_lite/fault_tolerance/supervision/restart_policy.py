@@ -19,7 +19,6 @@ _MAX_TRANSIENT_DELAY_S = 30.0
 _FINAL = {
     DIVERGED: "the training has diverged",
     MACHINE_FAULT: "its machine is at fault",
-    GIVEN_UP: "its ranks failed again and again",
 }
 """Exit statuses after which another generation would fail in the same way."""
 _REPORTED = (DIVERGED, MACHINE_FAULT)

@@ -1,8 +1,8 @@
 """One machine's part of a replica. A coordinator decides when a generation starts and ends, and
-which machines take part in it: in this process if the run has one machine, or else the coordinator.
-The member reports to it, gives the ranks of this machine their processes, and stops them without
-being asked to when the coordinator does not answer in time. It passes a request to resize the run
-on, and the answers name the phase for all members.
+which machines take part in it: in this process if the run has one machine, or else in
+`torchtitan-lite coordinator`. The member reports to it, gives the ranks of this machine their
+processes, and stops them without being asked to when the coordinator does not answer in time. It
+passes a request to resize the run on, and the answers name the phase for all members.
 
 Each call of `poll` does what can be done at once, and never waits.
 """
@@ -105,7 +105,7 @@ class Member:
                 process.renew_lease(self._leased_s + STOP_S)
             return process
 
-        self._pool = ProcessPool(start, num_spares)
+        self._pool = ProcessPool(start, num_spares, log)
         self._resizing = ResizeFollower(mesh, link, inbox, self._pool, log)
         self._writers = writers or Writers()
         self._link, self._join_timeout_s = link, join_timeout_s
@@ -180,11 +180,6 @@ class Member:
     def is_resizing(self) -> bool:
         """Whether its ranks were ordered to leave the generation for a resize."""
         return self._generation > 0 and self._resizing.is_ordered(self._generation)
-
-    @property
-    def has_unsaved_steps(self) -> bool:
-        """Whether its ranks have committed steps since they saved and exited."""
-        return self._has_unsaved_steps
 
     def kill(self) -> None:
         """Kill all processes, whose end a later `poll` finds."""
@@ -329,7 +324,8 @@ class Member:
 
     def _start(self) -> None:
         """Order the processes of all ranks to train as soon as they are on standby."""
-        if self._has_ended():
+        self._report_stop()
+        if self._has_ended() or self._departs_at_once():
             self._stop_ranks()
             return
         if self._pool.is_ending:
@@ -552,7 +548,7 @@ class Member:
 
     def _status_of_stop(self, answer: Answer | None) -> int:
         """Return the exit status of this machine if it leaves now: 1 if steps may be lost."""
-        if self._link.report.num_replicas > 1:
+        if not self._link.is_alone:
             return int(self._has_unsaved_steps)
         return int(not self._is_spare(answer))
 
@@ -560,7 +556,7 @@ class Member:
         """Whether this machine leaves its replica without a save: its ranks are starting, in which
         a signal would kill them, and have no steps to save."""
         has_trained = any(rank.has_progress for rank in self._pool.ranks.values())
-        return bool(self._requests) and self._link.report.num_replicas > 1 and not has_trained
+        return bool(self._requests) and not self._link.is_alone and not has_trained
 
     def _report_stop(self) -> None:
         if self._requests and not self._link.report.is_stopping:

@@ -3,6 +3,7 @@
 No method waits: a process that does not end is killed by a later `poll`.
 """
 
+import logging
 import os
 import signal
 import time
@@ -42,9 +43,11 @@ class _Ending:
 class ProcessPool:
     """Starts, watches and ends processes."""
 
-    def __init__(self, start: Callable[[], RankProcess], num_spares: int) -> None:
+    def __init__(
+        self, start: Callable[[], RankProcess], num_spares: int, log: logging.Logger = logger
+    ) -> None:
         """`start` starts a process on standby; `num_spares` is the number of spare processes."""
-        self._start, self._num_spares = start, num_spares
+        self._start, self._num_spares, self._log = start, num_spares, log
         self.ranks: dict[int, RankProcess] = {}
         """Processes by local rank."""
         self._spares: list[RankProcess] = []
@@ -86,7 +89,7 @@ class ProcessPool:
                 continue
             if entry.is_killed:
                 pid = entry.process.pid
-                logger.error("Process %d does not end after SIGKILL: a driver blocks it.", pid)
+                self._log.error("Process %d does not end after SIGKILL: a driver blocks it.", pid)
                 self._ending = [other for other in self._ending if other is not entry]
             else:
                 self._kill(entry)
@@ -159,7 +162,8 @@ class ProcessPool:
             self._kill_later(process)
         self.ranks, self._spares = {}, []
         for entry in self._ending:
-            self._kill(entry)
+            if not entry.is_killed:
+                self._kill(entry)
 
     def failure(self, first_rank: int) -> Failure | None:
         """Return the first failure whose cause is known. Its `rank` is local; its description names
@@ -179,8 +183,8 @@ class ProcessPool:
         ended = {n: p for n, p in self.ranks.items() if p.status and not p.status.is_clean}
         if ended:
             return self._user_error(ended, first_rank)
-        first = min((p.failed_at_s for p in failed.values()), default=0.0)
-        if failed and time.monotonic() >= first + _CAUSE_S:
+        deadlines_s = [p.failed_at_s + (EXIT_S if p.ends else _CAUSE_S) for p in failed.values()]
+        if failed and time.monotonic() >= min(deadlines_s):
             return self.exception(self.first_exception(), first_rank)
         return None
 
@@ -206,8 +210,12 @@ class ProcessPool:
             return None
         rank, process = min(ended.items())
         assert process.status is not None
-        text = f"rank {first_rank + rank}: {process.end_reason or process.status}"
-        return Failure(text, "", Path(os.devnull), rank, process.status.code)
+        text, status = process.end_reason or str(process.status), process.status.code
+        has_signature = process.may_restart and status != TRANSIENT
+        signature = mask_numbers(text) if has_signature else ""
+        return Failure(
+            f"rank {first_rank + rank}: {text}", signature, Path(os.devnull), rank, status
+        )
 
     def _take_spare(self) -> RankProcess | None:
         """Return a spare, one on standby if possible."""

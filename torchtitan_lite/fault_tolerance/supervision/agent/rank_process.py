@@ -20,7 +20,7 @@ class RankState(Enum):
     STANDBY = "standby"
     TRAINING = "training"
     FAILED = "failed"
-    """Its training raised an exception and unwinds; `STANDBY` follows."""
+    """Its training raised an exception and unwinds; `STANDBY` or `ENDED` follows."""
     ENDED = "ended"
     """Its training ended; it waits for the others."""
     EXITED = "exited"
@@ -60,16 +60,18 @@ class RankProcess:
         """Last line of the exception that it reported."""
         self.may_pass = False
         """Whether the cause of that exception may pass."""
+        self.ends = False
+        """Whether its training will end with that exception, so that `ENDED` follows."""
         self.end_reason = ""
         """Error with which its training ended."""
+        self.may_restart = False
+        """Whether the training may go on after that error if it is started again."""
         self.was_stopped = False
         """Whether its training ended before the last step, because a rank was asked to stop."""
         self.failed_at_s = 0.0
         """When it reported the exception (time.monotonic())."""
         self.has_progress = False
         """Whether it has committed a step as its present rank."""
-        self.num_trainings = 0
-        """How often it was ordered to train."""
 
     @property
     def pid(self) -> int:
@@ -82,12 +84,13 @@ class RankProcess:
                 self.state = RankState.STANDBY
             elif "failed" in message:
                 self.state, self.error = RankState.FAILED, str(message["failed"])
-                self.may_pass = bool(message["may_pass"])
+                self.may_pass, self.ends = bool(message["may_pass"]), bool(message["ends"])
                 self.failed_at_s = time.monotonic()
             elif "ended" in message:
                 self.state, self.status = RankState.ENDED, ExitStatus(int(message["ended"]))
                 self.end_reason = str(message["reason"])
                 self.was_stopped = bool(message["stopped"])
+                self.may_restart = bool(message["may_restart"])
             elif "progress" in message:
                 self.has_progress = True
         code = self._process.poll()
@@ -105,8 +108,7 @@ class RankProcess:
         `arguments` added to its own. `listener`: the socket at which rank 0 opens the store of the
         generation."""
         self.state, self.has_progress, self.error = RankState.TRAINING, False, ""
-        self.status = None
-        self.num_trainings += 1
+        self.status, self.end_reason, self.was_stopped = None, "", False
         if self._lease_until_s is not None:
             self._channel.send(lease=self._lease_until_s)
         # A process on standby reads its messages, and has received none but orders.

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
-from torchtitan_lite.core.errors import is_transient
+from torchtitan_lite.core.errors import UserError, is_transient
 from torchtitan_lite.core.preemption import TrainingAborted
 from torchtitan_lite.core.rank.supervised import (
     RANK_CHANNEL,
@@ -49,7 +49,9 @@ class RecoveryHooks:
         self._has_reported = False
         self._is_leaving = threading.Event()
         self.end_reason = ""
-        """Error that ends the training and that the user must correct."""
+        """Error with which the training ends, which has been logged."""
+        self.may_restart = False
+        """Whether a replica may train on after that error if it is started again."""
         self.was_stopped = False
         """Whether the training ended before its last step, because a rank was asked to stop."""
 
@@ -72,11 +74,12 @@ class RecoveryHooks:
         if not self._has_reported:
             self._has_reported = True
             last = traceback.format_exception_only(error)[-1].strip()
-            self._channel.send(failed=last, may_pass=is_transient(error))
+            ends = isinstance(error, UserError)
+            self._channel.send(failed=last, may_pass=is_transient(error), ends=ends)
 
     def begin(self) -> None:
         """Forget what an earlier training of this process has reported."""
-        self._has_reported = self.was_stopped = False
+        self._has_reported = self.was_stopped = self.may_restart = False
         self.end_reason = ""
 
     @contextmanager
@@ -156,7 +159,13 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
             failure, outcome = traceback.format_exc(), {"standby": True}
         else:
             reason, stopped = recovery.end_reason, recovery.was_stopped
-            outcome = {"ended": status, "reason": reason, "stopped": stopped}
+            restarts = recovery.may_restart
+            outcome = {
+                "ended": status,
+                "reason": reason,
+                "stopped": stopped,
+                "may_restart": restarts,
+            }
         # The frames of the traceback, which held the model and its process groups, are gone. After
         # a training that has ended, another generation may follow, too.
         forget_groups()

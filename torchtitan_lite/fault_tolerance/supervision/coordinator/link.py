@@ -48,6 +48,11 @@ class Link(ABC):
         """Whether ranks of this member may train."""
         return lease_clock_s() < self.lease_until_s
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the run ends when this member stops."""
+        return self.report.num_replicas == 1
+
     @abstractmethod
     def beat(self) -> None:
         """Show that the main loop runs."""
@@ -99,6 +104,10 @@ class LocalLink(Link):
     @property
     def lease_until_s(self) -> float:
         return math.inf
+
+    @property
+    def is_alone(self) -> bool:
+        return self._coordinator.rules.end_with(self.report)
 
     def beat(self) -> None:
         if time.monotonic() >= self._reported_s + _REPORT_S:

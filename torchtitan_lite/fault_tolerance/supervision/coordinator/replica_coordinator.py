@@ -15,10 +15,10 @@ survive a restart is in the reports, so that none of it is stored.
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan_lite.core.errors import MACHINE_FAULT
+from torchtitan_lite.core.errors import MACHINE_FAULT, TRANSIENT
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     Answer,
     FailureKind,
@@ -32,7 +32,6 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.resize_coordinator 
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     ALL_LOST_S,
     LOST_S,
-    OUTAGE_S,
 )
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
@@ -52,7 +51,7 @@ _FAILURES_OF_A_MACHINE = 2
 its place."""
 
 
-def _default_policy() -> RestartPolicy:
+def _default_policy(replica: int) -> RestartPolicy:
     return RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0)
 
 
@@ -60,14 +59,18 @@ def _default_policy() -> RestartPolicy:
 class RunRules:
     """What differs between runs."""
 
-    policy: Callable[[], RestartPolicy] = _default_policy
-    """Makes the restart policy of a replica."""
+    policy: Callable[[int], RestartPolicy] = _default_policy
+    """Returns the restart policy of a replica."""
     is_local: bool = False
     """Whether the members are in this process: they are never lost, and there is nothing to
     learn."""
     outlives_stops: bool = False
     """Whether a single replica, too, is started again after its ranks, but not its machine, were
     asked to stop."""
+
+    def end_with(self, report: Report) -> bool:
+        """Whether the run ends when the replica of a member stops."""
+        return report.num_replicas == 1 and not self.outlives_stops
 
 
 class Rejected(Exception):
@@ -118,8 +121,8 @@ class ReplicaCoordinator:
     def start(self, now_s: float, learn_s: float) -> None:
         """Start with nothing known of a run, and learn what the machines know for `learn_s` after
         the first report."""
-        self._started_s = self._contact_s = self._outage_ended_s = now_s
-        self._policy = self._rules.policy()
+        self._started_s = now_s
+        self._policy = self._rules.policy(self._replica)
         self._state = RunState.REBUILDING
         self._learn_s = learn_s
         self._first_report_s: float | None = None
@@ -128,6 +131,10 @@ class ReplicaCoordinator:
         self._generation = 0
         self._members: list[str] = []
         """Machines of the present or last generation, by node rank; "" for one that is unknown."""
+        self._node_ranks: dict[str, int] = {}
+        """The reverse, without the unknown ones."""
+        self._joined = ""
+        """Names of its machines."""
         self._finished: dict[int, int] = {}
         """Generation in which all ranks of a node rank finished before its machine left."""
         self._lost: list[str] = []
@@ -145,19 +152,17 @@ class ReplicaCoordinator:
         self._blamed = self._reason = ""
         self._status = 0
 
-    def report(self, report: Report, now_s: float) -> Answer:
-        """Record a report and return the answer. Raises Rejected or Busy. The machines that are
-        lost have expired before, and `check_newcomer` has accepted a new one."""
+    def record(self, report: Report, now_s: float) -> bool:
+        """Record a report, and return whether it says anything new. Raises Rejected or Busy.
+        `check_newcomer` has accepted a new machine."""
         if report.machine not in self._machines:
             self._check_room()
-        self._record(report, now_s)
-        self.advance(now_s)
-        return self._answer(report.machine)
+        return self._record(report, now_s)
 
     def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, all of whose ranks have ended; `reason` is why if they could not save.
         `report` is its last one."""
-        machine, self._is_alone = report.machine, self._ends_run(report)
+        machine, self._is_alone = report.machine, self._rules.end_with(report)
         self._left_s = {m: s for m, s in self._left_s.items() if now_s - s <= LOST_S}
         self._left_s[machine] = now_s
         is_known = self._machines.pop(machine, None) is not None
@@ -175,9 +180,6 @@ class ReplicaCoordinator:
         if not has_finished:
             self._lost.append(report.name)
         self.advance(now_s)
-
-    def _ends_run(self, report: Report) -> bool:
-        return report.num_replicas == 1 and not self._rules.outlives_stops
 
     def _has_finished(self, node_rank: int) -> bool:
         """Return whether a machine has left whose ranks have finished in the present generation."""
@@ -219,13 +221,14 @@ class ReplicaCoordinator:
                 "coordinator for this run."
             )
 
-    def _record(self, report: Report, now_s: float) -> None:
-        self._is_alone = self._ends_run(report)
+    def _record(self, report: Report, now_s: float) -> bool:
+        self._is_alone = self._rules.end_with(report)
         known = self._machines.get(report.machine)
+        is_new = known is None
         if known is None:
             known = self._machines[report.machine] = _Machine(report, now_s)
         elif report.sequence <= known.report.sequence:
-            return
+            return False
         before = known.report
         known.report, known.heard_s = report, now_s
         if report.failure and (before.failure, before.generation) != (
@@ -233,6 +236,7 @@ class ReplicaCoordinator:
             report.generation,
         ):
             known.failed_at_s = now_s - report.failure_age_s
+        return is_new or before != replace(report, sequence=before.sequence)
 
     @property
     def has_finished(self) -> bool:
@@ -243,12 +247,6 @@ class ReplicaCoordinator:
         """End it, if it waits for machines, because another replica has finished the run."""
         if self._state is RunState.FORMING and self.num_missing(size) > 0:
             self._end(0, "another replica has finished the run")
-
-    def contact(self, now_s: float) -> None:
-        """Record that the machines of the run can reach the coordinator."""
-        if now_s - self._contact_s > OUTAGE_S:
-            self._outage_ended_s = now_s
-        self._contact_s = now_s
 
     @property
     def state(self) -> RunState:
@@ -292,14 +290,14 @@ class ReplicaCoordinator:
 
     def is_member(self, machine: str) -> bool:
         """Return whether a machine has a place in the present or last generation."""
-        return machine in self._members
+        return machine in self._node_ranks
 
     def num_missing(self, size: int) -> int:
         """Return the number of machines without which there is no next generation of `size`
         machines; negative if there are more. A generation that runs, or a replica that has ended,
         needs none."""
         is_forming = self._state in (RunState.REBUILDING, RunState.FORMING)
-        return (size if is_forming else 0) - len([*self._ranked()])
+        return (size if is_forming else 0) - sum(not r.is_stopping for r in self.reports)
 
     @property
     def num_members(self) -> int:
@@ -317,14 +315,10 @@ class ReplicaCoordinator:
         """Let a spare machine be for another replica."""
         receiver._machines[machine] = self._machines.pop(machine)
 
-    def expire(self, now_s: float, except_for: str) -> None:
+    def expire(self, now_s: float, except_for: str, *, is_outage: bool) -> None:
         """Forget the machines that are lost, `except_for` the one that reports now."""
         if self._rules.is_local:
             return
-        is_outage = now_s - self._contact_s > OUTAGE_S or (
-            # It ends with this report, and the other machines get the same time as ever.
-            now_s - self._outage_ended_s <= LOST_S
-        )
         limit_s = ALL_LOST_S if is_outage and self._state is not RunState.ENDED else LOST_S
         for machine, entry in list(self._machines.items()):
             if machine != except_for and now_s - entry.heard_s > limit_s:
@@ -334,6 +328,7 @@ class ReplicaCoordinator:
 
     def advance(self, now_s: float) -> None:
         """Decide what follows from the reports and from the time."""
+        self._joined = ", ".join(sorted(report.name for report in self.reports))[:1000]
         if self._state is RunState.REBUILDING and self._machines:
             self._rebuild(now_s)
         if self._state is RunState.RUNNING:
@@ -354,9 +349,8 @@ class ReplicaCoordinator:
         self._resizes.learn()
         size = reports[0].machines_per_replica
         seats = {r.node_rank: r for r in own if r.generation == self._generation and r.generation}
-        self._members = [seats[n].machine if n in seats else "" for n in range(size)]
-        if not self._generation:
-            self._members = []
+        members = [seats[n].machine if n in seats else "" for n in range(size)]
+        self._seat(members if self._generation else [])
         if seats and all(n in seats or self._has_finished(n) for n in range(size)):
             self._state = RunState.RUNNING
             self._resizes.rebuild([*seats.values()], now_s)
@@ -385,7 +379,6 @@ class ReplicaCoordinator:
             if all(member.report.has_progress and member.was_joined for member in living):
                 self._policy.made_progress(now_s)
                 self._progress_since_s = self._progress_since_s or now_s
-                self._resizes.follow(now_s)
             if self._continues(living, now_s):
                 return
         self._state, self._is_judged = RunState.FORMING, False
@@ -407,9 +400,12 @@ class ReplicaCoordinator:
             self._end(0, "all ranks have finished")
             return
         stopping = [member.name for member in members if member.is_stopping]
-        names = ", ".join([*self._departed, *stopping]) or "a rank"
+        names = ", ".join([*self._departed, *stopping])
         self._state, self._not_before_s = RunState.FORMING, now_s
-        self._blamed, self._reason = "", f"a stop was requested on {names}"
+        self._blamed, self._reason = "", f"a stop was requested on {names or 'a rank'}"
+        if not names:
+            # Nobody wants the replica to leave: something else may ask it again and again.
+            self._decide(Failure(self._reason, "", Path(os.devnull)), now_s)
 
     def _continues(self, members: list[_Machine], now_s: float) -> bool:
         """Return whether all members train, or their ranks are still leaving to resize the run."""
@@ -442,12 +438,13 @@ class ReplicaCoordinator:
         if self._state is not RunState.FORMING or now_s < self._not_before_s:
             return
         self._resizes.advance(now_s)
+        size = self.reports[0].machines_per_replica
         if self._resizes.must_wait:
             return
-        size = self.reports[0].machines_per_replica
-        departing = {
-            report.machine for report in self.reports if report.is_stopping and not self._is_alone
-        }
+        # The only machine of a replica must train once more: its ranks have left for a resize, and
+        # save only while they train.
+        departs = not self._is_alone and not self._rules.is_local
+        departing = {r.machine for r in self.reports if r.is_stopping and departs}
         seats: dict[int, str] = {
             node_rank: machine
             for node_rank, machine in enumerate(self._members)
@@ -461,7 +458,7 @@ class ReplicaCoordinator:
                 seats[node_rank] = spares.pop(0)
         seen = max(report.seen_generation for report in self.reports)
         self._generation = max(self._generation, seen) + 1
-        self._members = [seats[node_rank] for node_rank in range(size)]
+        self._seat([seats[node_rank] for node_rank in range(size)])
         self._state, self._lost, self._departed = RunState.RUNNING, [], []
         self._was_stopped = False
         self._policy.started()
@@ -553,12 +550,19 @@ class ReplicaCoordinator:
                 self._not_before_s = now_s
                 return
         is_user_error = cause is not None and cause.report.failure is FailureKind.USER_ERROR
-        if is_user_error and not is_at_fault:
+        # With other replicas, or storage, an error such as a lost state may be repaired.
+        may_restart = not self._is_alone and (failure.signature or failure.status == TRANSIENT)
+        if is_user_error and not is_at_fault and not may_restart:
             self._end(failure.status, with_final_reason(self._reason, failure.status))
             return
         is_replaced = self._replace(
             [suspect.report.machine for suspect in suspects], failure, now_s
         )
+        self._decide(failure, now_s, is_replaced=is_replaced)
+
+    def _decide(self, failure: Failure, now_s: float, *, is_replaced: bool = False) -> None:
+        """Let the restart policy decide whether and when the next generation starts: at once if
+        another machine takes the place of the one that failed."""
         decision = self._policy.failed(failure, now_s)
         if is_replaced:
             self._not_before_s = now_s
@@ -594,19 +598,25 @@ class ReplicaCoordinator:
             if not spares or self._suspects.get(spares[0], 0) >= num_failures:
                 continue
             del spares[0]
-            self._members[self._members.index(machine)] = ""
+            self._seat(["" if member == machine else member for member in self._members])
             is_replaced = True
             if is_at_fault:
                 self._dismissed.add(machine)
                 del self._machines[machine]
         return is_replaced
 
+    def _seat(self, members: list[str]) -> None:
+        """Let these be the members."""
+        self._members = members
+        self._node_ranks = {machine: place for place, machine in enumerate(members) if machine}
+
     def _end(self, status: int, reason: str) -> None:
         self._state, self._status, self._reason = RunState.ENDED, status, reason
 
-    def _answer(self, machine: str) -> Answer:
+    def answer(self, machine: str) -> Answer:
+        """Return the answer to the last report of a machine."""
         members, entry = self._members, self._machines.get(machine)
-        is_seated = self._state is RunState.RUNNING and machine in members
+        is_seated = self._state is RunState.RUNNING and machine in self._node_ranks
         if entry is not None and is_seated and entry.report.generation < self._generation:
             # By the second report after it, a later answer has replaced this one.
             entry.joins_until = entry.report.sequence + 2
@@ -615,7 +625,6 @@ class ReplicaCoordinator:
             first = self._machines[members[0]].report
             if first.generation == self._generation and first.store_port:
                 store_address, store_port = first.address, first.store_port
-        names = sorted(member.report.name for member in self._machines.values())
         resize = self._resizes.resize
         request = entry.report.request if entry is not None else ""
         state, reason = self._resizes.outcome(request)
@@ -623,14 +632,14 @@ class ReplicaCoordinator:
             state=self._state,
             replica=self._replica,
             generation=self._generation,
-            node_rank=members.index(machine) if machine in members else -1,
+            node_rank=self._node_ranks.get(machine, -1),
             store_address=store_address,
             store_port=store_port,
             is_blamed=machine == self._blamed,
             reason=self._reason[:1000],
             status=self._status,
-            num_joined=len(names),
-            joined=", ".join(names)[:1000],
+            num_joined=len(self._machines),
+            joined=self._joined,
             mesh=self._resizes.mesh,
             resize=resize.id if resize else "",
             resize_mesh=resize.mesh if resize else "",

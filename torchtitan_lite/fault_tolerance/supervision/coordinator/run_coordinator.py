@@ -20,30 +20,37 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
 from torchtitan_lite.fault_tolerance.supervision.coordinator.resize_coordinator import (
     ResizeCoordinator,
 )
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LEASE_S
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
+    LEASE_S,
+    LOST_S,
+    OUTAGE_S,
+)
 
 _MAX_REPLICAS = 1024
+_FEW_MACHINES = 64
+_PASS_S = 0.1
+"""Interval of the decisions that concern all machines, if there are more: a report that says
+nothing new must not cost more the more there are."""
 
 
 class RunCoordinator:
     """Decisions for one run, and for the next one when its machines have left."""
 
     def __init__(self, now_s: float, rules: RunRules | None = None) -> None:
-        self._rules = rules or RunRules()
+        self.rules = rules or RunRules()
         self._replicas: list[ReplicaCoordinator] = []
         self._resizes = ResizeCoordinator(self._replicas)
+        self._owners: dict[str, ReplicaCoordinator] = {}
+        """Replicas of machines when they were last looked for."""
+        self._contact_s = self._outage_ended_s = now_s
+        """When a machine that may train last reported, and when such a report ended an outage."""
+        self._next_pass_s = now_s
         self._add_replica(now_s)
 
     @property
     def states(self) -> list[RunState]:
         """The state of each replica."""
         return [replica.state for replica in self._replicas]
-
-    @property
-    def mesh(self) -> str:
-        """Mesh of the present or next generations per machine, see `Report`; empty before the
-        first."""
-        return self._resizes.mesh
 
     def restart_s(self, replica: int) -> float:
         """Return when the next generation of a replica may start (time.monotonic())."""
@@ -58,26 +65,50 @@ class RunCoordinator:
                 f"{report.num_replicas} replicas: --nnodes must be a multiple of --replicas, which "
                 f"is at most {_MAX_REPLICAS}."
             )
+        is_known, is_pass = self._owner_of(report.machine) is not None, now_s >= self._next_pass_s
+        if not is_known or is_pass:
+            self._expire(report, now_s)
+        if not is_known and not any(replica.reports for replica in self._replicas):
+            self._begin(report.num_replicas, now_s)
+        owner = self._replica_of(report)
+        self._record_contact(owner.is_member(report.machine), now_s)
+        if owner.record(report, now_s) or is_pass:
+            owner.advance(now_s)
+        if is_pass:
+            self._advance_all(owner, report, now_s)
+        return owner.answer(report.machine)
+
+    def _expire(self, report: Report, now_s: float) -> None:
+        """Forget the machines that are lost when one reports. Raises Rejected if that may not take
+        part any more."""
+        is_outage = now_s - self._contact_s > OUTAGE_S or (
+            # It ends with this report, and the other machines get the same time as ever.
+            now_s - self._outage_ended_s <= LOST_S
+        )
         for replica in self._replicas:
             replica.check_welcome(report, now_s)
-            replica.expire(now_s, except_for=report.machine)
-        if not any(replica.reports for replica in self._replicas):
-            self._begin(report.num_replicas, now_s)
-        replica = self._replica_of(report)
-        # A spare, which may be the only machine that reaches the coordinator, must not take the
-        # places of the members.
-        num_members = sum(replica.num_members for replica in self._replicas)
-        if replica.is_member(report.machine) or num_members < 2:
-            for any_replica in self._replicas:
-                any_replica.contact(now_s)
-        answer = replica.report(report, now_s)
-        for other in self._replicas:
-            if other is not replica:
-                other.advance(now_s)
+            replica.expire(now_s, except_for=report.machine, is_outage=is_outage)
+
+    def _record_contact(self, is_member: bool, now_s: float) -> None:
+        """Record that machines of the run can reach the coordinator. A spare, which may be the only
+        one that does, must not take the places of the members."""
+        if is_member or sum(replica.num_members for replica in self._replicas) < 2:
+            if now_s - self._contact_s > OUTAGE_S:
+                self._outage_ended_s = now_s
+            self._contact_s = now_s
+
+    def _advance_all(self, done: ReplicaCoordinator, report: Report, now_s: float) -> None:
+        """Decide what follows for all replicas but one that is `done`, and for all together."""
+        for replica in self._replicas:
+            if replica is not done:
+                replica.advance(now_s)
+        if any(replica.state is RunState.RUNNING for replica in self._replicas):
+            self._resizes.follow(now_s)
         if any(replica.has_finished for replica in self._replicas):
-            for other in self._replicas:
-                other.end_with_run(report.machines_per_replica)
-        return answer
+            for replica in self._replicas:
+                replica.end_with_run(report.machines_per_replica)
+        num_machines = sum(len(replica.reports) for replica in self._replicas)
+        self._next_pass_s = now_s + (_PASS_S if num_machines > _FEW_MACHINES else 0.0)
 
     def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, see `ReplicaCoordinator.leave`."""
@@ -96,15 +127,16 @@ class RunCoordinator:
         while len(self._replicas) < num_replicas:
             self._add_replica(now_s)
         self._resizes.start()
+        self._contact_s = self._outage_ended_s = now_s
         for replica in self._replicas:
             if replica.state is not RunState.REBUILDING:
-                replica.start(now_s, learn_s=0.0 if self._rules.is_local else LEASE_S)
+                replica.start(now_s, learn_s=0.0 if self.rules.is_local else LEASE_S)
 
     def _add_replica(self, now_s: float) -> None:
         number = len(self._replicas)
         self._replicas.append(
             ReplicaCoordinator(
-                now_s, number, rules=self._rules, resizes=self._resizes, borrow=self._lend
+                now_s, number, rules=self.rules, resizes=self._resizes, borrow=self._lend
             )
         )
 
@@ -112,6 +144,8 @@ class RunCoordinator:
         """Return the replica of a machine, which changes for a spare one that another replica
         needs. Raises Rejected if it cannot take part in this run."""
         owner, size = self._owner_of(report.machine), report.machines_per_replica
+        if owner is not None and owner.is_member(report.machine):
+            return owner
         if owner is None:
             for replica in self._replicas:
                 replica.check_newcomer(report)
@@ -120,8 +154,7 @@ class RunCoordinator:
             former = self._replicas[report.replica]
             if former in going_on:
                 return former
-        stays = report.is_stopping or (owner is not None and owner.is_member(report.machine))
-        if owner is not None and (stays or owner.num_missing(size) >= 0):
+        if owner is not None and (report.is_stopping or owner.num_missing(size) >= 0):
             return owner
         needy = [replica for replica in going_on if replica.num_missing(size) > 0]
         if needy:
@@ -148,4 +181,11 @@ class RunCoordinator:
         return []
 
     def _owner_of(self, machine: str) -> ReplicaCoordinator | None:
-        return next((replica for replica in self._replicas if replica.has(machine)), None)
+        owner = self._owners.get(machine)
+        if owner is None or not owner.has(machine):
+            owner = next((replica for replica in self._replicas if replica.has(machine)), None)
+            if owner is None:
+                self._owners.pop(machine, None)
+            else:
+                self._owners[machine] = owner
+        return owner

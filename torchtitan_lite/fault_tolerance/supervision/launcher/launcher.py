@@ -87,6 +87,14 @@ class Launcher:
             report_event=view.report_event,
         )
         self._replicas = [self._replica(number) for number in range(plan.num_replicas)]
+        self._policies = [
+            RestartPolicy(
+                plan.max_restarts,
+                first_delay_s=_FIRST_DELAY_S,
+                max_delay_s=plan.max_restart_delay_s,
+            )
+            for _ in self._replicas
+        ]
         self._links = LinkMonitor()
         self._subreaper = Subreaper()
         self._signals: list[int] = []
@@ -163,15 +171,7 @@ class Launcher:
     def _start_replicas(self) -> None:
         """Start all replicas that are not over, on the mesh of the resizer."""
         mesh, plan = self._resizer.mesh, self._plan
-
-        def policy() -> RestartPolicy:
-            return RestartPolicy(
-                plan.max_restarts,
-                first_delay_s=_FIRST_DELAY_S,
-                max_delay_s=plan.max_restart_delay_s,
-            )
-
-        rules = RunRules(policy=policy, is_local=True, outlives_stops=True)
+        rules = RunRules(policy=self._policies.__getitem__, is_local=True, outlives_stops=True)
         coordinator = RunCoordinator(time.monotonic(), rules)
         for replica in self._replicas:
             if replica.is_over:

@@ -1,5 +1,4 @@
-"""One replica on this machine: a member of the run, its logs, its progress, and what a user is told
-of it."""
+"""One replica on this machine: a member of the run, its logs, its progress, and what users see."""
 
 import logging
 import os
@@ -119,7 +118,7 @@ class Replica:
         self._hang_monitor: HangMonitor | None = None
         self._generation = self._num_generations = 0
         """Number of the present generation of its member, and of all generations."""
-        self._is_stopping = self._leaves_to_resize = False
+        self._is_stopping = self._leaves_to_resize = self._is_leave_broken = False
         self._read_at_s = 0.0
         self._failure: Failure | None = None
         """The failure that ends the present generation."""
@@ -152,7 +151,7 @@ class Replica:
 
     @property
     def pid(self) -> int:
-        """Process id of the parent of the ranks."""
+        """Process id of the process that starts the ranks."""
         return os.getpid()
 
     @property
@@ -171,7 +170,7 @@ class Replica:
     def start(self, member: Member, restart_s: Callable[[], float]) -> None:
         """Start its first generation, or the first one after `leave_to_resize`. `restart_s` returns
         when the next generation may start."""
-        self._leaves_to_resize = False
+        self._leaves_to_resize = self._is_leave_broken = False
         self.requests.clear()
         self._member, self._restart_s, self._generation = member, restart_s, 0
         self.state = ReplicaState.STARTING
@@ -213,7 +212,13 @@ class Replica:
     def may_end(self, failure: Failure) -> bool:
         """Return whether all ranks that live have written what a failure is compared with; if so,
         diagnose it: once the generation ends, they fail, too."""
+        if self._leaves_to_resize and not self._is_leave_broken:
+            # Without this rank's part, the other ranks cannot complete their save, nor take part.
+            self._is_leave_broken = True
+            self._on_failure(self, None)
         if self._is_stopping or self._leaves_to_resize:
+            if self._failure is not None:
+                self._diagnose(self._failure)
             return True
         now_s = time.monotonic()
         if self._failure is None:
@@ -270,7 +275,7 @@ class Replica:
 
     def _begin_generation(self, generation: int) -> None:
         self._generation, self._failure, self._hang = generation, None, None
-        self.num_restarts += bool(self._num_generations)
+        self.num_restarts += self.state is ReplicaState.RESTARTING
         self._num_generations += 1
         self.folder = make_log_folder(_next_folder(self.log_folder))
         self._close_hang_monitor()
@@ -374,10 +379,7 @@ class Replica:
 
     def _diagnose(self, failure: Failure) -> None:
         assert self._member is not None
-        # Calls are compared by their numbers, which processes of other trainings count otherwise.
-        trainings = [process.num_trainings for process in self._member.ranks.values()]
-        ranks = range(len(trainings)) if set(trainings) == {1} else ()
-        records = newer_flight_records(self.folder, ranks, 0)
+        records = newer_flight_records(self.folder, range(len(self._member.ranks)), 0)
         lines = last_lines(failure.log, LOG_LINES)
         diagnosis = diagnose_failure(failure, self.number, lines, records)
         if diagnosis is not None:
@@ -388,6 +390,9 @@ class Replica:
         answer = member.answer
         has_ended = self.state in _RUNNING or self.state is ReplicaState.ENDING
         if not has_ended or answer is None or answer.state is RunState.ENDED:
+            return
+        if member.is_resizing:
+            self.state = ReplicaState.RESIZING
             return
         if any(process.was_stopped for process in member.ranks.values()):
             # The launcher and its user still want this replica.
@@ -405,7 +410,8 @@ class Replica:
         if self.progress is not None:
             # It may have taken more steps since it was asked to leave.
             self.progress.update()
-        if self._leaves_to_resize and not self._is_stopping:
+        has_failed = answer is not None and answer.state is RunState.ENDED and answer.status
+        if self._leaves_to_resize and not self._is_stopping and not has_failed:
             self.state = ReplicaState.RESIZING
             self._report("left to resize")
         elif self._is_stopping:

@@ -8,7 +8,7 @@ shards of the gradients with the same shards of the others.
 """
 
 import json
-import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,13 +161,14 @@ class Resizer:
         """Whether a user has requested it."""
         self._reason = ""
         """Why the replicas resize, for display."""
+        self._state = ResizeState.ACCEPTED
         self._outcome: tuple[ResizeState, str] | None = None
         """Its final answer."""
         self._target = self.mesh
         self._deadline_s: float | None = None
         """Time by which all replicas must have left; None while they are not restarted."""
         self._checked_id = ""
-        self._check: subprocess.Popen[bytes] | None = None
+        self._check: _Check | None = None
         self._refusal: str | None = None
 
     @property
@@ -202,6 +203,12 @@ class Resizer:
                 self._check_target(replicas, now_s)
         elif self._outcome is not None:
             self._complete(*self._outcome, replicas, now_s)
+        elif not self._is_users and self._state is not ResizeState.LEFT:
+            failed = (ReplicaState.ENDING, ReplicaState.RESTARTING)
+            if any(replica.state in failed for replica in replicas):
+                # It may have lost the slot that it can no longer have.
+                mesh, self.request = self.request.mesh, None
+                self._restart(mesh, self._reason, replicas, now_s)
         return False
 
     def end(self, reason: str) -> None:
@@ -209,10 +216,7 @@ class Resizer:
         if self.request is not None and self._is_users:
             self._inbox.answer(self.request, ResizeState.FAILED, reason)
         self.request = None
-        if self._check is not None:
-            kill_process_group(self._check.pid)
-            self._check.communicate()
-            self._check = None
+        self._end_check()
 
     def parse(self, text: str) -> RunMesh:
         """See `Requests`. The mesh was checked before a member could name it."""
@@ -223,15 +227,16 @@ class Resizer:
         if self._checked_id != request_id:
             self._checked_id, self._refusal = request_id, None
             self._start_check(RunMesh.from_text(mesh))
-        elif self._check is not None and self._check.poll() is not None:
-            text, self._check = self._check.communicate()[0].decode(errors="replace"), None
-            self._refusal = _refusal_in(text)
+        elif self._check is not None and (refusal := self._check.refusal()) is not None:
+            self._end_check()
+            self._refusal = refusal
         return self._refusal
 
     def answer(self, state: ResizeState, reason: str = "") -> None:
         """See `Requests`. The first final answer of a member is that of all."""
         if self.request is None or self._outcome is not None:
             return
+        self._state = state
         if self._is_users:
             self._inbox.answer(self.request, state, reason)
         if state.is_final:
@@ -241,13 +246,16 @@ class Resizer:
         """See `Requests`: other members may go on."""
 
     def _start_check(self, mesh: RunMesh) -> None:
-        command = self._check_command(mesh)
+        self._end_check()
         try:
-            self._check = spawn(
-                command, self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
+            self._check = _Check(self._check_command(mesh), self._environment)
         except OSError as error:
             self._refusal = f"it cannot be checked: {error}"
+
+    def _end_check(self) -> None:
+        if self._check is not None:
+            self._check.close()
+            self._check = None
 
     def _wanted(self, now_s: float) -> tuple[RunMesh, str]:
         """Return the mesh that each replica should have, and what limits it."""
@@ -292,6 +300,7 @@ class Resizer:
     def _follow(self, request: ResizeRequest, reason: str, *, is_users: bool) -> None:
         """Let the replicas resize in their processes."""
         self.request, self._is_users, self._outcome = request, is_users, None
+        self._state = ResizeState.ACCEPTED
         self._reason = reason
         text = f"all replicas resize to {request.mesh} each in their processes: {reason}"
         self._report_event(text)
@@ -327,12 +336,35 @@ def _all_train(replicas: Sequence[Replica]) -> bool:
     return all(replica.state is ReplicaState.TRAINING for replica in replicas)
 
 
-def _refusal_in(text: str) -> str:
-    """Return the refusal that a check has printed, which may have failed instead."""
-    try:
-        return str(json.loads(text)["refusal"])
-    except (ValueError, LookupError, TypeError):
-        return f"it cannot be checked: {text.strip()[-300:]}"
+class _Check:
+    """A process that prints why a mesh is refused, as the last line of its output."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it. Raises OSError."""
+        # A file rather than a pipe, which would block without a reader.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = spawn(command, environment, stdout=self._output.fileno())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def refusal(self) -> str | None:
+        """Return the refusal, empty if there is none; None until it is known."""
+        if self._process.poll() is None:
+            return None
+        self._output.seek(0)
+        text = self._output.read(_MAX_BYTES).decode(errors="replace").strip()
+        try:
+            return str(json.loads(text.rpartition("\n")[2])["refusal"])
+        except (ValueError, LookupError, TypeError):
+            return f"it cannot be checked: {text[-300:]}"
+
+    def close(self) -> None:
+        """End it."""
+        kill_process_group(self._process.pid)
+        self._process.wait()
+        self._output.close()
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -39,9 +39,9 @@ class FakeProcess:
         self.state, self.has_progress = RankState.TRAINING, True
         self.status: ExitStatus | None = None
         self.error, self.end_reason, self.may_pass, self.pid = "", "", False, 0
+        self.ends = self.may_restart = False
         self.was_stopped = False
         self.failed_at_s = 0.0
-        self.num_trainings = 1
         self.is_ordered_to_leave = self.is_started = False
         self.signals: list[object] = []
         self.environment: Mapping[str, str] = {}
@@ -66,7 +66,6 @@ class FakeProcess:
         listener: socket.socket | None = None,
     ) -> None:
         self.is_started, self.state = True, RankState.TRAINING
-        self.num_trainings += 1
         self.environment, self.has_listener = environment, listener is not None
 
     def abort_training(self) -> None:
@@ -85,7 +84,7 @@ class ObedientProcess(FakeProcess):
 
     def __init__(self, pid: int) -> None:
         super().__init__()
-        self.pid, self.num_trainings = pid, 0
+        self.pid = pid
         self.state, self.has_progress = RankState.STANDBY, False
 
     def start_training(
@@ -105,9 +104,10 @@ class ObedientProcess(FakeProcess):
         """Exit."""
         self.state, self.status = RankState.EXITED, ExitStatus(status)
 
-    def end(self, status: int = 0, *, was_stopped: bool = False) -> None:
+    def end(self, status: int = 0, *, was_stopped: bool = False, may_restart: bool = False) -> None:
         """End the training."""
         self.state, self.status, self.was_stopped = RankState.ENDED, ExitStatus(status), was_stopped
+        self.may_restart = may_restart
 
     def fail(self, error: str) -> None:
         """Raise an exception."""

@@ -3,7 +3,6 @@
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,10 +56,8 @@ class _Machine:
         self.signals: list[int] = []
         self.started: list[ObedientProcess] = []
         self.inbox, self.may_end = _Requests(), may_end
-        policy = partial(RestartPolicy, 3, first_delay_s=0.0)
-        self.coordinator = RunCoordinator(
-            time.monotonic(), RunRules(**{"policy": policy, "is_local": True, **rules})
-        )
+        given = {"policy": lambda replica: RestartPolicy(3, first_delay_s=0.0), **rules}
+        self.coordinator = RunCoordinator(time.monotonic(), RunRules(is_local=True, **given))
         self.member = Member(
             self._start,
             RunMesh(2),
@@ -159,7 +156,7 @@ def test_an_error_of_a_user_and_a_fault_end_the_run(status: int, exit_status: in
 def test_errors_that_repeat_end_the_run(
     caplog: pytest.LogCaptureFixture, may_pass: bool, reason: str
 ) -> None:
-    machine = _Machine(policy=partial(RestartPolicy, 1, first_delay_s=0.0))
+    machine = _Machine(policy=lambda replica: RestartPolicy(1, first_delay_s=0.0))
     for generation in (1, 2):
         machine.until(
             lambda generation=generation: (
@@ -211,8 +208,63 @@ def test_ranks_that_others_stop_end_the_run_or_start_again(outlives_stops: bool)
     machine.member.poll()
     for process in machine.ranks:
         process.end(was_stopped=True)
-    machine.end()
-    assert machine.member.generation == 2
+    assert machine.end() == 0 and machine.member.generation == 2
+
+
+@pytest.mark.parametrize("outlives_stops", [False, True])
+def test_a_stop_after_all_ranks_have_left_lets_them_train_and_save(outlives_stops: bool) -> None:
+    machine = _Machine(outlives_stops=outlives_stops)
+    machine.train()
+    machine.inbox.request = ResizeRequest(mesh=_TP)
+    machine.until(lambda: machine.member.is_resizing)
+    machine.signals.append(signal.SIGTERM)
+    machine.until(
+        lambda: machine.member.generation == 2 and machine.member.phase is MemberPhase.TRAINING
+    )
+    for process in machine.ranks:
+        process.has_progress = True
+    machine.until(lambda: all(signal.SIGTERM in process.signals for process in machine.ranks))
+    for process in machine.ranks:
+        process.end(was_stopped=True)
+    assert machine.end() == 0
+
+
+def test_a_stop_does_not_wait_for_ranks_that_start() -> None:
+    machine = _Machine(outlives_stops=True)
+    machine.member.poll()
+    for process in machine.started:
+        process.state = RankState.STARTING
+    machine.until(lambda: machine.member.phase is MemberPhase.STARTING)
+    machine.signals.append(signal.SIGTERM)
+    assert machine.end() == 0
+
+
+def test_an_error_that_ends_a_rank_is_not_taken_for_one_that_passes() -> None:
+    """However long the rank takes to unwind."""
+    machine = _Machine()
+    machine.train()
+    first, second = machine.ranks
+    for process in (first, second):
+        process.fail("ConfigError: lr is wrong")
+        process.ends = True
+        process.failed_at_s -= 5
+    for _ in range(5):
+        machine.member.poll()
+    assert machine.member.generation == 1
+    for process in (first, second):
+        process.end(2)
+    assert machine.end() == 2
+
+
+def test_a_stop_by_others_again_and_again_ends_the_run() -> None:
+    policy = lambda replica: RestartPolicy(1, first_delay_s=0.0)  # noqa: E731
+    machine = _Machine(outlives_stops=True, policy=policy)
+    for generation in (1, 2):
+        machine.train(generation)
+        for process in machine.ranks:
+            process.end(was_stopped=True)
+        machine.member.poll()
+    assert machine.end() == GIVEN_UP
 
 
 def test_a_resize_keeps_the_processes() -> None:
@@ -224,7 +276,8 @@ def test_a_resize_keeps_the_processes() -> None:
     assert machine.ranks == [first, second, machine.started[2]]
     machine.until(lambda: machine.inbox.request is None)
     assert [state for state, _ in machine.inbox.answers][-1] is ResizeState.DONE
-    assert machine.coordinator.mesh == _TP.to_text()
+    answer = machine.member.answer
+    assert answer is not None and answer.mesh == _TP.to_text()
 
 
 def test_a_mesh_that_fails_is_left_again() -> None:
@@ -237,7 +290,8 @@ def test_a_mesh_that_fails_is_left_again() -> None:
     )
     machine.ranks[2].fail("RuntimeError: too large")
     machine.train(generation=3)
-    assert machine.ranks == before and machine.coordinator.mesh == RunMesh(2).to_text()
+    answer = machine.member.answer
+    assert machine.ranks == before and answer is not None and answer.mesh == "2"
     assert machine.inbox.answers[-1] == (
         ResizeState.FAILED,
         "this machine: rank 2: RuntimeError: too large",

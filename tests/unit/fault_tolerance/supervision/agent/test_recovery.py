@@ -42,7 +42,8 @@ def test_each_training_reports_its_first_step_and_its_first_error(
                 recovery.step_committed()
             raise OSError("the disk")
         recovery.report(ValueError("a consequence"))
-        assert sent == [{"progress": True}, {"failed": "OSError: the disk", "may_pass": False}]
+        failed = {"failed": "OSError: the disk", "may_pass": False, "ends": False}
+        assert sent == [{"progress": True}, failed]
 
 
 def test_an_order_to_leave_does_not_outlast_the_training(recovery: RecoveryHooks) -> None:
@@ -128,6 +129,6 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
     assert log == [
         "[{'standby': True}] training: False",
         "forgotten",
-        "[{'ended': 0, 'reason': '', 'stopped': False}] training: False",
+        "[{'ended': 0, 'reason': '', 'stopped': False, 'may_restart': False}] training: False",
     ]
     assert RANK_CHANNEL not in os.environ

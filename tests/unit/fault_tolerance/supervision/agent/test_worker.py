@@ -90,7 +90,9 @@ def test_a_generation_may_follow_one_that_has_ended(
     channel, process = quick
     for arguments, was_stopped in ((["stopped"], True), ([], False)):
         channel.send(start={}, has_listener=False, arguments=arguments)
-        assert channel.receive(wait=True) == [{"ended": 0, "reason": "", "stopped": was_stopped}]
+        assert channel.receive(wait=True) == [
+            {"ended": 0, "reason": "", "stopped": was_stopped, "may_restart": False}
+        ]
     channel.send(exit=0)
     process.join(20)
     assert process.exitcode == 0
@@ -105,7 +107,11 @@ def test_an_error_before_the_process_groups_exist_is_reported(
         messages = channel.receive(wait=True)
         while {"standby": True} not in messages:
             messages += channel.receive(wait=True)
-        assert messages[0] == {"failed": "ConnectionRefusedError: the store", "may_pass": True}
+        assert messages[0] == {
+            "failed": "ConnectionRefusedError: the store",
+            "may_pass": True,
+            "ends": False,
+        }
     channel.send(start={}, has_listener=False, arguments=["wrong"])
     assert channel.receive(wait=True) == [
         {"ended": 1, "reason": "a wrong setting", "stopped": False}

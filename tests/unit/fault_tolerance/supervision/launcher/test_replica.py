@@ -16,7 +16,7 @@ from tests.unit.fault_tolerance.supervision.agent.conftest import (
     ObedientProcess,
 )
 from torchtitan_lite.core.diagnosis import Cause, Diagnosis
-from torchtitan_lite.core.errors import DIVERGED
+from torchtitan_lite.core.errors import DIVERGED, TRANSIENT
 from torchtitan_lite.core.outputs import SAMPLE
 from torchtitan_lite.core.rank.supervised import GENERATION, RANK_LOGS
 from torchtitan_lite.fault_tolerance.supervision.agent.member import Member
@@ -70,7 +70,7 @@ class _Run:
             report_diagnosis=self.diagnoses.append,
         )
 
-        def policy() -> RestartPolicy:
+        def policy(replica: int) -> RestartPolicy:
             return RestartPolicy(max_restarts, first_delay_s=delay_s)
 
         self._rules = RunRules(policy=policy, is_local=True, outlives_stops=True)
@@ -288,25 +288,6 @@ def test_an_error_is_compared_with_what_the_others_write(
     assert run.ranks[1].pid == 71
 
 
-@pytest.mark.parametrize("num_generations", [1, 2])
-def test_only_processes_of_one_age_are_compared(
-    run: _Run, monkeypatch: pytest.MonkeyPatch, num_generations: int
-) -> None:
-    """Others count their collectives otherwise."""
-    compared: list[list[int]] = []
-
-    def newer(folder: Path, ranks: Any, than_ns: int) -> dict[int, Any]:
-        compared.append(list(ranks))
-        return {}
-
-    monkeypatch.setattr(replica_module, "newer_flight_records", newer)
-    for generation in range(num_generations):
-        run.train(generation)
-        run.ranks[1].die()
-        run.until(lambda generation=generation: len(compared) == generation + 1)
-    assert compared == [[0, 1], []][:num_generations]
-
-
 def test_a_replica_that_others_ask_to_stop_is_started_again(run: _Run) -> None:
     run.train()
     for process in run.ranks:
@@ -367,7 +348,11 @@ def test_a_replica_starts_again_after_it_has_left_to_resize(run: _Run) -> None:
 
 @pytest.mark.parametrize(
     ("status", "reason"),
-    [(2, "the lr is wrong"), (DIVERGED, "the lr is wrong: the training has diverged")],
+    [
+        (1, "the lr is wrong"),
+        (2, "the lr is wrong"),
+        (DIVERGED, "the lr is wrong: the training has diverged"),
+    ],
 )
 def test_an_error_of_the_user_ends_a_replica(run: _Run, status: int, reason: str) -> None:
     run.until(lambda: run.replica.rank_pids)
@@ -379,6 +364,38 @@ def test_an_error_of_the_user_ends_a_replica(run: _Run, status: int, reason: str
     assert run.replica.given_up.reason == f"rank 0: {reason}"
     assert run.replica.given_up.first_failure.status == status
     assert len(run.started) == 2 and run.failed_ranks == [0]
+
+
+@pytest.mark.parametrize("status", [1, TRANSIENT])
+def test_a_replica_whose_error_a_restart_may_repair_is_started_again(
+    run: _Run, status: int
+) -> None:
+    """As one that has lost its state, or whose storage is not available for a while."""
+    run.train()
+    for process in run.ranks:
+        process.end(status, may_restart=True)
+        process.end_reason = "the state is lost"
+    run.train(generation=1)
+    assert run.reported("failed, rank 0: the state is lost") == 1
+
+
+def test_a_replica_that_leaves_to_resize_and_fails_is_reported_to_the_others(run: _Run) -> None:
+    run.train()
+    run.replica.leave_to_resize()
+    run.poll()
+    run.ranks[1].die()
+    run.poll(3)
+    assert run.failed_ranks == [None]
+
+
+def test_an_end_that_is_final_is_not_followed_by_a_resize(run: _Run) -> None:
+    run.train()
+    run.replica.leave_to_resize()
+    run.poll()
+    for process in run.ranks:
+        process.end(DIVERGED)
+    run.until(lambda: run.replica.is_over)
+    assert run.replica.state is ReplicaState.GIVEN_UP
 
 
 def test_an_error_that_repeats_ends_a_replica(run: _Run) -> None:

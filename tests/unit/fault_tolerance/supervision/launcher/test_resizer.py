@@ -200,6 +200,19 @@ def test_a_replica_that_does_not_leave_in_time_is_killed(run: _Run) -> None:
     assert run.num_starts == 1 and run.replicas[1].num_kills == 1
 
 
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_replica_that_fails_while_all_resize_for_slots_starts_again_on_them(
+    run: _Run, has_left: bool
+) -> None:
+    """It may have lost its slot before it was told to leave it."""
+    run.limit(2)
+    if has_left:
+        run.resizer.answer(ResizeState.LEFT)
+    run.replicas[1].state, run.replicas[1].is_training = ReplicaState.ENDING, False
+    run.poll(2)
+    assert (run.resizer.request is None) == (run.num_starts == 1) == (not has_left)
+
+
 def test_no_resize_begins_once_a_replica_has_ended(run: _Run) -> None:
     run.replicas[1].is_over = True
     run.limit(2)
@@ -218,6 +231,8 @@ def test_a_mesh_is_checked_once_for_all_replicas(run: _Run) -> None:
     assert run.refusal("r0") == ""
     run.printed = json.dumps({"refusal": "it has no snapshots"})
     assert run.refusal("r0") == "" and run.refusal("r1") == "it has no snapshots"
+    run.printed = 'a warning\n{"refusal": "too large"}'
+    assert run.refusal("r3") == "too large"
     run.printed = "Traceback: no module named a"
     assert run.refusal("r2") == "it cannot be checked: Traceback: no module named a"
 
