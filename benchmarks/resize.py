@@ -8,8 +8,8 @@ is started again on the other mesh, from the checkpoint. The pause is the time b
 the last step on the former mesh and of the first one on the new mesh. Where ranks are added, their
 processes start before the pause of ours; the time from the request is shown, too.
 
-Two replicas resize under the launcher when their slots file changes: with spares in their
-processes, without spares (the peer) by a save, a restart and a load.
+Two replicas resize under the launcher when their slots file changes: in their processes, or,
+without snapshots in shared memory (the peer), by a save, a restart and a load.
 
 The exit status is 1 if a process fails, the losses of the variants differ, or more than one step is
 repeated.
@@ -85,7 +85,7 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
             for name, times in (("ours", ours), ("peer", peer)):
                 own = folder / f"{name}_{index}_{repeat}"
                 if case in _REPLICAS:
-                    _run_replicas(case, times, own, num_spares=int(times is ours))
+                    _run_replicas(case, times, own, is_restarted=times is peer)
                 else:
                     _run(_resize if times is ours else _restart, case, times, own)
         comparison = Comparison(case, other="restart")
@@ -131,8 +131,9 @@ def _run(move: _Move, case: str, times: _Times, folder: Path) -> None:
             _finish(process, times, began_s, folder, metrics)
 
 
-def _run_replicas(case: str, times: _Times, folder: Path, *, num_spares: int) -> None:
-    """Launch two replicas, change their number of ranks, and train on."""
+def _run_replicas(case: str, times: _Times, folder: Path, *, is_restarted: bool) -> None:
+    """Launch two replicas, change their number of ranks, and train on. Without snapshots in shared
+    memory they are restarted."""
     before, after = _REPLICAS[case]
     folder.mkdir()
     slots, log = folder / "slots", folder / "log.txt"
@@ -140,7 +141,8 @@ def _run_replicas(case: str, times: _Times, folder: Path, *, num_spares: int) ->
     slots.write_text(f'{{"0": {before}}}')
     command = [
         *("-m", "torchtitan_lite", "launch", "--replicas=2", "--nproc-per-replica=1:2"),
-        *(f"--spares={num_spares}", f"--slots-file={slots}", "--", *job_arguments(folder)),
+        *("--spares=1", f"--slots-file={slots}", "--", *job_arguments(folder)),
+        *(("--checkpoint.ram_interval=0",) if is_restarted else ()),
     ]
     with started(command, [], 1, log) as process:
         for file in metrics:

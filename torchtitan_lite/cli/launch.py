@@ -16,7 +16,7 @@ from torchtitan_lite.core.standard_streams import make_streams_patient
 from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
 from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import LaunchPlan, training_plan
-from torchtitan_lite.fault_tolerance.supervision.launcher.resize import parse_ranks
+from torchtitan_lite.fault_tolerance.supervision.launcher.resize import parse_ranks, refusal_in
 from torchtitan_lite.fault_tolerance.supervision.launcher.status_view import RecordedView, open_view
 from torchtitan_lite.fault_tolerance.supervision.local_ranks import check_process_count
 
@@ -97,8 +97,9 @@ def _print_end(
     print("\n".join(lines), flush=True)
 
 
-def check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
-    """Validate the configuration in a process that imports torch. Raises ConfigError."""
+def check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> str:
+    """Validate the configuration in a process that imports torch. Returns why replicas cannot
+    change their number of ranks in their processes; empty if they can. Raises ConfigError."""
     module = "torchtitan_lite.cli.rank_counts"
     numbers = ",".join(map(str, ranks))
     answer = subprocess.run(
@@ -106,6 +107,7 @@ def check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
     )
     if answer.returncode:
         raise ConfigError(answer.stderr.strip() or f"{module} ended with {answer.returncode}.")
+    return refusal_in(answer.stdout)
 
 
 def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:

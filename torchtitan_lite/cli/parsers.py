@@ -188,7 +188,7 @@ def _resize(commands) -> None:
         "resize",
         "Change the number of ranks or the mesh of a live run, without a restart.",
         "torchtitan-lite resize RUN --nproc N [--parallelism.key value ...]\n\n"
-        "RUN is the output folder of `train --spares K` or `launch --spares K` on this machine,\n"
+        "RUN is the output folder of `train --spares K` or `launch` on this machine,\n"
         "or of `train --rdzv-endpoint`: then on any machine that trains, and for all of them.\n"
         "Processes that stay keep their process ids; the state moves to the new mesh through\n"
         "shared memory. Keys that can change are those of [parallelism], and\n"

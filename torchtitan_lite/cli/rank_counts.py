@@ -1,13 +1,15 @@
 """`python -m torchtitan_lite.cli.rank_counts 1,2 -- ARGUMENTS`: check a config for
-replicas of each of these numbers of ranks.
+replicas of each of these numbers of ranks, and print why they cannot move from one to another in
+their processes, as JSON: `{"refusal": TEXT}`, with an empty text if they can.
 
 The launcher runs it before it starts anything, because the launcher does not import torch.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import Config, check_live_resize
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.resize import resize_problems
 from torchtitan_lite.core.errors import ConfigError, UserError
@@ -23,6 +25,12 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
+    try:
+        check_live_resize(config, config, is_joint=True)
+    except ConfigError as error:
+        print(json.dumps({"refusal": str(error)}))
+    else:
+        print(json.dumps({"refusal": ""}))
     return 0
 
 

@@ -51,6 +51,6 @@ def _silence(waited_s: float, *, is_accepted: bool) -> str:
         return f"accepted, but there was no step on the new mesh within {waited_s:.0f} s."
     return (
         f"no agent answered within {waited_s:.0f} s. Only `torchtitan-lite train --spares K`, "
-        "`torchtitan-lite train --rdzv-endpoint` and `torchtitan-lite launch --spares K` follow "
-        "requests, while all ranks train."
+        "`torchtitan-lite train --rdzv-endpoint` and `torchtitan-lite launch` follow requests, "
+        "while all ranks train."
     )

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 FAILED, DIVERGED, MACHINE_FAULT, GIVEN_UP = 1, 3, 4, 5
 """Exit statuses of `train.py`. After the first a restart may help; after the second it would train
-no better; after the third it may help on another machine; after the last, that of an agent, the
-same failure would end the ranks again."""
+no better; after the third it may help on another machine; after the last, of a
+process that has started ranks again and again, the same failure would end them again."""
 TRANSIENT = 75
 """Exit status after a failure whose cause may pass: EX_TEMPFAIL of sysexits.h."""
 INTERRUPTED = 130

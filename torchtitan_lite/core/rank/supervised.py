@@ -115,7 +115,7 @@ def print_into_rank_log() -> None:
         return
     # A file rather than a pipe, so that the rank and its writer never block on the launcher.
     path = rank_log(Path(logs), int(os.environ["RANK"]))
-    # Without it (a full disk), the output goes to the log of the parent.
+    # Without it (a full disk), the output stays where it went before.
     with suppress(OSError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):

@@ -4,7 +4,7 @@ A machine stays with its replica as long as it has a place there. Spare machines
 replica needs one: that with the fewest machines missing first, so that replicas become complete one
 after the other.
 
-Invariants: as those of `coordinator`, of which each replica has one.
+Invariants: as those of `replica_coordinator`, of which each replica has one.
 """
 
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (

@@ -81,6 +81,7 @@ class Launcher:
             ResizePolicy(plan.ranks, plan.num_replicas, regrow_after_s=plan.regrow_after_s),
             SlotsFile(plan.slots_file, view.report_event),
             RequestInbox(plan.dump_folder),
+            refusal=plan.resize_refusal,
             check_command=plan.check_command,
             environment=self._environment,
             grace_s=plan.grace_s,

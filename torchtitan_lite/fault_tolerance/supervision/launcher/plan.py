@@ -59,7 +59,9 @@ class LaunchPlan:
     available."""
     process_command: Callable[[int], Sequence[str]]
     """Maps a replica to the command line of a process that serves its member, see
-    `rank_recovery.worker`."""
+    `agent.worker`."""
+    resize_refusal: str = ""
+    """Why replicas cannot change their number of ranks in their processes; empty if they can."""
     check_command: Callable[[RunMesh], Sequence[str]] = lambda mesh: ("echo", '{"refusal": ""}')
     """Maps a mesh to the command line that says whether replicas can move to it in their processes,
     see `cli.resize_check`."""
@@ -155,11 +157,12 @@ def training_plan(
     grace_s: float,
     host: str,
     log_dir: Path | None,
-    check: Callable[[Sequence[int], Sequence[str]], None],
+    check: Callable[[Sequence[int], Sequence[str]], str],
 ) -> LaunchPlan:
     """Plan the launch of replicas that train with `arguments`. `check` gets `ranks` and the
-    arguments of a replica, and raises ConfigError if the configuration is invalid for one of the
-    numbers. Raises ConfigError."""
+    arguments of a replica, raises ConfigError if the configuration is invalid for one of the
+    numbers, and returns why replicas cannot change between them in their processes. Raises
+    ConfigError."""
     folder = dump_folder(arguments)
     device = _setting(arguments, "job", "device")
 
@@ -169,7 +172,7 @@ def training_plan(
             added += ["--fault_tolerance.lighthouse", "torchft"]
         return [*arguments, *added]
 
-    check(ranks, of_replica(0))
+    refusal = check(ranks, of_replica(0))
 
     def check_command(mesh: RunMesh) -> list[str]:
         module = "torchtitan_lite.cli.resize_check"
@@ -204,6 +207,7 @@ def training_plan(
         slots_file=slots_file,
         regrow_after_s=regrow_after_s,
         process_command=lambda replica: rank_command(of_replica(replica)),
+        resize_refusal=refusal,
         check_command=check_command,
         lighthouse_command=lighthouse_command,
         dump_folder=folder,

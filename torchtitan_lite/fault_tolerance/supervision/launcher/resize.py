@@ -103,6 +103,10 @@ class ResizePolicy:
             self._lost[replica] = _LostSlot(num_ranks - 1, back_at_s, times)
             del self._streaks[replica]
 
+    def allows(self, mesh: RunMesh) -> bool:
+        """Whether a mesh differs from the configured one in an allowed number of ranks only."""
+        return mesh.num_ranks in self._allowed and not mesh.arguments
+
     @property
     def most(self) -> int:
         """The largest allowed number of ranks."""
@@ -140,15 +144,18 @@ class Resizer:
         slots: SlotsFile,
         inbox: RequestInbox,
         *,
+        refusal: str = "",
         check_command: Callable[[RunMesh], Sequence[str]],
         environment: Mapping[str, str],
         grace_s: float,
         report_event: Callable[[str], None],
     ) -> None:
-        """`inbox` receives requests. `check_command` returns the command line of a process that
+        """`inbox` receives requests. `refusal` is why replicas cannot change their number of ranks
+        in their processes, empty if they can; the allowed numbers were checked. `check_command` returns the command line of a process that
         prints why replicas cannot move to a mesh in their processes, see `cli.resize_check`.
         `grace_s` is the time for replicas to save and leave."""
         self._policy, self._slots, self._inbox = policy, slots, inbox
+        self._own_refusal = refusal
         self._check_command, self._environment = check_command, environment
         self._grace_s, self._report_event = grace_s, report_event
         self.mesh = RunMesh(policy.most)
@@ -224,6 +231,8 @@ class Resizer:
 
     def refusal(self, request_id: str, mesh: str) -> str | None:
         """See `Requests`: one answer for all members."""
+        if self._policy.allows(RunMesh.from_text(mesh)):
+            return self._own_refusal
         if self._checked_id != request_id:
             self._checked_id, self._refusal = request_id, None
             self._start_check(RunMesh.from_text(mesh))
@@ -336,6 +345,14 @@ def _all_train(replicas: Sequence[Replica]) -> bool:
     return all(replica.state is ReplicaState.TRAINING for replica in replicas)
 
 
+def refusal_in(output: str) -> str:
+    """Return the refusal that a process has printed as its last line, as JSON."""
+    try:
+        return str(json.loads(output.strip().rpartition("\n")[2])["refusal"])
+    except (ValueError, LookupError, TypeError):
+        return f"it cannot be checked: {output.strip()[-300:]}"
+
+
 class _Check:
     """A process that prints why a mesh is refused, as the last line of its output."""
 
@@ -354,11 +371,7 @@ class _Check:
         if self._process.poll() is None:
             return None
         self._output.seek(0)
-        text = self._output.read(_MAX_BYTES).decode(errors="replace").strip()
-        try:
-            return str(json.loads(text.rpartition("\n")[2])["refusal"])
-        except (ValueError, LookupError, TypeError):
-            return f"it cannot be checked: {text[-300:]}"
+        return refusal_in(self._output.read(_MAX_BYTES).decode(errors="replace"))
 
     def close(self) -> None:
         """End it."""

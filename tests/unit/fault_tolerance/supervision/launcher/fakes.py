@@ -56,7 +56,7 @@ def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, gr
         # Long enough for a busy machine to start the smaller replicas first.
         regrow_after_s=6,
         process_command=lambda replica: fake("rank", folder, mode, replica),
-        check_command=lambda mesh: ["echo", json.dumps({"refusal": refusal})],
+        resize_refusal=refusal,
         lighthouse_command=lambda address: fake("lighthouse", folder, address),
         dump_folder=folder,
         log_dir=folder / "logs",
@@ -89,7 +89,7 @@ def departure_notifier(folder: Path, address: str) -> int:
 
 
 def rank(folder: Path, mode: str, replica: int) -> int:
-    """A process that trains whenever its member orders it to, see `rank_recovery.worker`."""
+    """A process that trains whenever its member orders it to, see `agent.worker`."""
     attach_to_launcher()
     channel = AgentChannel(socket.socket(fileno=int(os.environ.pop(RANK_CHANNEL))))
     if mode == "unstartable":

@@ -87,10 +87,11 @@ def test_unsupported_arguments(arguments: list[str], error: str) -> None:
 def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Sequence[str]] = []
 
-    def check(ranks: Sequence[int], arguments: Sequence[str]) -> None:
+    def check(ranks: Sequence[int], arguments: Sequence[str]) -> str:
         """Check the config in this process, which has imported torch."""
         assert check_config([",".join(map(str, ranks)), "--", *arguments]) == 0
         checked.append(arguments)
+        return "it has no snapshots"
 
     def planned(*more: str, log_dir: Path | None = None) -> LaunchPlan:
         return training_plan(
@@ -111,6 +112,7 @@ def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.Mon
         )
 
     plan = planned("--job.device=cpu")
+    assert plan.resize_refusal == "it has no snapshots"
     suffix = " --fault_tolerance.lighthouse torchft" * (lighthouse == "torchft")
     own = (
         f"--config {config} --training.steps=3 --job.device=cpu --fault_tolerance.enable true "
@@ -161,11 +163,13 @@ def test_a_process_checks_the_configuration_for_all_numbers_of_ranks(
     def run(command: list[str], *, capture_output: bool, text: bool) -> object:
         assert command[-5:] == ["1,2", "--", "--config", "x", "--steps=3"]
         assert capture_output and text
-        return subprocess.CompletedProcess(command, status, "", output)
+        answer = 'a line\n{"refusal": "it has no snapshots"}\n'
+        return subprocess.CompletedProcess(command, status, answer, output)
 
     monkeypatch.setattr(launch.subprocess, "run", run)
     with nullcontext() if error is None else pytest.raises(ConfigError, match=f"^{error}$"):
-        launch.check_ranks([1, 2], ["--config", "x", "--steps=3"])
+        refusal = launch.check_ranks([1, 2], ["--config", "x", "--steps=3"])
+        assert refusal == "it has no snapshots"
 
 
 def plan_with(environment: dict[str, str]) -> LaunchPlan:

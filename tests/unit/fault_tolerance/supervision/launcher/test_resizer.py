@@ -101,10 +101,11 @@ class _Run:
     def refusal(self, request_id: str = "r1") -> str:
         """Return the answer of the check, which all members ask for."""
         deadline_s = time.monotonic() + 30
-        while (refusal := self.resizer.refusal(request_id, "2")) is None:
+        while (refusal := self.resizer.refusal(request_id, _TP.to_text())) is None:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        assert self.resizer.refusal(request_id, "2") == refusal and not self.resizer.pids
+        assert self.resizer.refusal(request_id, _TP.to_text()) == refusal
+        assert not self.resizer.pids
         return refusal
 
 
@@ -227,7 +228,7 @@ def test_the_end_of_a_run_answers_a_request_once(run: _Run) -> None:
 
 
 def test_a_mesh_is_checked_once_for_all_replicas(run: _Run) -> None:
-    assert run.resizer.refusal("r0", "2") is None and len(run.resizer.pids) == 1
+    assert run.resizer.refusal("r0", _TP.to_text()) is None and len(run.resizer.pids) == 1
     assert run.refusal("r0") == ""
     run.printed = json.dumps({"refusal": "it has no snapshots"})
     assert run.refusal("r0") == "" and run.refusal("r1") == "it has no snapshots"
@@ -237,7 +238,15 @@ def test_a_mesh_is_checked_once_for_all_replicas(run: _Run) -> None:
     assert run.refusal("r2") == "it cannot be checked: Traceback: no module named a"
 
 
+def test_numbers_that_were_checked_at_the_start_need_no_process(run: _Run) -> None:
+    assert run.resizer.refusal("r0", "2") == "" and not run.resizer.pids
+    run.resizer._own_refusal = "it has no snapshots"
+    assert run.resizer.refusal("r1", "2") == "it has no snapshots" and not run.resizer.pids
+    assert run.resizer.refusal("r2", "3") is None and len(run.resizer.pids) == 1
+    run.resizer.end("")
+
+
 def test_a_check_ends_with_the_run(run: _Run) -> None:
-    assert run.resizer.refusal("r0", "2") is None
+    assert run.resizer.refusal("r0", _TP.to_text()) is None
     run.resizer.end("the run has ended")
     assert run.resizer.pids == []
