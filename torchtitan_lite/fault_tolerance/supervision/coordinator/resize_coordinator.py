@@ -5,8 +5,8 @@ ranks leave the training, each replica after the same step of its own, and the n
 on the new mesh. If one of these ends before all its ranks have committed a step, all replicas
 return to the former mesh.
 
-Invariants: as those of `replica_coordinator`; replicas that train at the same time have the same mesh,
-because each rank reduces its shards of the gradients with the same shards of the others.
+Invariants: as those of `replica_coordinator`; replicas that train at the same time have the same
+mesh, because each rank reduces its shards of the gradients with the same shards of the others.
 """
 
 import math

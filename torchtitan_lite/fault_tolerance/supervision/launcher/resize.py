@@ -151,9 +151,9 @@ class Resizer:
         report_event: Callable[[str], None],
     ) -> None:
         """`inbox` receives requests. `refusal` is why replicas cannot change their number of ranks
-        in their processes, empty if they can; the allowed numbers were checked. `check_command` returns the command line of a process that
-        prints why replicas cannot move to a mesh in their processes, see `cli.resize_check`.
-        `grace_s` is the time for replicas to save and leave."""
+        in their processes, empty if they can: the allowed numbers were checked. `check_command`
+        returns the command line of a process that prints why they cannot move to another mesh, see
+        `cli.resize_check`. `grace_s` is the time for replicas to save and leave."""
         self._policy, self._slots, self._inbox = policy, slots, inbox
         self._own_refusal = refusal
         self._check_command, self._environment = check_command, environment

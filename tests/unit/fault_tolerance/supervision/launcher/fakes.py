@@ -123,13 +123,13 @@ def _train(channel: AgentChannel, folder: Path, mode: str, replica: int) -> dict
     _note(folder, "rank", rank)
     if mode == "wrong":
         print("training.steps is wrong", file=sys.stderr, flush=True)
-        return {"ended": 2, "reason": "training.steps is wrong", "stopped": False}
+        return _ended(2, "training.steps is wrong", stopped=False)
     if mode == "failing" and number == "0":
         print(f"ValueError: at {time.time()}", file=sys.stderr, flush=True)
-        channel.send(failed=f"ValueError: at {time.time()}", may_pass=False)
+        channel.send(failed=f"ValueError: at {time.time()}", may_pass=False, ends=False)
         return {"standby": True}
     if mode == "short":
-        return {"ended": 0, "reason": "", "stopped": False}
+        return _ended(0, "", stopped=False)
     metrics = folder / f"replica_{replica:03d}" / "metrics.jsonl"
     metrics.parent.mkdir(exist_ok=True)
     for step in range(1, 6000):
@@ -147,20 +147,24 @@ def _train(channel: AgentChannel, folder: Path, mode: str, replica: int) -> dict
             return {"standby": True}
         if stops:
             (folder / f"saved-{rank}").touch()
-            return {"ended": 0, "reason": "", "stopped": True}
+            return _ended(0, "", stopped=True)
         if mode == "dies" and rank == "1.1":
             os.kill(os.getpid(), signal.SIGKILL)
         if mode.isdigit() and replica == 1 and step == 10:
-            return {"ended": int(mode), "reason": "", "stopped": False}
+            return _ended(int(mode), "", stopped=False)
         if mode == str(MACHINE_FAULT) and replica == 0 and step == 60:
-            return {"ended": 0, "reason": "", "stopped": False}
+            return _ended(0, "", stopped=False)
         # Late enough for the launcher to have seen its progress.
         if mode == "breaks" and number == "1" and step == 30:
             error = "RuntimeError: the device is gone"
             print(error, file=sys.stderr, flush=True)
-            channel.send(failed=error, may_pass=False)
+            channel.send(failed=error, may_pass=False, ends=False)
             return {"standby": True}
-    return {"ended": 1, "reason": "", "stopped": False}
+    return _ended(1, "", stopped=False)
+
+
+def _ended(status: int, reason: str, *, stopped: bool) -> dict[str, Any]:
+    return {"ended": status, "reason": reason, "stopped": stopped, "may_restart": False}
 
 
 def _start_writer_and_stray(folder: Path) -> None:
