@@ -296,11 +296,11 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
     config.only("scoring_func", "sigmoid" if is_v3 else "softmax")
     del sizes["num_kv_heads"], sizes["tied_embeddings"]
     theta, scaling = read_rope(config, 10000.0, scaled=("yarn",))
-    num_shared = config.integer("n_shared_experts", 1 if is_v3 else 2)
-    width = config.integer("moe_intermediate_size")
+    num_shared = config.size("n_shared_experts", 1 if is_v3 else 2)
+    width = config.size("moe_intermediate_size")
     moe: dict[str, Any] = {
-        "num_experts": config.integer("n_routed_experts"),
-        "top_k": config.integer("num_experts_per_tok"),
+        "num_experts": config.size("n_routed_experts"),
+        "top_k": config.size("num_experts_per_tok"),
         "hidden_dim": width,
         "shared_hidden_dim": num_shared * width,
         "route_scale": config.number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
@@ -326,10 +326,10 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
         }
     is_plain = config.has("q_lora_rank") and config.given("q_lora_rank") is None
     rest: dict[str, Any] = {
-        "q_lora_rank": None if is_plain else config.integer("q_lora_rank", 1536),
-        **{ours: config.integer(theirs) for ours, theirs in _ATTENTION.items()},
+        "q_lora_rank": None if is_plain else config.size("q_lora_rank", 1536),
+        **{ours: config.size(theirs) for ours, theirs in _ATTENTION.items()},
         "num_dense_layers": config.integer("first_k_dense_replace", 3 if is_v3 else 0, least=0),
-        "hidden_dim": config.integer("intermediate_size"),
+        "hidden_dim": config.size("intermediate_size"),
     }
     config.check()
     assert scaling is None or isinstance(scaling, YarnScaling)

@@ -253,7 +253,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:
     sizes = read_facts(_FACTS, config)
     num_layers = sizes["num_layers"]
     theta, scaling = read_rope(config, 500000.0, scaled=("llama3",))
-    width = config.integer("intermediate_size")
+    width = config.size("intermediate_size")
     interval, first = _nope_layers(config, num_layers)
     moe_interval = _moe_interval(config, num_layers)
     is_tuned = config.flag("attn_temperature_tuning", default=True)
@@ -262,8 +262,8 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:
         "interval": config.integer("floor_scale", 8192),
     }
     rest: dict[str, Any] = {
-        "head_dim": config.integer("head_dim", 128),
-        "hidden_dim": config.integer("intermediate_size_mlp", 16384),
+        "head_dim": config.size("head_dim", 128),
+        "hidden_dim": config.size("intermediate_size_mlp", 16384),
         "chunk": config.integer("attention_chunk_size", 8192),
         "qk_norm": config.flag("use_qk_norm", default=True),
         "nope_interval": interval,
@@ -272,7 +272,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama4Dims:
         # Without layers that it applies to, it has no effect.
         "temperature": Temperature(**tuning) if is_tuned and interval is not None else None,
     }
-    num_experts = config.integer("num_local_experts", 16)
+    num_experts = config.size("num_local_experts", 16)
     config.only("num_experts_per_tok", 1)
     config.ignore("no_rope_layer_interval")
     config.check()

@@ -205,17 +205,17 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
     config.ignore("full_attention_interval", "num_local_experts")
     moe: dict[str, Any] = {
         # transformers 5 writes the second name.
-        "num_experts": config.integer("num_experts", config.given("num_local_experts") or 512),
-        "top_k": config.integer("num_experts_per_tok", 10),
-        "hidden_dim": config.integer("moe_intermediate_size", 512),
-        "shared_hidden_dim": config.integer("shared_expert_intermediate_size", 512),
+        "num_experts": config.size("num_experts", config.given("num_local_experts") or 512),
+        "top_k": config.size("num_experts_per_tok", 10),
+        "hidden_dim": config.size("moe_intermediate_size", 512),
+        "shared_hidden_dim": config.size("shared_expert_intermediate_size", 512),
         "normalize_weights": config.flag("norm_topk_prob", default=True),
         "shared_gate": True,
     }
     rest: dict[str, Any] = {
-        **{name: config.integer(name, default) for name, default in _LINEAR.items()},
-        "linear_kernel_size": config.integer("linear_conv_kernel_dim", 4, least=2),
-        "head_dim": config.integer("head_dim", 256),
+        **{name: config.size(name, default) for name, default in _LINEAR.items()},
+        "linear_kernel_size": config.size("linear_conv_kernel_dim", 4, least=2),
+        "head_dim": config.size("head_dim", 256),
         "rotated_share": rotated_share(config, 0.25),
         "full_attention_interval": _interval(config, sizes["num_layers"]),
     }

@@ -1,8 +1,10 @@
 """Each key of a config.json is used, irrelevant, or refused by name; the config.json of popular
 releases, with the keys that they have, are read."""
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
@@ -569,25 +571,72 @@ _MODEL_TYPES_HERE = sorted(
     for name in families()
     for model_type in getattr(family(name), "ARCHITECTURES", {}).values()
 )
-_SIZES = re.compile(
-    "model_type|architectures|vocab_size|max_position_embeddings|.*num_.*|moe_topk"
-    "|.*(hidden|intermediate)_size|n_routed_experts|kv_lora_rank|qk_.*_head_dim|v_head_dim"
-)
-"""Keys without which there is no model of a size."""
+
+_WITH_DEFAULTS = [
+    model_type
+    for model_type in _MODEL_TYPES_HERE
+    # The defaults of transformers are of no model that exists, and refused.
+    if model_type not in ("deepseek_v2", "dots1", "glm4_moe", "llama4")
+]
+_POSITIONS = {"max_seq_len", "window", "chunk", "temperature.interval"}
+"""Dimensions with which a model does not grow."""
 
 
-@pytest.mark.parametrize("model_type", _MODEL_TYPES_HERE)
+def _all_values(model_type: str) -> dict[str, Any]:
+    """Return a config.json with every key, at the default of transformers."""
+    return json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
+
+
+def _needed_values(model_type: str) -> dict[str, Any]:
+    """Return the values without which a config.json is refused: the sizes of a model."""
+    with pytest.raises(ConfigError) as caught:
+        hugging_face_dims({"model_type": model_type})
+    keys = re.findall(r"(\w+) is absent, and a whole number", str(caught.value))
+    assert len(keys) > 4
+    values = _all_values(model_type)
+    return {key: values[key] for key in keys}
+
+
+@pytest.mark.parametrize("model_type", _WITH_DEFAULTS)
 def test_absent_keys_mean_what_transformers_means(model_type: str) -> None:
     """transformers writes every key; folders of the hub, of other programs and releases do not."""
-    if model_type in ("deepseek_v2", "dots1", "glm4_moe", "llama4"):
-        pytest.skip("the defaults of transformers are of no model that exists, and refused")
-    whole = json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
-    few = {
-        key: value
-        for key, value in whole.items()
-        if _SIZES.fullmatch(key) and key != "num_key_value_heads"
-    }
-    assert hugging_face_dims(few) == hugging_face_dims(whole)
+    few = {"model_type": model_type, **_needed_values(model_type)}
+    assert hugging_face_dims(few) == hugging_face_dims(_all_values(model_type))
+
+
+@pytest.mark.parametrize("model_type", _WITH_DEFAULTS)
+def test_a_wrong_size_is_the_only_problem(model_type: str) -> None:
+    sizes = _needed_values(model_type)
+    for key in sizes:
+        only = f"built here: {key} is '8', and a whole number above 0 is needed[.]$"
+        with pytest.raises(ConfigError, match=only):
+            hugging_face_dims({"model_type": model_type, **sizes, key: "8"})
+
+
+@pytest.mark.parametrize("model_type", _WITH_DEFAULTS)
+def test_sizes_that_no_machine_holds_are_refused_at_once(model_type: str) -> None:
+    """Building such a model would not end."""
+    values, needed = _all_values(model_type), _needed_values(model_type)
+    # A null may be a size, too.
+    keys = [key for key, value in values.items() if value is None or type(value) is int]
+    for key, size in itertools.product(keys, (10**12, 10**30)):
+        dims, error = {}, ""
+        try:
+            _, dims = hugging_face_dims(values | {key: size})
+        except ConfigError as caught:
+            error = str(caught)
+        if re.match(f"config.json: {key} is {size}, and at most [0-9,]+ fit into the .* GB", error):
+            continue
+        read = {name for name, value in _integers(dims) if value >= 10**11}
+        assert read <= _POSITIONS and (read or key not in needed), f"use config.size({key!r})"
+
+
+def _integers(dims: dict[str, Any], start: str = "") -> Iterator[tuple[str, int]]:
+    for name, value in dims.items():
+        if isinstance(value, dict):
+            yield from _integers(value, f"{start}{name}.")
+        elif type(value) is int:
+            yield f"{start}{name}", value
 
 
 @pytest.mark.parametrize(
@@ -642,21 +691,6 @@ def test_a_known_architecture_beside_another_model_type_is_refused(
     assert ('Did you mean "llama"?' in str(e.value)) == (model_type not in ("", None, 7))
     with pytest.raises(ConfigError, match="model_type 'gpt2'.* needs learned or sinusoidal"):
         hugging_face_dims(values | {"model_type": "gpt2"})
-
-
-@pytest.mark.parametrize("release", ["Llama 3.1 8B", "Qwen3 30B-A3B", "DeepSeek-V2-Lite"])
-def test_sizes_that_no_machine_holds_are_refused_at_once(release: str) -> None:
-    values, _ = RELEASES[release]
-    sizes = [
-        *("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-        *("num_hidden_layers", "intermediate_size", "moe_intermediate_size", "num_experts"),
-        *("num_local_experts", "n_routed_experts", "kv_lora_rank", "qk_rope_head_dim"),
-    ]
-    for key in sizes:
-        for value in (10**12, 10**30):
-            message = f"^config.json: {key} is {value}, and at most [0-9,]+ fit into the .* GB"
-            with pytest.raises(ConfigError, match=message):
-                hugging_face_dims(values | {key: value})
 
 
 @pytest.mark.parametrize(

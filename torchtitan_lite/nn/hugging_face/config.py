@@ -60,11 +60,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 """Features that no architecture here has, and their values without effect."""
-_SIZES = (
-    *("vocab_size", "*hidden_size", "*intermediate_size*", "*head_dim", "*_rank"),
-    *("*num_*heads", "*num_*experts*", "*n_*_experts"),
-)
-"""Keys of the sizes of a layer, as patterns."""
 _UNIT_BYTES, _UNIT_LAYER_BYTES = 64, 8
 """Bytes per unit of a size, at least: 16 weights, and in each layer the counter of an expert."""
 _LAYER_BYTES = 32 << 10
@@ -122,11 +117,10 @@ class HuggingFaceConfig:
     nothing has read and that may change the mathematics."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """Raises ConfigError for sizes that do not fit into the memory of this machine."""
-        _check_capacity(values)
         self._values = values
         self._understood: set[str] = set()
         self._quantization: str | None = None
+        self._num_layers = 1
         self.problems: list[str] = []
 
     def given(self, key: str, default: Any = None) -> Any:
@@ -157,6 +151,22 @@ class HuggingFaceConfig:
             self.report_not_whole(key, value, "above 0" if least == 1 else f"of at least {least}")
             return 1
         return value
+
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Read an integer with which the modules of a layer grow.
+
+        Raises ConfigError if even the modules do not fit into the memory of this machine: building
+        them would not end.
+        """
+        value = self.integer(key, default, least=least)
+        _check_capacity(key, value, max(_UNIT_BYTES, _UNIT_LAYER_BYTES * self._num_layers))
+        return value
+
+    def num_layers(self, key: str, default: int | None = None) -> int:
+        """Read the number of layers. Raises ConfigError as `size` does."""
+        self._num_layers = self.integer(key, default)
+        _check_capacity(key, self._num_layers, _LAYER_BYTES)
+        return self._num_layers
 
     def report_not_whole(self, key: str, value: Any, limit: str = "") -> None:
         """Record that a value is not a whole number within a limit. transformers rejects 4.0,
@@ -280,20 +290,13 @@ def is_irrelevant(key: str, value: Any) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in _ANY_VALUE)
 
 
-def _check_capacity(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for sizes of which even the modules do not fit into the memory of this
-    machine: building them would not end."""
+def _check_capacity(key: str, value: int, unit_bytes: int) -> None:
+    """Raise ConfigError for a size of `unit_bytes` per unit that exceeds the memory of this
+    machine."""
     memory = memory_bytes()
-    given = values.get("num_hidden_layers")
-    num_layers = given if type(given) is int and given > 0 else 1
-    limits = {"num_hidden_layers": memory // _LAYER_BYTES}
-    for key in values:
-        if any(fnmatchcase(key, pattern) for pattern in _SIZES):
-            limits[key] = memory // max(_UNIT_BYTES, _UNIT_LAYER_BYTES * num_layers)
-    for key, limit in limits.items():
-        value = values.get(key)
-        if type(value) is int and value > limit:
-            raise ConfigError(
-                f"{key} is {value!r:.100}, and at most {limit:,} fit into the "
-                f"{memory / 1e9:.1f} GB of memory of this machine. Correct it."
-            )
+    limit = memory // unit_bytes
+    if value > limit:
+        raise ConfigError(
+            f"{key} is {value!r:.100}, and at most {limit:,} fit into the {memory / 1e9:.1f} GB of "
+            "memory of this machine. Correct it."
+        )

@@ -96,7 +96,7 @@ class SharedExperts:
     """Smallest number."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
-        count = config.integer(self.theirs, self.default, least=self.least)
+        count = config.size(self.theirs, self.default, least=self.least)
         dims["moe.shared_hidden_dim"] = count * dims["moe.hidden_dim"]
 
     def write(self, dims: Any) -> dict[str, Any]:

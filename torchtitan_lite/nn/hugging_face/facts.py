@@ -24,6 +24,10 @@ class Fact(Protocol):
         ...
 
 
+_POSITIONS = ("max_seq_len", "window")
+"""Dimensions that count positions, with which modules do not grow."""
+
+
 @dataclass(frozen=True)
 class Value:
     """A number or a flag."""
@@ -48,8 +52,11 @@ class Value:
             key = self.former
         if self.null is not None and config.has(key) and config.given(key) is None:
             default = self.null(dims)
-        if self.kind == "integer":
-            dims[self.ours] = config.integer(key, default, least=self.least)
+        if self.ours == "num_layers":
+            dims[self.ours] = config.num_layers(key, default)
+        elif self.kind == "integer":
+            read = config.integer if self.ours in _POSITIONS else config.size
+            dims[self.ours] = read(key, default, least=self.least)
         elif self.kind == "number":
             dims[self.ours] = config.number(key, default)
         else:
@@ -238,7 +245,7 @@ class HeadWidth:
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         usual = width_per_head(dims)
         is_null = config.has("head_dim") and config.given("head_dim") is None
-        width = config.integer("head_dim", usual if is_null else self.default or usual)
+        width = config.size("head_dim", usual if is_null else self.default or usual)
         dims["head_dim"] = None if width == usual else width
 
     def write(self, dims: Any) -> dict[str, Any]:
@@ -380,4 +387,5 @@ class _AttentionDropout:
 
 def width_per_head(dims: Mapping[str, Any]) -> int:
     """Return the default width of a head."""
-    return dims["dim"] // dims["num_heads"]
+    # At least 1 if a size is wrong, which is recorded.
+    return max(1, dims["dim"] // dims["num_heads"])
