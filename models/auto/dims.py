@@ -38,6 +38,8 @@ class AutoDims(GroupedDecoderDims):
     """Rotary embedding of the layers with a window. Unset: that of the others."""
     rotated_share: float = 1.0
     """Share of a head that is rotated."""
+    rotated_width: int | None = None
+    """Width of the rotated part of a head. Unset: that of `rotated_share`, rounded down."""
     rotates_adjacent: bool = False
     """Whether the two numbers of a rotated pair are adjacent, and not half a head apart."""
     activation: Activation = "silu"
@@ -64,6 +66,15 @@ class AutoDims(GroupedDecoderDims):
     logits_divisor: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.rotated_share <= 1:
+            raise ConfigError(
+                f"rotated_share ({self.rotated_share}) must be above 0 and at most 1."
+            )
+        if self.rotated_width is not None and not 0 < self.rotated_width <= self.head_size:
+            raise ConfigError(
+                f"rotated_width ({self.rotated_width}) must be above 0 and at most "
+                f"{self.head_size}, the width of a head."
+            )
         super().__post_init__()
         if self.output_bias and self.tied_embeddings:
             raise ConfigError(
@@ -141,5 +152,5 @@ class AutoDims(GroupedDecoderDims):
         base = RopeBase(theta=self.rope_theta, scaling=self.rope_scaling)
         if self.is_windowed(layer) and self.windowed_rope is not None:
             base = self.windowed_rope
-        width = int(self.head_size * self.rotated_share)
+        width = self.rotated_width or int(self.head_size * self.rotated_share)
         return Rope(head_dim=width, theta=base.theta, scaling=base.scaling)

@@ -49,7 +49,7 @@ _MODEL_TYPES: Mapping[str, str] = {
     "hashed attention": "reformer",
     "patches of bytes": "blt",
     "a row of facts, which models/auto does not have yet (docs/guides/own_model.md)": ""
-    "cohere_compass_text glm4_moe_lite gptj granitemoe_swa hy_v3",
+    "cohere_compass_text glm4_moe_lite granitemoe_swa hy_v3",
 }
 _PARTS = {name: part for part, names in _MODEL_TYPES.items() for name in names.split()}
 

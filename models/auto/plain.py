@@ -1,6 +1,7 @@
 """Architectures of transformers whose feed-forward blocks have no gate: one row of facts each."""
 
 from torchtitan_lite.models.auto.rows import (
+    ADJACENT_PAIRS,
     ALL_BIASES,
     BIASES,
     LAYER_NORM,
@@ -19,6 +20,7 @@ from torchtitan_lite.nn.hugging_face.facts import (
     HeadWidth,
     Ignored,
     Switch,
+    Value,
 )
 from torchtitan_lite.nn.hugging_face.names import HuggingFaceNames
 from torchtitan_lite.nn.hugging_face.position_facts import (
@@ -42,6 +44,48 @@ UNGATED_ROWS = (
         UNGATED,
         ROTATION,
         names=_UNGATED_NAMES,
+    ),
+    row(
+        "GPTJForCausalLM",
+        "gptj",
+        Value("dim", "n_embd"),
+        Value("num_layers", "n_layer"),
+        Value("num_heads", "n_head"),
+        Given("num_kv_heads", lambda dims: dims["num_heads"]),
+        Value("vocab_size", "vocab_size"),
+        Value("max_seq_len", "n_positions"),
+        Value("norm_eps", "layer_norm_epsilon", "number", 1e-5),
+        Value("tied_embeddings", "tie_word_embeddings", "flag", default=False),
+        Value("hidden_dim", "n_inner", default=lambda dims: 4 * dims["dim"]),
+        *(Given(name, True) for name in ("feed_forward_bias", "output_bias")),
+        ActivationOf("activation_function", "gelu_new"),
+        UNGATED,
+        LAYER_NORM,
+        Given("parallel", "shared_norm"),
+        Given("rope_theta", 10000.0),
+        Value("rotated_width", "rotary_dim", default=64),
+        ADJACENT_PAIRS,
+        # Releases have these, with the only values that transformers knows.
+        Fixed("rotary", True, is_written=False),
+        Fixed("scale_attn_weights", True, is_written=False),
+        Ignored("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+        Ignored("summary_type", "summary_use_proj"),
+        names=HuggingFaceNames(
+            embedding="transformer.wte",
+            layer="transformer.h.*",
+            norm="transformer.ln_f",
+            renamed={
+                "attention_norm": "ln_1",
+                "attention.wq": "attn.q_proj",
+                "attention.wk": "attn.k_proj",
+                "attention.wv": "attn.v_proj",
+                "attention.wo": "attn.out_proj",
+                "feed_forward.w1": "mlp.fc_in",
+                "feed_forward.w2": "mlp.fc_out",
+            },
+            # Masks, which releases have.
+            unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+        ),
     ),
     row(
         "GPTNeoXForCausalLM",
@@ -71,6 +115,8 @@ UNGATED_ROWS = (
                 "feed_forward.w1": "mlp.dense_h_to_4h",
                 "feed_forward.w2": "mlp.dense_4h_to_h",
             },
+            # Masks, which releases have.
+            unused=("gpt_neox.layers.*.attention.bias", "gpt_neox.layers.*.attention.masked_bias"),
         ),
     ),
     row(

@@ -181,7 +181,8 @@ def _llama4(**more: Any) -> "PreTrainedModel":
 
 
 def _dense(model_type: str, **more: Any) -> "PreTrainedModel":
-    """Return a model of a row of `models/auto/`."""
+    """Return a model of a row of `models/auto/` whose config.json has the usual names of sizes.
+    Call `_new_model` for others."""
     sizes: dict[str, Any] = {"intermediate_size": 80, "pad_token_id": None}
     return _new_model(model_type, **_COMMON | sizes | {"rope_parameters": _DEFAULT_ROPE} | more)
 
@@ -211,6 +212,16 @@ _NEOX: dict[str, Any] = {
     "head_dim": None,
     "num_key_value_heads": None,
     "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+}
+_GPTJ: dict[str, Any] = {
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 6,
+    "rotary_dim": 6,
+    "n_positions": 256,
+    "layer_norm_epsilon": 3e-5,
+    "vocab_size": VOCAB_SIZE,
+    "initializer_range": 0.2,
 }
 _SIGMOIDS: dict[str, Any] = {
     "n_routed_experts": 8,
@@ -357,6 +368,13 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
         tie_word_embeddings=False,
+    ),
+    "gptj": lambda: _new_model("gptj", **_GPTJ),
+    "gptj_wide": lambda: _new_model(
+        "gptj",
+        **_GPTJ | {"initializer_range": 0.3},
+        n_inner=80,
+        activation_function="gelu",
     ),
     "gpt_neox": lambda: _dense("gpt_neox", **_NEOX),
     "gpt_neox_serial": lambda: _dense(
@@ -543,6 +561,8 @@ _FAMILIES: dict[str, Callable[[], "PreTrainedModel"]] = {
     ),
     "deepseek_v2_lite": lambda: _deepseek(2, q_lora_rank=None, n_group=1, topk_group=1),
 }
+"""Variants of the architectures, named by model type: one or more for each branch of the facts of
+a row, with sizes and settings other than the defaults."""
 FAMILIES = tuple(_FAMILIES)
 _WITH_EXPERTS = (
     *("deepseek", "gpt_oss", "llama4", "mixtral", "qwen3_moe", "qwen3_next"),
@@ -561,7 +581,8 @@ _COVER = {
     *("olmo3", "persimmon", "phi", "phi3_long", "qwen2_windows", "qwen3", "qwen3_moe"),
     *("qwen3_next", "smollm3", "starcoder2"),
 }
-"""Families with every form of names and weights, and every kind of fact."""
+"""Families with every form of names and weights, and every class of facts. Options of a class are
+tested by the long tests."""
 
 
 def family_rows() -> list[Any]:
@@ -584,9 +605,11 @@ def make_model(family: str, dtype: torch.dtype = torch.float32) -> "PreTrainedMo
         model = _FAMILIES[family]()
         # The grouped product of experts has no float64.
         model.set_experts_implementation("eager")
+    norms = [module for module in model.modules() if "Norm" in type(module).__name__]
+    of_norms = {id(weight) for norm in norms for weight in norm.parameters(recurse=False)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name and not name.endswith("bias"):
+            if id(parameter) in of_norms and not name.endswith("bias"):
                 # Some multiply by 1 + weight: of Qwen3-Next, but those of heads.
                 is_centered = family.startswith(_CENTERED) or (
                     family.startswith("qwen3_next") and "linear_attn" not in name

@@ -225,7 +225,7 @@ class Rope:
     def __post_init__(self) -> None:
         if self.head_dim % 2:
             raise ConfigError(
-                f"The width of a head ({self.head_dim}) must be even for RoPE, which rotates pairs."
+                f"The rotated width of a head ({self.head_dim}) must be even: RoPE rotates pairs."
             )
         if self.theta <= 1:
             raise ConfigError(f"rope_theta ({self.theta}) must be above 1.")

@@ -17,6 +17,7 @@ from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.models import families, family, hugging_face_dims
 from torchtitan_lite.models.auto.dims import ARCHITECTURES as AUTO
+from torchtitan_lite.models.auto.dims import AutoDims
 from torchtitan_lite.models.auto.missing_parts import _MODEL_TYPES
 from torchtitan_lite.nn.hugging_face.config import HuggingFaceConfig, is_irrelevant
 from torchtitan_lite.nn.hugging_face.facts import Architecture
@@ -492,6 +493,37 @@ RELEASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
         {"num_dense_layers": 1},
     ),
+    "GPT-J 6B": (
+        {
+            "activation_function": "gelu_new",
+            "architectures": ["GPTJForCausalLM"],
+            "attn_pdrop": 0.0,
+            "bos_token_id": 50256,
+            "embd_pdrop": 0.0,
+            "eos_token_id": 50256,
+            "gradient_checkpointing": False,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-5,
+            "model_type": "gptj",
+            "n_embd": 4096,
+            "n_head": 16,
+            "n_inner": None,
+            "n_layer": 28,
+            "n_positions": 2048,
+            "rotary": True,
+            "rotary_dim": 64,
+            "scale_attn_weights": True,
+            "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True,
+            "summary_type": "cls_index",
+            "summary_use_proj": True,
+            "tie_word_embeddings": False,
+            "tokenizer_class": "GPT2Tokenizer",
+            "use_cache": True,
+            "vocab_size": 50400,
+        },
+        {"hidden_dim": 16384, "rotated_width": 64},
+    ),
 }
 
 
@@ -691,6 +723,41 @@ def test_a_known_architecture_beside_another_model_type_is_refused(
     assert ('Did you mean "llama"?' in str(e.value)) == (model_type not in ("", None, 7))
     with pytest.raises(ConfigError, match="model_type 'gpt2'.* needs learned or sinusoidal"):
         hugging_face_dims(values | {"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize("model_type", _WITH_DEFAULTS)
+def test_no_more_than_a_head_is_rotated(model_type: str) -> None:
+    whole = _all_values(model_type)
+    more = {"partial_rotary_factor": 1.5}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **more}}
+    with pytest.raises(ConfigError):
+        hugging_face_dims(whole | more | rope)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("phi", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, and at most 1"),
+        ("gpt_neox", {"rotary_pct": 4}, "rotary_pct is 4.0, and at most 1, the whole head"),
+        ("minimax_m2", {"rotary_dim": 130}, "rotary_dim is 130, and at most 128, the width of a"),
+        ("gptj", {"rotary_dim": 258}, "rotated_width .258. must be above 0 and at most 256"),
+        ("gptj", {"rotary_dim": 63}, "rotated width of a head .63. must be even"),
+    ],
+)
+def test_the_key_of_a_wrong_rotation_is_named(
+    model_type: str, change: dict[str, Any], message: str
+) -> None:
+    values = _all_values(model_type) | {"rope_parameters": None}
+    with pytest.raises(ConfigError, match=message):
+        hugging_face_dims(values | change)
+
+
+def test_a_given_width_of_the_rotation_is_exact() -> None:
+    # 30 / 88 * 88 is below 30.
+    values = _all_values("gptj") | {"n_embd": 352, "n_head": 4, "rotary_dim": 30}
+    dims = AutoDims(**hugging_face_dims(values)[1])
+    rotation = dims.attention(0).rotation
+    assert rotation is not None and rotation.head_dim == 30
 
 
 @pytest.mark.parametrize(

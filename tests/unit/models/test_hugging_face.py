@@ -2,6 +2,7 @@
 gradients."""
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.harness.float64 import in_float64
 from tests.harness.hugging_face import (
@@ -68,6 +71,11 @@ RELEASED = [
     for flavor in import_module(f"torchtitan_lite.models.{family}").FLAVORS
 ]
 """Read when tests are collected: other tests add flavors."""
+_MODEL_TYPES = [
+    model_type
+    for family in families()
+    for model_type in import_module(f"torchtitan_lite.models.{family}").ARCHITECTURES.values()
+]
 
 
 @pytest.mark.parametrize(
@@ -434,22 +442,44 @@ def test_a_tied_output_has_no_bias() -> None:
         replace(AUTO["tiny"], tied_embeddings=True, output_bias=True)
 
 
-@pytest.mark.parametrize(
-    ("family", "key"),
-    [
-        ("glm4_moe", "model.layers.2.eh_proj.weight"),
-        ("ernie4_5_moe", "model.mtp_linear_proj.0.weight"),
-        ("exaone_moe", "mtp.fc.weight"),
-        ("mellum", "mtp.fc.weight"),
-    ],
-)
-def test_multi_token_prediction_is_not_loaded(family: str, key: str, tmp_path: Path) -> None:
+_NOT_LOADED: dict[str, tuple[str, ...]] = {
+    "deepseek_v3": ("model.layers.2.eh_proj.weight",),
+    "ernie4_5_moe": ("model.mtp_linear_proj.0.weight",),
+    "exaone_moe": ("mtp.fc.weight",),
+    "glm4_moe": ("model.layers.2.eh_proj.weight",),
+    "gpt_neox": tuple(
+        f"gpt_neox.layers.1.attention.{name}"
+        for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    ),
+    "gptj": ("transformer.h.1.attn.bias", "transformer.h.1.attn.masked_bias"),
+    "mellum": ("mtp.fc.weight",),
+    "qwen3_next": ("mtp.fc.weight",),
+}
+"""By architecture, keys of releases that transformers does not load: multi-token prediction, masks
+and frequencies. Layers 0 and 1 are those of the model."""
+
+
+@pytest.mark.parametrize("family", _NOT_LOADED)
+def test_what_transformers_does_not_load_is_ignored(family: str, tmp_path: Path) -> None:
+    keys = sorted(_NOT_LOADED[family])
     folder = make_folder(tmp_path, family, max_shard_size="1GB")
     file = folder / "model.safetensors"
-    save_file({**load_file(file), key: torch.ones(4, 4)}, file, {"format": "pt"})
+    more = {key: torch.ones(4, 4, dtype=torch.bool) for key in keys}
+    save_file({**load_file(file), **more}, file, {"format": "pt"})
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     snapshot = open_snapshot(*open_parent_storage(str(folder)), spec)
-    assert isinstance(snapshot, HuggingFaceSnapshot) and snapshot.ignored == [key]
+    assert isinstance(snapshot, HuggingFaceSnapshot) and sorted(snapshot.ignored) == keys
+
+
+def test_all_that_transformers_does_not_load_is_among_these_keys() -> None:
+    for model_type in _MODEL_TYPES:
+        kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+        for pattern in kind._keys_to_ignore_on_load_unexpected or ():
+            # Layers behind the last one of the releases.
+            of_two_layers = re.sub(r"(layers\\\.)\d+", r"\g<1>2", pattern)
+            assert any(re.search(of_two_layers, key) for key in _NOT_LOADED.get(model_type, ())), (
+                f"add a key of {model_type} that matches {of_two_layers} to _NOT_LOADED"
+            )
 
 
 def test_what_a_folder_lacks_is_zero_in_float32(tmp_path: Path) -> None:

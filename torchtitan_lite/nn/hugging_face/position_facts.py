@@ -31,12 +31,19 @@ class RotatedShare:
 
 
 class RotatedWidth:
-    """The width of the rotated part of a head; absent: all of it."""
+    """The width of the rotated part of a head, of which transformers computes the share; a
+    `partial_rotary_factor` takes precedence. Absent: all of it. `HeadWidth` or `Given("head_dim",
+    None)` must come before it. Where transformers has no share, write `Value("rotated_width",
+    "rotary_dim")`."""
 
     def read(self, config: HuggingFaceConfig, dims: dict[str, Any]) -> None:
         head_dim = dims["head_dim"] or width_per_head(dims)
         width = config.integer("rotary_dim", head_dim)
-        dims["rotated_share"] = rotated_share(config, width / head_dim)
+        if width > head_dim:
+            config.problems.append(
+                f"rotary_dim is {width}, and at most {head_dim}, the width of a head, is needed"
+            )
+        dims["rotated_share"] = rotated_share(config, min(width / head_dim, 1.0))
 
     def write(self, dims: Any) -> dict[str, Any]:
         width = int(dims.head_size * dims.rotated_share)

@@ -97,8 +97,12 @@ def rotated_share(config: HuggingFaceConfig, default: float, key: str = _PARTIAL
     """Read the share of a head that is rotated, of which `key` is the name beside
     `rope_scaling`."""
     settings = _settings(config)
-    share = _partial(config, settings, key) if isinstance(settings, Mapping) else None
-    return config.checked_number(key, default if share is None else share)
+    given = _partial(config, settings, key) if isinstance(settings, Mapping) else None
+    share = config.checked_number(key, default if given is None else given)
+    if share > 1:
+        config.problems.append(f"{key} is {share}, and at most 1, the whole head, is needed")
+        return 1.0
+    return share
 
 
 def read_table(
