@@ -61,8 +61,8 @@ def is_flavor(name: str, flavor: str) -> bool:
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """Return the spec for `config`. Raises ConfigError with the known names if the family or the
-    flavor does not exist."""
+    """Return the spec for `config`, with the names of its family and flavor. Raises ConfigError
+    with the known names if they do not exist."""
     check_family(config)
     module = family(config.name)
     if config.flavor in module.FLAVORS and config.dims:
@@ -75,7 +75,8 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         raise ConfigError(
             unknown_name("model.flavor", config.flavor, [*module.FLAVORS, *of_folder])
         )
-    return module.model_spec(config)
+    # A user's family may be built on another one.
+    return replace(module.model_spec(config), name=config.name, flavor=config.flavor)
 
 
 def read_hugging_face_config(folder: Path) -> dict[str, Any]:
@@ -136,7 +137,8 @@ def _architecture(values: Mapping[str, Any], known: Mapping[str, str]) -> str:
     from torchtitan_lite.models.auto.missing_parts import missing_part
 
     model_type, architectures = values.get("model_type"), values.get("architectures")
-    if part := missing_part(model_type):
+    is_known = model_type in known.values()
+    if not is_known and (part := missing_part(model_type)):
         raise ConfigError(
             f"model_type {model_type!r:.60} (architectures {architectures!r:.200}) needs {part}: "
             "that is not supported. docs/models.md lists what is."

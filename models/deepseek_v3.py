@@ -16,7 +16,7 @@ from torchtitan_lite.nn.feed_forward import Dense
 from torchtitan_lite.nn.hugging_face.config import (
     HuggingFaceConfig,
     differences,
-    is_model_of,
+    export_problem,
     named_architecture,
 )
 from torchtitan_lite.nn.hugging_face.facts import decoder_facts, read_facts, write_facts
@@ -338,10 +338,10 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> DeepseekV3Dims:
     )
 
 
-def _hugging_face(dims: DeepseekV3Dims) -> HuggingFaceModel | None:
+def _hugging_face(dims: DeepseekV3Dims) -> HuggingFaceModel | str:
     values = _hugging_face_config(dims)
-    if not is_model_of(values, dims, dims_of_hugging_face):
-        return None
+    if problem := export_problem(values, dims, dims_of_hugging_face):
+        return problem
     bias = "gate.e_score_correction_bias" if dims.moe.score == "sigmoid" else None
     return HuggingFaceModel(
         config=values,

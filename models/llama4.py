@@ -16,7 +16,7 @@ from torchtitan_lite.nn.grouped_query import GroupedQuery, Temperature
 from torchtitan_lite.nn.hugging_face.config import (
     HuggingFaceConfig,
     differences,
-    is_model_of,
+    export_problem,
     named_architecture,
 )
 from torchtitan_lite.nn.hugging_face.facts import decoder_facts, read_facts, write_facts
@@ -357,14 +357,14 @@ def _as_read(dims: Llama4Dims) -> Llama4Dims:
     return replace(dims, **changes)
 
 
-def _hugging_face(dims: Llama4Dims) -> HuggingFaceModel | None:
+def _hugging_face(dims: Llama4Dims) -> HuggingFaceModel | str:
     values = _hugging_face_config(dims)
 
     def as_read(values: Mapping[str, Any]) -> Llama4Dims:
         return _as_read(dims_of_hugging_face(values))
 
-    if not is_model_of(values, _as_read(dims), as_read):
-        return None
+    if problem := export_problem(values, _as_read(dims), as_read):
+        return problem
     keys = (
         *decoder_hugging_face_keys(
             dims.layers, tied_embeddings=dims.tied_embeddings, dense="feed_forward"

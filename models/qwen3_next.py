@@ -16,7 +16,7 @@ from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face.config import (
     HuggingFaceConfig,
     differences,
-    is_model_of,
+    export_problem,
     named_architecture,
 )
 from torchtitan_lite.nn.hugging_face.facts import decoder_facts, read_facts, write_facts
@@ -246,10 +246,10 @@ def _layer_types(num_layers: int, interval: int) -> list[str]:
     ]
 
 
-def _hugging_face(dims: Qwen3NextDims) -> HuggingFaceModel | None:
+def _hugging_face(dims: Qwen3NextDims) -> HuggingFaceModel | str:
     values = _hugging_face_config(dims)
-    if not is_model_of(values, dims, dims_of_hugging_face):
-        return None
+    if problem := export_problem(values, dims, dims_of_hugging_face):
+        return problem
     return HuggingFaceModel(
         config=values,
         keys=decoder_hugging_face_keys(

@@ -12,6 +12,9 @@ import pytest
 
 from tests.end_to_end.docs_commands import copy_configs
 from tests.harness.ranks import REPOSITORY, run_command, run_program
+from torchtitan_lite.config.tables.model import ModelConfig
+from torchtitan_lite.core.registry import REGISTRY
+from torchtitan_lite.models import model_spec, plain_dims
 
 _FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```\n", re.DOTALL)
 
@@ -58,7 +61,7 @@ def test_example_package(tmp_path: Path) -> None:
     write_files("extending.md", tmp_path)
     command = ("train", "--config", "fruits.toml", "--training.cache_folder=cache")
     text = run_command(*command, folder=tmp_path)
-    assert "step 4/4" in text and "tiny_llama" not in text
+    assert "step 4/4" in text and "tiny_llama nano, " in text
     folder = tmp_path / "outputs" / "fruits"
     losses = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
     assert [step for step, _ in losses] == [1, 2, 3, 4]
@@ -91,6 +94,27 @@ def test_example_package(tmp_path: Path) -> None:
     inspected = ("inspect", vault, "--verify", more[0])
     text = run_command(*inspected, folder=tmp_path)
     assert "step-5" in text and "tok_embeddings.weight.average" not in text
+
+
+def test_a_family_built_on_another_one_has_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files("extending.md", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(REGISTRY.models, "tiny_llama", "my_package.tiny_llama")
+    try:
+        spec = model_spec(ModelConfig(name="tiny_llama", flavor="nano"))
+        dims = plain_dims(spec.dims) | {"bias": True}
+        other = model_spec(ModelConfig(name="tiny_llama", flavor="mine", dims=dims))
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "my_package"]:
+            del sys.modules[name]
+    assert (spec.name, spec.num_layers, other.dims.bias) == ("tiny_llama", 2, True)
+    assert spec.hugging_face is not None and other.hugging_face is None
+    assert other.unknown_to_transformers == (
+        "tiny_llama mine is unknown to transformers (as model_type 'llama', out_bias is True in "
+        "its config.json and False here)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,10 @@ def decoder_model_spec(
     prediction_loss_weight: float = 0.0,
     norm: NormKind = RMS_NORM,
     torchtitan_keys: tuple[TorchtitanKey, ...] = (),
-    hugging_face: HuggingFaceModel | None = None,
+    hugging_face: HuggingFaceModel | str | None = None,
 ) -> ModelSpec:
-    """Return the spec of the module that `build_decoder` builds."""
+    """Return the spec of the module that `build_decoder` builds. `hugging_face` is its form in
+    transformers, or why it has none."""
     layers = (*dims.layers, *prediction_layers)
     first_prediction = len(layers) - len(prediction_layers)
     # Blocks with experts are alike in all families.
@@ -141,7 +142,8 @@ def decoder_model_spec(
         # Tied weights are one parameter of two modules, which only their parent can gather once.
         extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
         torchtitan_keys=torchtitan_keys,
-        hugging_face=hugging_face,
+        hugging_face=hugging_face if isinstance(hugging_face, HuggingFaceModel) else None,
+        hugging_face_problem=hugging_face if isinstance(hugging_face, str) else None,
         cost=lambda seq_len: decoder_cost(
             dim=dims.dim,
             layers=layers,

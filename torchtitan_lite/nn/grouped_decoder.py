@@ -12,7 +12,7 @@ from torchtitan_lite.nn.decoder_family import decoder_model_spec, output_of
 from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
 from torchtitan_lite.nn.feed_forward import Dense
 from torchtitan_lite.nn.grouped_query import GroupedQuery
-from torchtitan_lite.nn.hugging_face.config import differences, is_model_of, named_architecture
+from torchtitan_lite.nn.hugging_face.config import differences, export_problem, named_architecture
 from torchtitan_lite.nn.hugging_face.facts import Architecture
 from torchtitan_lite.nn.hugging_face.names import decoder_hugging_face_keys, ignored_keys
 from torchtitan_lite.nn.moe import MoEDims
@@ -176,13 +176,15 @@ class GroupedDecoderFamily(Generic[_Dims]):
             dims["moe"] = MoEDims(**dims["moe"])
         return self.dims(**dims)
 
-    def _hugging_face(self, dims: _Dims) -> HuggingFaceModel | None:
+    def _hugging_face(self, dims: _Dims) -> HuggingFaceModel | str | None:
+        problems = []
         for architecture in self.architectures:
             is_other = dims.stored_as() not in (None, architecture.model_type)
             if is_other or bool(architecture.experts) != (dims.moe is not None):
                 continue
             values = architecture.write(dims)
-            if is_model_of(values, dims, self.dims_of_hugging_face):
+            problem = export_problem(values, dims, self.dims_of_hugging_face)
+            if problem is None:
                 return HuggingFaceModel(
                     config=values,
                     keys=decoder_hugging_face_keys(
@@ -199,4 +201,5 @@ class GroupedDecoderFamily(Generic[_Dims]):
                     ),
                     differences=lambda config: differences(dims, self.dims_of_hugging_face(config)),
                 )
-        return None
+            problems.append(problem)
+        return "; ".join(problems) or None

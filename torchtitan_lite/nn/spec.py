@@ -346,7 +346,9 @@ class ModelSpec:
     """Names of all parameters and persistent buffers in torchtitan's checkpoints. Empty: not
     convertible."""
     hugging_face: HuggingFaceModel | None = None
-    """None: the family has no Hugging Face form."""
+    """None: transformers has no such model."""
+    hugging_face_problem: str | None = None
+    """Why `hugging_face` is None, if the family has other models in transformers."""
     no_decay: tuple[str, ...] = field(default=("*norm*", "*embeddings*", "*bias", "*sinks*"))
     """Parameters without weight decay."""
     no_muon: tuple[str, ...] = field(
@@ -356,6 +358,12 @@ class ModelSpec:
     stack of matrices along dim 0), beside the embedding and the output of the shard plan."""
     cost: Callable[[int], ModelCost]
     """Maps a sequence length to the cost."""
+
+    @property
+    def unknown_to_transformers(self) -> str:
+        """The beginning of an error: transformers has no such model, and the reason if known."""
+        reason = "" if self.hugging_face_problem is None else f" ({self.hugging_face_problem})"
+        return f"{self.name} {self.flavor} is unknown to transformers{reason}"
 
     @property
     def muon_exclusions(self) -> tuple[str, ...]:

@@ -85,8 +85,8 @@ class HuggingFaceSnapshot:
         """
         if spec.hugging_face is None:
             raise CheckpointError(
-                f"{spec.name} {spec.flavor} is unknown to transformers: {folder.where} cannot be "
-                "loaded into it. Choose another model.name or model.flavor."
+                f"{spec.unknown_to_transformers}: {folder.where} cannot be loaded into it. Choose "
+                "another model.name or model.flavor."
             )
         self.folder = folder
         self.where = folder.where

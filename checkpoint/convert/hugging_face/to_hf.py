@@ -64,8 +64,7 @@ class HuggingFaceExport(FolderExport):
         check_target(target, assets)
         if spec.hugging_face is None:
             raise CheckpointError(
-                f"{spec.name} {spec.flavor} is unknown to transformers, so {source.where} cannot "
-                "be exported."
+                f"{spec.unknown_to_transformers}, so {source.where} cannot be exported."
             )
         self._model: HuggingFaceModel = spec.hugging_face
         self._source = source

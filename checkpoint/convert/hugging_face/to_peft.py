@@ -55,8 +55,8 @@ class AdapterExport(FolderExport):
         assert base is not None
         if spec.hugging_face is None:
             raise CheckpointError(
-                f"{spec.name} {spec.flavor} is unknown to transformers, so the adapters in "
-                f"{source.where} cannot be exported."
+                f"{spec.unknown_to_transformers}, so the adapters in {source.where} cannot be "
+                "exported."
             )
         self._source = source
         modules = {

@@ -18,6 +18,7 @@ from torchtitan_lite.models import (
     model_spec,
     read_hugging_face_config,
 )
+from torchtitan_lite.models.auto.missing_parts import _PARTS
 
 _ASSETS = Path(__file__).parents[2] / "assets" / "new_family"
 
@@ -44,6 +45,10 @@ def test_a_row_of_a_users_own_package(
     theirs.save_pretrained(tmp_path)
     values = read_hugging_face_config(tmp_path)
     with pytest.raises(ConfigError, match='model_type = "cwm" is not one of'):
+        hugging_face_dims(values)
+    # Types that are known to lack a part may be registered, too.
+    monkeypatch.setitem(_PARTS, "cwm", "a row")
+    with pytest.raises(ConfigError, match="model_type 'cwm' .* needs a row"):
         hugging_face_dims(values)
     monkeypatch.syspath_prepend(_ASSETS)
     register_model("cwm", "cwm")

@@ -270,17 +270,20 @@ def differences(ours: "DataclassInstance", theirs: "DataclassInstance") -> list[
     return differing
 
 
-def is_model_of(
+def export_problem(
     values: Mapping[str, Any],
     dims: "DataclassInstance",
     read: Callable[[Mapping[str, Any]], "DataclassInstance"],
-) -> bool:
-    """Whether the model of a config.json, which `read` reads, has these dimensions: whether
-    transformers has such a model."""
+) -> str | None:
+    """Return why transformers has no model of these dimensions, which are written to a config.json
+    with `values`: `read` reads other ones. None if it has one."""
     try:
-        return not differences(dims, read(values))
-    except ConfigError:
-        return False
+        differing = differences(dims, read(values))
+    except ConfigError as error:
+        differing = [str(error)]
+    if not differing:
+        return None
+    return f"as model_type {values['model_type']!r}, {'; '.join(differing)}"
 
 
 def is_irrelevant(key: str, value: Any) -> bool:

@@ -68,8 +68,8 @@ def _buddies(config: Config) -> Iterator[str]:
 def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
     if config.checkpoint.last_save_in_hf and spec.hugging_face is None:
         yield (
-            f"checkpoint.last_save_in_hf = true, but {spec.name} {spec.flavor} is not a model of "
-            "transformers. Set it to false."
+            f"checkpoint.last_save_in_hf = true, but {spec.unknown_to_transformers}. Set it to "
+            "false."
         )
     exports_adapters = config.checkpoint.last_save_in_hf and config.model.uses_lora
     if exports_adapters and spec.hugging_face is not None:
