@@ -345,7 +345,7 @@ def decoder_facts(
     of its own about these. The others are those of a config without them; by default, there are as
     many `num_kv_heads` as query heads. `norm_key` is None if all have this `norm_eps`, as is
     `num_kv_heads_key`. `has_padding`: the embedding of the padding token is not
-    trained as an input."""
+    trained as an input, because that of transformers has a `padding_idx`."""
 
     def default_kv_heads(dims: Mapping[str, Any]) -> int:
         return num_kv_heads or dims["num_heads"]
