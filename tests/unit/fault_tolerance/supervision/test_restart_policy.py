@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.core.errors import DIVERGED, GIVEN_UP, MACHINE_FAULT, TRANSIENT
+from torchtitan_lite.core.errors import DIVERGED, MACHINE_FAULT, TRANSIENT
 from torchtitan_lite.core.rank.processes import ExitStatus
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
     Failure,
@@ -109,9 +109,7 @@ def test_a_service_may_be_down_for_minutes(tmp_path: Path) -> None:
     assert delays[:6] == [1, 2, 4, 8, 16, 30] and sum(delays) > 180
 
 
-@pytest.mark.parametrize(
-    ("status", "spares"), [(DIVERGED, False), (MACHINE_FAULT, True), (GIVEN_UP, False)]
-)
+@pytest.mark.parametrize(("status", "spares"), [(DIVERGED, False), (MACHINE_FAULT, True)])
 def test_permanent_failures_are_not_retried(status: int, spares: bool) -> None:
     policy = RestartPolicy(10)
     policy.started()

@@ -114,7 +114,7 @@ def test_an_error_before_the_process_groups_exist_is_reported(
         }
     channel.send(start={}, has_listener=False, arguments=["wrong"])
     assert channel.receive(wait=True) == [
-        {"ended": 1, "reason": "a wrong setting", "stopped": False}
+        {"ended": 1, "reason": "a wrong setting", "stopped": False, "may_restart": False}
     ]
 
 
