@@ -19,7 +19,7 @@ _NEW_FILES = {
         "models/toy.py": (REPOSITORY / "tests/assets/new_family/toy.py").read_text(),
         "configs/toy.toml": '[model]\nname = "toy"\nflavor = "small"\n[training]\nsteps = 2\n',
     },
-    "A technique of parallelism": {
+    "A technique of parallelism, or another wrapper of blocks": {
         "torchtitan_lite/parallel/frozen.py": (
             "def apply(model, parallelism):\n"
             "    for name, parameter in model.named_parameters():\n"
@@ -70,7 +70,7 @@ _EDITS = {
             "    ),\n",
         ),
     ],
-    "A technique of parallelism": [
+    "A technique of parallelism, or another wrapper of blocks": [
         (
             "torchtitan_lite/parallel/__init__.py",
             "    fsdp.apply(model,",
