@@ -127,7 +127,7 @@ def _copy_of_the_product(folder: Path) -> Path:
 
 def test_recipes_name_every_file_that_is_changed() -> None:
     for title, files in _NEW_FILES.items():
-        recipe = _RECIPES.partition(f"**{title}.**")[2].partition("\n\n")[0]
+        recipe = _RECIPES.partition(f"**{title}.**")[2].partition("\n\n**")[0]
         for path, anchor, _ in _EDITS.get(title, []):
             assert (REPOSITORY / path).read_text().count(anchor) == 1, (title, path)
             places = (path, path.removeprefix("torchtitan_lite/"), f"{Path(path).parent}/")
