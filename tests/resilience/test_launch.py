@@ -197,15 +197,18 @@ def wait_for_ranks(folder: Path, replica: int, number: int, log: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "where"), [(1, " in their processes"), (2, "")])
 @pytest.mark.timeout(280)
 def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
-    tmp_path: Path, undisturbed_losses: dict[int, float], replicas: int
+    tmp_path: Path, undisturbed_losses: dict[int, float], replicas: int, where: str
 ) -> None:
+    """Without snapshots in shared memory all replicas save, leave and start again."""
     folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
     slots.write_text("{}")
     more = [f"--training.steps={MANY_STEPS}", "--checkpoint.enable=true"]
     more += ["--debug.sample_ledger=true"]
+    if not where:
+        more += ["--checkpoint.ram_interval=0"]
     own = [f"--slots-file={slots}"]
     process = start(folder, log, *EXACT, *more, replicas=replicas, ranks="1:2", own=own)
     last = replicas - 1
@@ -215,8 +218,8 @@ def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
         wait_for_ranks(folder, last, 1, log)
         slots.write_text(f'{{"{last}": 2}}')
         text = output_of(process, log, 200)
-    assert f"resize to 1 rank each: replica {last} has slots for 1" in text
-    assert "resize to 2 ranks each: slots are available again" in text
+    assert f"resize to 1 rank each{where}: replica {last} has slots for 1" in text
+    assert f"resize to 2 ranks each{where}: slots are available again" in text
     assert len(list(folder.glob("launch_logs/*/generation_*/rank_*.log"))) == 5 * replicas
     assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)
     checked = check_samples(folder)
