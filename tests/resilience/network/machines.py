@@ -217,7 +217,7 @@ class Machines:
         """Wait for the end of the run, and return the losses of all its steps."""
         for name in self.agents:
             assert self.exit_status(name) == 0, f"{name}\n{self.report()}"
-        return losses(self.output, self.steps)
+        return losses(self.dump_folder, self.steps)
 
     def exit_status(self, name: str) -> int | None:
         """Wait for the end of an agent, and return its exit status; None if it does not end."""
@@ -252,8 +252,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def losses(output: Path, steps: int) -> list[float]:
-    """Return the loss of each step, the last record of one that was repeated."""
-    found = {line["step"]: line["loss"] for line in launch.steps_of(output)}
+    """Return the loss of each step, the last record of one that was repeated. Each may have been
+    taken by one of the replicas alone."""
+    folders = [path.parent for path in sorted(output.rglob("metrics.jsonl"))]
+    found = {line["step"]: line["loss"] for path in folders for line in launch.steps_of(path)}
     assert sorted(found) == list(range(1, steps + 1)), sorted(found)
     return [found[step] for step in sorted(found)]
 

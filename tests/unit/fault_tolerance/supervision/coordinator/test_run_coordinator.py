@@ -15,6 +15,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
 from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator import (
     Busy,
     Rejected,
+    ReplicaCoordinator,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     ALL_LOST_S,
@@ -383,3 +384,36 @@ def test_machines_of_another_run_are_rejected(changes: dict[str, object], text: 
     rig.add("x", **{"num_machines": 4, "num_replicas": 2, **changes})
     with pytest.raises(Rejected, match=text):
         rig.send("x")
+
+
+def test_in_a_large_run_a_report_without_news_concerns_its_machine_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the work per second would grow with the square of the number of machines."""
+    names = [f"m{number}" for number in range(80)]
+    rig = Rig()
+    for name in (*names, "spare"):
+        rig.add(name, num_machines=80, num_replicas=40)
+    rig.run(LOST_S + 3)
+    assert [len(members) for members in _members(rig, 40)] == [2] * 40
+    advanced: list[int] = []
+    advance = ReplicaCoordinator.advance
+
+    def counted(replica: ReplicaCoordinator, now_s: float) -> None:
+        advanced.append(replica._replica)
+        advance(replica, now_s)
+
+    monkeypatch.setattr(ReplicaCoordinator, "advance", counted)
+    rig.now_s += 1
+    for name in names:
+        rig.send(name)
+    assert sorted(advanced) == list(range(40))
+    # News concern their replica at once, and the others soon.
+    advanced.clear()
+    rig.train("m0")
+    rig.send("m0")
+    assert advanced == [rig.answers["m0"].replica]
+    rig.silent.add("m3")
+    del rig.answers["m3"]
+    rig.run(LOST_S + 3)
+    assert rig.answers["spare"].node_rank >= 0
