@@ -350,7 +350,10 @@ class Replica:
             self._hang_monitor = None
 
     def _handle_failure(self, failure: Failure, now_s: float) -> None:
+        assert self._member is not None and failure.rank is not None
         self._close_hang_monitor()
+        # The description has an exception that was reported.
+        has_error = bool(self._member.ranks[failure.rank].error)
         self._failure = self._hang or replace(failure, log=self._log_of(failure.rank))
         self._examine_until_s, self._failed_at_ns, self._asked = now_s, time.time_ns(), set()
         failure = self._failure
@@ -365,16 +368,13 @@ class Replica:
         self._on_failure(self, failure.rank)
         self.state = ReplicaState.ENDING
         self._report(f"failed, {failure.description}")
-        assert self._member is not None and failure.rank is not None
-        # The description has an exception that was reported.
-        has_error = bool(self._member.ranks[failure.rank].error)
         if failure.signature and not has_error and (lines := last_lines(failure.log, 1)):
             line = "".join(filter(str.isprintable, lines[0]))[:_MAX_LINE_CHARS]
             self._report_event(f"replica {self.number}: {failure.log} ends with: {line}")
 
-    def _log_of(self, rank: int | None) -> Path:
+    def _log_of(self, rank: int) -> Path:
         """Return the log that has the error of a rank, which may not have got that far."""
-        log = rank_log(self.folder, rank or 0)
+        log = rank_log(self.folder, rank)
         return log if last_lines(log, 1) else process_log(self.log_folder)
 
     def _diagnose(self, failure: Failure) -> None:

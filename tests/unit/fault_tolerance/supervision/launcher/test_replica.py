@@ -261,6 +261,10 @@ def test_all_ranks_are_killed_if_none_is_known_to_hang(
     run.monitor.hang = Failure("no progress", "", run.folder, is_hang=True)
     run.poll()
     assert killed == [70, 71]
+    for process in run.ranks:
+        process.die()
+    run.train(generation=1)
+    assert run.reported("failed, no progress") == 1 and run.failed_ranks == [None]
 
 
 @pytest.mark.parametrize("is_written", [False, True])
