@@ -5,10 +5,10 @@ their processes, as JSON: `{"refusal": TEXT}`, with an empty text if they can.
 The launcher runs it before it starts anything, because the launcher does not import torch.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 
+from torchtitan_lite.cli.resize_check import print_refusal
 from torchtitan_lite.config import Config, check_live_resize
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.resize import resize_problems
@@ -25,12 +25,7 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
-    try:
-        check_live_resize(config, config, is_joint=True)
-    except ConfigError as error:
-        print(json.dumps({"refusal": str(error)}))
-    else:
-        print(json.dumps({"refusal": ""}))
+    print_refusal(lambda: check_live_resize(config, config, is_joint=True))
     return 0
 
 

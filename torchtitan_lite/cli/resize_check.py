@@ -7,7 +7,7 @@ with an empty text if they can.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchtitan_lite.cli.train_options import checked_config
 from torchtitan_lite.config import check_live_resize, check_resize_arguments
@@ -19,16 +19,25 @@ from torchtitan_lite.training.run_config import parse_command_line
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns the exit status."""
     mesh, arguments = RunMesh.from_text(argv[0]), argv[2:]
-    try:
+
+    def check() -> None:
         check_resize_arguments(mesh.arguments)
         config, _ = parse_command_line(arguments)
         resized, _ = checked_config([*arguments, *mesh.arguments], mesh.num_ranks)
         check_live_resize(config, resized, is_joint=True)
-    except ConfigError as error:
-        print(json.dumps({"refusal": str(error)}))
-    else:
-        print(json.dumps({"refusal": ""}))
+
+    print_refusal(check)
     return 0
+
+
+def print_refusal(check: Callable[[], None]) -> None:
+    """Print the text of the ConfigError that `check` raises, for `resize.refusal_in`."""
+    refusal = ""
+    try:
+        check()
+    except ConfigError as error:
+        refusal = str(error)
+    print(json.dumps({"refusal": refusal}))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torchtitan_lite.cli.coordinator import coordinator_secret
 from torchtitan_lite.cli.train_options import TrainOptions, checked_config, split_options
 from torchtitan_lite.cli.train_processes import die_with_nproc, run_local_ranks
 from torchtitan_lite.config import Config
-from torchtitan_lite.core.errors import ConfigError, UserError, ends_at_restart, exit_status_after
+from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after, restart_may_help
 from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0, logger
 from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
@@ -114,7 +114,7 @@ def _end_with(error: UserError, recovery: "RecoveryHooks | None") -> int:
     """Return the exit status after `error`, which the agent, if there is one, reports too."""
     if recovery is not None:
         recovery.end_reason = str(error).partition("\n")[0]
-        recovery.may_restart = ends_at_restart(error)
+        recovery.may_restart = restart_may_help(error)
     return exit_status_after(error)
 
 

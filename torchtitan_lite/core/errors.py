@@ -150,7 +150,7 @@ def is_transient(error: BaseException) -> bool:
     return not isinstance(error, ConfigError | DataError) and any(map(_may_pass, _chain(error)))
 
 
-def ends_at_restart(error: UserError) -> bool:
+def restart_may_help(error: UserError) -> bool:
     """Whether a replica may train on after an error if it is started again: its cause may pass, or
     the state of other replicas or of storage replaces its own."""
     kinds = (ReplicaError, LighthouseError, RpcError)

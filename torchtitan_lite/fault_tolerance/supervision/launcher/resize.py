@@ -231,11 +231,12 @@ class Resizer:
 
     def refusal(self, request_id: str, mesh: str) -> str | None:
         """See `Requests`: one answer for all members."""
-        if self._policy.allows(RunMesh.from_text(mesh)):
+        wanted = RunMesh.from_text(mesh)
+        if self._policy.allows(wanted):
             return self._own_refusal
         if self._checked_id != request_id:
             self._checked_id, self._refusal = request_id, None
-            self._start_check(RunMesh.from_text(mesh))
+            self._start_check(wanted)
         elif self._check is not None and (refusal := self._check.refusal()) is not None:
             self._end_check()
             self._refusal = refusal
