@@ -25,7 +25,7 @@ def run(options: Namespace, arguments: Sequence[str]) -> int:
             coordinator_server,
         )
 
-        with coordinator_server(options.bind, secret) as server:
+        with coordinator_server(options.bind, secret, is_sole=options.sole) as server:
             print(f"listening on {server.address}", flush=True)
             signal.sigwait(_ENDING)
     except UserError as error:

@@ -218,7 +218,10 @@ def _coordinator(commands) -> None:
         "torchtitan-lite coordinator --bind HOST:PORT\n\n"
         "The machines run `train --nnodes M --rdzv-endpoint HOST:PORT`. TORCHTITAN_LITE_TOKEN is\n"
         "the secret that they share with it. It keeps nothing on disk: started again at the same\n"
-        "address, it continues. SIGTERM or Ctrl-C ends it.",
+        "address, it continues. SIGTERM or Ctrl-C ends it.\n\n"
+        "If two serve a run, the one decides that a majority of the machines has acknowledged (of\n"
+        "eight machines, if there are more). If more than half of them are lost at once, none\n"
+        "does, and the run waits for them: --sole continues without them.",
         module="coordinator",
         former_names=("rendezvous",),
     )
@@ -228,6 +231,12 @@ def _coordinator(commands) -> None:
         metavar="HOST:PORT",
         help="where to listen: an address that the machines reach, on a private network; port 0: a "
         "free one (default: %(default)s)",
+    )
+    coordinator.add_argument(
+        "--sole",
+        action="store_true",
+        help="decide without a majority of the machines: safe only if no other coordinator serves "
+        "the run, as with a Kubernetes StatefulSet",
     )
 
 

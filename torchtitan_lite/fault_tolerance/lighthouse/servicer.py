@@ -36,8 +36,12 @@ class LighthouseServicer:
         settings: QuorumSettings,
         secret: str,
         first_id: int,
+        *,
+        may_decide: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._loop = loop
+        """`may_decide` returns whether a quorum may be formed now; call `reconsider` when it has
+        become true."""
+        self._loop, self._may_decide = loop, may_decide
         self._rules = QuorumRules(settings, first_id)
         self._secret = secret
         self._instance = secrets.token_hex(8)
@@ -81,6 +85,10 @@ class LighthouseServicer:
             logger.info("Left: %s", ", ".join(left))
         self._answer_waiting()
         return left
+
+    def reconsider(self) -> None:
+        """Answer the calls that wait, if quorums may be formed now."""
+        self._answer_waiting()
 
     def status(self) -> dict[str, Any]:
         """Return the status, see `describe`."""
@@ -213,7 +221,7 @@ class LighthouseServicer:
             self._timer = None
         self._drop_cancelled()
         last_id = self._rules.quorum.quorum_id if self._rules.quorum else 0
-        while (quorum := self._rules.form_quorum(self._loop.time())) is not None:
+        while self._may_decide() and (quorum := self._rules.form_quorum(self._loop.time())):
             self._quorum_made_s = self._loop.time()
             if quorum.quorum_id != last_id:
                 logger.info("Quorum %d: %s", quorum.quorum_id, ", ".join(quorum.ids))

@@ -1,9 +1,10 @@
 """What machines report to the coordinator, and what it answers.
 
-Invariant: `parse` raises ValueError for whatever is not exactly such a message.
+A request contains a `Report` and a `Vote`, a response a `Claim` and, if the coordinator leads, an
+`Answer`. Invariant: `parse` raises ValueError for whatever is not exactly such a message.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
@@ -15,7 +16,7 @@ PURPOSE = "coordinator"
 """Purpose of its sessions, see `rpc.authentication`."""
 MAX_CHARS = 2000
 """Maximum length of a text in a message."""
-_MAX_NUMBER = 1 << 40
+_MAX_NUMBER = 1 << 53
 
 
 class NodeState(StrEnum):
@@ -204,3 +205,77 @@ class Answer(_Message):
     request_state: ResizeState = ResizeState.ACCEPTED
     request_reason: str = ""
     """Reason why that was rejected or has failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vote(_Message):
+    """Which coordinator a machine has acknowledged."""
+
+    term: int = 0
+    """The highest term that it was offered; 0 before the first."""
+    answered_s: float = 0.0
+    """`Claim.answered_s` of the last answer in this term."""
+    voters: str = ""
+    """The newest list of voters that it knows, as `VoterList.to_text`."""
+    has_lease: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(_Message):
+    """Whether a coordinator leads."""
+
+    term: int
+    """The term that it offers."""
+    leads: bool
+    """Whether the answer counts, and is a lease."""
+    answered_s: float
+    """Time of the answer by its own clock."""
+    voters: str = ""
+    problem: str = ""
+    """Why it does not lead."""
+
+
+@dataclass(frozen=True)
+class VoterList:
+    """The machines that elect a coordinator."""
+
+    version: tuple[int, int] = (0, 0)
+    """Term and number of the change; (0, 0) for one that no leader has proposed."""
+    voters: tuple[str, ...] = ()
+    former: tuple[str, ...] = ()
+    """Those of the list that it replaces, until enough of both lists know of the change."""
+
+    @property
+    def lists(self) -> Iterator[tuple[str, ...]]:
+        """The lists that decisions need."""
+        yield self.voters
+        if self.former:
+            yield self.former
+
+    @property
+    def all(self) -> frozenset[str]:
+        return frozenset(self.voters + self.former)
+
+    def to_text(self) -> str:
+        """Return the list as a field of a message: empty if no leader has proposed it."""
+        if not any(self.version):
+            return ""
+        term, index = self.version
+        return f"{term}.{index}:{','.join(self.voters)}|{','.join(self.former)}"
+
+    @staticmethod
+    def parse(text: str) -> "VoterList":
+        """Parse a field. Raises ValueError."""
+        if not text:
+            return VoterList()
+        version, _, names = text.partition(":")
+        term, _, index = version.partition(".")
+        voters, _, former = names.partition("|")
+        parsed = VoterList((int(term), int(index)), _names(voters), _names(former))
+        if not voters or parsed.to_text() != text:
+            raise ValueError(f"{text!r:.60} is not a list of voters")
+        return parsed
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()

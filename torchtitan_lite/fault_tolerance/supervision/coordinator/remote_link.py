@@ -22,7 +22,10 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     PURPOSE,
     SERVICE,
     Answer,
+    Claim,
     Report,
+    Vote,
+    VoterList,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     BLOCKED_S,
@@ -34,6 +37,9 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
 _LEAVE_S = 1.0
+_RECONNECT_S = 1.5
+"""Time without a lease, from a coordinator that answers, after which this machine looks for
+another one."""
 
 
 class RemoteLink(Link):
@@ -54,7 +60,8 @@ class RemoteLink(Link):
         dump_folder: str = "",
     ) -> None:
         """See `Report`."""
-        self._client = RpcClient(endpoint, SERVICE, secret, PURPOSE)
+        self._connect = lambda: RpcClient(endpoint, SERVICE, secret, PURPOSE)
+        self._client = self._connect()
         self.report = Report(
             machine=secrets.token_hex(16),
             sequence=0,
@@ -69,11 +76,12 @@ class RemoteLink(Link):
             dump_folder=dump_folder[:MAX_CHARS],
         )
         self._sequence = 0
+        self._vote = Vote()
         self.problem = "it has not answered yet"
         self._reported: object = grpc.StatusCode.UNAVAILABLE
         """Status of the last failure that was logged; before the first answer, not that of a
         coordinator that starts later; None after an answer."""
-        self._leased_s = self._beat_s = 0.0
+        self._leased_s = self._beat_s = self._connected_s = 0.0
         self._wake = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
@@ -102,10 +110,15 @@ class RemoteLink(Link):
         if self._thread.is_alive():
             self._thread.join(CALL_S + _LEAVE_S)
         with suppress(RpcError):
-            if self.answer is not None:
-                content = {"report": self.report.to_json(), "reason": reason}
-                self._client.call("Leave", content, _LEAVE_S)
+            if self._vote.term:
+                self._client.call("Leave", {**self._request(), "reason": reason}, _LEAVE_S)
         self._client.close()
+
+    def _request(self) -> dict[str, Any]:
+        self._sequence += 1
+        report = replace(self.report, sequence=self._sequence)
+        vote = replace(self._vote, has_lease=self.has_lease)
+        return {"report": report.to_json(), "vote": vote.to_json()}
 
     def _run(self) -> None:
         while not self._ended and not self.rejection:
@@ -115,24 +128,55 @@ class RemoteLink(Link):
             self._wake.wait(REPORT_S)
 
     def _send(self, now_s: float) -> None:
-        self._sequence += 1
-        report = replace(self.report, sequence=self._sequence)
         try:
-            answer = Answer.parse(self._client.call("Report", report.to_json(), CALL_S))
+            response = self._client.call("Report", self._request(), CALL_S)
+            claim = Claim.parse(response["claim"])
+            voters = VoterList.parse(claim.voters)
+            answer = Answer.parse(response["answer"]) if claim.leads else None
         except RpcError as error:
             # Once it has answered, an error may be due to its restart, after which a machine of
             # another run may have reached it first. A status without a proof decides nothing,
             # because any machine on the way can forge it.
             is_at_fault = self.report.failure_status == MACHINE_FAULT
             if error.is_final and (self.answer is None or is_at_fault):
-                self.rejection = str(error)
-            elif error.code is not self._reported:
-                self._reported = error.code
-                logger.warning("The coordinator does not renew the lease: %s", error)
-            self.problem = str(error)
+                self.rejection = self.problem = str(error)
+            else:
+                self._fail(str(error), error.code)
             return
-        except ValueError as error:
+        except (KeyError, TypeError, ValueError) as error:
             self.rejection = f"The coordinator answers with a malformed message: {error}."
             return
-        self.problem, self._reported = "", None
-        self.answer, self._leased_s = answer, now_s
+        if claim.term < self._vote.term:
+            self._fail("another coordinator has taken over from the one that answers", "term")
+            self._reconnect(now_s)
+            return
+        is_new = claim.term > self._vote.term
+        is_newer = voters.version > VoterList.parse(self._vote.voters).version
+        self._vote = Vote(
+            term=claim.term,
+            answered_s=claim.answered_s,
+            voters=claim.voters if is_newer else self._vote.voters,
+        )
+        if answer is not None:
+            self.problem, self._reported = "", None
+            self.answer, self._leased_s = answer, now_s
+        elif not is_new:
+            self._fail(claim.problem, "leads")
+            self._reconnect(now_s)
+        if is_new or is_newer:
+            self._wake.set()
+
+    def _reconnect(self, now_s: float) -> None:
+        """Connect again, unless that was tried just now: the address may be that of several
+        coordinators, of which a connection reaches one."""
+        if now_s - max(self._leased_s, self._connected_s) > _RECONNECT_S:
+            self._connected_s = now_s
+            self._client.close()
+            self._client = self._connect()
+
+    def _fail(self, problem: str, kind: object) -> None:
+        """Report once that the lease is not renewed; `kind` distinguishes failures."""
+        if kind is not self._reported:
+            self._reported = kind
+            logger.warning("The coordinator does not renew the lease: %s", problem)
+        self.problem = problem

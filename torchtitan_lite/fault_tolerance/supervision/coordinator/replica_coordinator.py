@@ -31,6 +31,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.resize_coordinator 
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     ALL_LOST_S,
+    LEARN_S,
     LOST_S,
 )
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
@@ -116,7 +117,7 @@ class ReplicaCoordinator:
         self._is_alone = True
         """Whether the run ends with this replica's."""
         # Machines may train that were members before a restart of this process.
-        self.start(now_s, learn_s=0.0 if rules.is_local else LOST_S)
+        self.start(now_s, learn_s=0.0 if rules.is_local else LEARN_S)
 
     def start(self, now_s: float, learn_s: float) -> None:
         """Start with nothing known of a run, and learn what the machines know for `learn_s` after
@@ -262,10 +263,15 @@ class ReplicaCoordinator:
         """The last reports of its machines."""
         return [entry.report for entry in self._machines.values()]
 
+    @property
+    def machines(self) -> list[str]:
+        """Its machines, members before spare ones."""
+        return sorted(self._machines, key=lambda machine: machine not in self._node_ranks)
+
     def may_train(self, now_s: float) -> bool:
         """Return whether ranks of it may start, train, or not have returned to standby."""
         # Machines that have not reached a restarted coordinator yet may have leases.
-        is_unknown = self._state is RunState.REBUILDING and now_s < self._started_s + LOST_S
+        is_unknown = self._state is RunState.REBUILDING and now_s < self._started_s + LEARN_S
         joins = any(entry.report.sequence < entry.joins_until for entry in self._machines.values())
         is_running = self._state is RunState.RUNNING
         is_busy = any(report.is_busy for report in self.reports)

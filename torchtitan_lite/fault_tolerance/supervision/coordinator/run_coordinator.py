@@ -56,8 +56,14 @@ class RunCoordinator:
         """Return when the next generation of a replica may start (time.monotonic())."""
         return self._replicas[replica].not_before_s
 
-    def report(self, report: Report, now_s: float) -> Answer:
-        """Record a report and return the answer. Raises Rejected or Busy."""
+    @property
+    def machines(self) -> list[str]:
+        """The machines that have joined, members before spare ones."""
+        return [machine for replica in self._replicas for machine in replica.machines]
+
+    def report(self, report: Report, now_s: float, *, is_outage: bool = False) -> Answer:
+        """Record a report and return the answer. `is_outage`: whether machines that are silent may
+        be so because of the network of this coordinator. Raises Rejected or Busy."""
         is_number = 1 <= report.num_replicas <= _MAX_REPLICAS
         if not is_number or report.num_machines % report.num_replicas:
             raise Rejected(
@@ -67,7 +73,7 @@ class RunCoordinator:
             )
         is_known, is_pass = self._owner_of(report.machine) is not None, now_s >= self._next_pass_s
         if not is_known or is_pass:
-            self._expire(report, now_s)
+            self._expire(report, now_s, is_outage=is_outage)
         if not is_known and not any(replica.reports for replica in self._replicas):
             self._begin(report.num_replicas, now_s)
         owner = self._replica_of(report)
@@ -78,12 +84,16 @@ class RunCoordinator:
             self._advance_all(owner, report, now_s)
         return owner.answer(report.machine)
 
-    def _expire(self, report: Report, now_s: float) -> None:
+    def _expire(self, report: Report, now_s: float, *, is_outage: bool) -> None:
         """Forget the machines that are lost when one reports. Raises Rejected if that may not take
         part any more."""
-        is_outage = now_s - self._contact_s > OUTAGE_S or (
-            # It ends with this report, and the other machines get the same time as ever.
-            now_s - self._outage_ended_s <= LOST_S
+        is_outage = (
+            is_outage
+            or now_s - self._contact_s > OUTAGE_S
+            or (
+                # It ends with this report, and the other machines get the same time as ever.
+                now_s - self._outage_ended_s <= LOST_S
+            )
         )
         for replica in self._replicas:
             replica.check_welcome(report, now_s)

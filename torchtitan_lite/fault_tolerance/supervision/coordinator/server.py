@@ -3,7 +3,8 @@ run of several replicas."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from random import SystemRandom
 from typing import Any
 
 import grpc
@@ -19,27 +20,42 @@ from torchtitan_lite.distributed.rpc.server import (
 )
 from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
 from torchtitan_lite.fault_tolerance.lighthouse.servicer import LighthouseServicer, first_quorum_id
+from torchtitan_lite.fault_tolerance.supervision.coordinator.coordinator import Coordinator
+from torchtitan_lite.fault_tolerance.supervision.coordinator.leadership import new_term
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     PURPOSE,
     SERVICE,
+    Claim,
     Report,
     RunState,
+    Vote,
+    VoterList,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator import (
     Busy,
     Rejected,
 )
-from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import lease_clock_s
 
 
-def coordinator_server(bind: str, secret: str) -> RpcServer:
-    """Return the coordinator at `bind`, "HOST:PORT"; port 0 selects a free one. `start` listens."""
+def coordinator_server(bind: str, secret: str, *, is_sole: bool = False) -> RpcServer:
+    """Return the coordinator at `bind`, "HOST:PORT"; port 0 selects a free one. `start` listens.
+    `is_sole`: no other one may serve the run, see `Leadership`."""
     lighthouse: list[LighthouseServicer] = []
 
     def handlers(trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
         loop = asyncio.get_running_loop()
-        lighthouse.append(LighthouseServicer(loop, QuorumSettings(), secret, first_quorum_id()))
-        calls = _Calls(lighthouse[0].mark_left)
+        coordinator = Coordinator(new_term(time.time(), SystemRandom()), is_sole=is_sole)
+        lighthouse.append(
+            LighthouseServicer(
+                loop,
+                QuorumSettings(),
+                secret,
+                first_quorum_id(),
+                may_decide=lambda: coordinator.may_decide(lease_clock_s()),
+            )
+        )
+        calls = _Calls(coordinator, lighthouse[0])
         sessions = ServerSessions(secret, PURPOSE)
         own = {"Report": calls.report, "Leave": calls.leave}
         service = authenticated_service(SERVICE, sessions, own, trust)
@@ -54,26 +70,27 @@ def coordinator_server(bind: str, secret: str) -> RpcServer:
 class _Calls:
     """Handlers of the calls, all on one event loop."""
 
-    def __init__(self, mark_left: Callable[[str], object]) -> None:
-        """`mark_left` notifies the lighthouse that a replica, given by its name, has ended."""
-        self._coordinator = RunCoordinator(time.monotonic())
-        self._mark_left = mark_left
+    def __init__(self, coordinator: Coordinator, lighthouse: LighthouseServicer) -> None:
+        """`lighthouse` is that of the run's replicas."""
+        self._coordinator, self._lighthouse = coordinator, lighthouse
         self._shown: dict[int, tuple[RunState, int, int]] = {}
+        self._claim: Claim | None = None
+        """The last one."""
 
     async def report(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record the report of a machine, and return the answer to it."""
+        report, vote = _parse(request)
         before = self._coordinator.states
         try:
-            report = Report.parse(request)
-            answer = self._coordinator.report(report, time.monotonic())
-        except ValueError as error:
-            text = f"The report is malformed: {error}."
-            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, text) from None
+            claim, answer = self._coordinator.report(report, vote, lease_clock_s())
         except Rejected as error:
             raise CallError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
         except Busy as error:
             raise CallError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
         self._notify(before)
+        self._show(claim)
+        if answer is None:
+            return {"claim": claim.to_json()}
         shown = answer.state, answer.generation, answer.num_joined
         if self._shown.get(answer.replica) != shown:
             self._shown[answer.replica] = shown
@@ -86,24 +103,46 @@ class _Calls:
                 answer.joined,
                 f" ({answer.reason})" if answer.reason else "",
             )
-        return answer.to_json()
+        return {"claim": claim.to_json(), "answer": answer.to_json()}
+
+    def _show(self, claim: Claim) -> None:
+        """Log whether this coordinator leads when that changes."""
+        before, self._claim = self._claim, claim
+        had_led = before is not None and before.leads and before.term == claim.term
+        if claim.leads and not had_led:
+            logger.info("This coordinator leads (term %d).", claim.term)
+            self._lighthouse.reconsider()
+        elif had_led and not claim.leads:
+            logger.warning(
+                "This coordinator does not lead any more: %s. Until it does, nothing is decided "
+                "and no machine keeps its lease. If the others are gone for good and no other "
+                "coordinator runs, start it again with --sole.",
+                claim.problem,
+            )
 
     def _notify(self, before: Sequence[RunState]) -> None:
         """Notify the lighthouse of the replicas whose generation has ended, so that the others do
         not wait until their heartbeats are late."""
         for replica, (was, state) in enumerate(zip(before, self._coordinator.states, strict=False)):
             if was is RunState.RUNNING and state is RunState.FORMING:
-                self._mark_left(quorum_name(replica))
+                self._lighthouse.mark_left(quorum_name(replica))
 
     async def leave(self, request: dict[str, Any]) -> dict[str, Any]:
         """Forget a machine."""
-        try:
-            report = Report.parse(dict(request.get("report", {})))
-        except (TypeError, ValueError) as error:
-            text = f"The last report is malformed: {error}."
-            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, text) from None
+        report, vote = _parse(request)
         reason = str(request.get("reason", ""))
         before = self._coordinator.states
-        self._coordinator.leave(report, reason[:1000], time.monotonic())
+        self._coordinator.leave(report, vote, reason[:1000], lease_clock_s())
         self._notify(before)
         return {}
+
+
+def _parse(request: dict[str, Any]) -> tuple[Report, Vote]:
+    """Parse what every call contains. Raises CallError."""
+    try:
+        vote = Vote.parse(dict(request.get("vote", {})))
+        VoterList.parse(vote.voters)
+        return Report.parse(dict(request.get("report", {}))), vote
+    except (TypeError, ValueError) as error:
+        text = f"The report is malformed: {error}."
+        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, text) from None

@@ -32,6 +32,12 @@ OUTAGE_S = LEASE_S
 """Time without a report of any machine that counts as such an outage."""
 HOLD_S = 60.0
 """Time for which a request to stop waits for ranks that leave or start because of a resize."""
+ACKNOWLEDGED_S = 3.0
+"""Age of the last acknowledgment of a voter up to which it counts for a coordinator."""
+LEARN_S = ACKNOWLEDGED_S + LOST_S
+"""Time after its election in which a coordinator gives away no place of a machine that it has not
+heard: the last answer of its predecessor may be ACKNOWLEDGED_S later than the election, and a lease
+is lost LOST_S after it."""
 CALL_S = 2.0
 """Timeout of a report. A report per lease may fail."""
 BLOCKED_S = 2.0

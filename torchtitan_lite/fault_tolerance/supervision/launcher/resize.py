@@ -10,6 +10,7 @@ shards of the gradients with the same shards of the others.
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -347,11 +348,12 @@ def _all_train(replicas: Sequence[Replica]) -> bool:
 
 
 def refusal_in(output: str) -> str:
-    """Return the refusal that a process has printed as its last line, as JSON."""
-    try:
-        return str(json.loads(output.strip().rpartition("\n")[2])["refusal"])
-    except (ValueError, LookupError, TypeError):
-        return f"it cannot be checked: {output.strip()[-300:]}"
+    """Return the refusal that a process has printed as a line of JSON, among warnings of
+    libraries."""
+    for line in reversed(output.splitlines()):
+        with suppress(ValueError, LookupError, TypeError):
+            return str(json.loads(line)["refusal"])
+    return f"it cannot be checked: {output.strip()[-300:]}"
 
 
 class _Check:

@@ -12,7 +12,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     RunState,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LOST_S, REPORT_S
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LEARN_S, REPORT_S
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 
@@ -119,7 +119,7 @@ class Rig:
 
     def start(self) -> None:
         """Pass the time until the first generation runs."""
-        self.run(LOST_S + 2)
+        self.run(LEARN_S + 2)
         assert self.state() is RunState.RUNNING
 
     def restart_server(self, *, outage_s: float = 0.0) -> None:

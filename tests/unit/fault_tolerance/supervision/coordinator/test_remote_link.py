@@ -20,7 +20,9 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     PURPOSE,
     SERVICE,
     Answer,
+    Claim,
     Report,
+    Vote,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.remote_link import RemoteLink
 from torchtitan_lite.fault_tolerance.supervision.coordinator.server import coordinator_server
@@ -131,7 +133,7 @@ def test_no_report_follows_the_departure() -> None:
     """It would bring the machine back."""
     link: Any = _link("127.0.0.1:1")
     client = link._client = _Client()
-    link.answer = object()
+    link._vote = Vote(term=1)
     link.start()
     join = link._thread.join
 
@@ -183,7 +185,7 @@ def test_a_malformed_report_is_answered_with_the_reason() -> None:
         RpcClient(server.address, SERVICE, _SECRET, PURPOSE) as client,
         pytest.raises(RpcError, match="The report is malformed") as caught,
     ):
-        client.call("Report", {"machine": "a"}, 5)
+        client.call("Report", {"report": {"machine": "a"}, "vote": Vote().to_json()}, 5)
     assert caught.value.is_final
 
 
@@ -192,7 +194,7 @@ def test_arbitrary_messages_are_parsed_or_rejected(num_examples: int) -> None:
     right = _link("127.0.0.1:1").report.to_json()
 
     def check(changes: dict[str, Any]) -> None:
-        for kind, content in ((Report, {**right, **changes}), (Answer, changes)):
+        for kind, content in ((Report, {**right, **changes}), (Answer, changes), (Claim, changes)):
             with suppress(ValueError):
                 assert kind.parse(content).to_json() == content
 

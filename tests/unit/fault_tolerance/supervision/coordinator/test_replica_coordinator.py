@@ -24,6 +24,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     ALL_LOST_S,
     BLOCKED_S,
     CALL_S,
+    LEARN_S,
     LEASE_S,
     LOST_S,
     OUTAGE_S,
@@ -45,7 +46,7 @@ def test_the_first_machines_train_and_the_next_is_a_spare() -> None:
     waiting = Answer(state=RunState.REBUILDING, generation=0, num_joined=1, joined="a", mesh="1")
     assert rig.send("a") == waiting
     # Machines of an earlier run may report until then.
-    rig.now_s += LOST_S - 0.5
+    rig.now_s += LEARN_S - 0.5
     assert rig.send("b").state is RunState.REBUILDING
     rig.now_s += 0.5
     assert rig.send("a").state is RunState.RUNNING
@@ -99,14 +100,14 @@ def test_one_member_that_is_silent_is_replaced_although_no_other_answers() -> No
     rig = Rig("a", "b", num_machines=1)
     rig.start()
     rig.silent = {"a"}
-    rig.run(LOST_S + 2)
+    rig.run(LEARN_S + 2)
     assert rig.places() == {"a": 0, "b": 0} and rig.generation() == 2
 
 
 @pytest.mark.parametrize("gap_s", [OUTAGE_S, OUTAGE_S + 0.5], ids=["no outage", "outage"])
 def test_silent_machines_get_the_time_of_a_lease_after_an_outage(gap_s: float) -> None:
     rig = Rig("a", "b", num_machines=3)
-    rig.run(LOST_S + 2)
+    rig.run(LEARN_S + 2)
     rig.send("a")
     rig.send("b")
     ended_s = silent_since_s = rig.now_s
@@ -127,7 +128,7 @@ def test_an_exception_that_a_lost_machine_explains_blames_nobody() -> None:
     # A decision before the lease of b has ended would not know the cause.
     rig.run(LEASE_S)
     assert rig.generation() == 1
-    rig.run(LOST_S)
+    rig.run(LEARN_S)
     assert rig.generation() == 2 and rig.places()["c"] == 1
     assert not rig.answers["a"].is_blamed and "lost b" in rig.answers["a"].reason
 
@@ -196,7 +197,7 @@ def test_a_restarted_server_keeps_members_and_spares(is_standby: bool) -> None:
         stand_by(rig, "a", "b")
     # The spares come first, alone, and are enough for a generation.
     rig.silent = {"a", "b"}
-    rig.run(LOST_S - 2)
+    rig.run(LEARN_S - 2)
     rig.silent = set()
     rig.run(5)
     assert rig.places() == {"a": 0, "b": 1}
@@ -249,7 +250,7 @@ def test_after_a_restart_of_the_server_the_place_of_a_lost_machine_is_filled() -
     rig.start()
     rig.restart_server()
     rig.silent = {"b"}
-    rig.run(LOST_S + 5)
+    rig.run(LEARN_S + 5)
     assert rig.generation() == 2 and rig.places() == {"a": 0, "b": 1, "c": 1}
     # It does not know why the generation before has ended.
     assert rig.answers["a"].reason == ""
@@ -259,12 +260,12 @@ def test_a_member_of_an_older_generation_does_not_displace_a_newer_one() -> None
     rig = Rig("a", "b", "c")
     rig.start()
     rig.silent = {"b"}
-    rig.run(LOST_S + 5)
+    rig.run(LEARN_S + 5)
     assert rig.generation() == 2
     rig.restart_server()
     rig.silent = set()
     stand_by(rig, "b")
-    rig.run(LOST_S + 5)
+    rig.run(LEARN_S + 5)
     assert rig.places() == {"a": 0, "c": 1} and rig.generation() == 2
 
 
@@ -303,7 +304,7 @@ def test_a_machine_of_another_run_that_comes_first_after_a_restart_rejects_no_me
     with pytest.raises(Rejected, match="--rdzv-id is other here, but run on a"):
         rig.send("x")
     rig.silent = {"x"}
-    rig.run(LOST_S + 2)
+    rig.run(LEARN_S + 2)
     assert rig.places() == {"a": 0, "b": 1} and rig.generation() == 1
     assert rig.answers["c"].num_joined == 3
 
@@ -444,7 +445,7 @@ def test_of_spare_machines_those_without_a_failure_are_first() -> None:
     rig.start()
     _cut(rig, "b")
     rig.silent = {"b"}
-    rig.run(LOST_S + 4)
+    rig.run(LEARN_S + 4)
     # It returns, before a new machine joins.
     rig.silent = set()
     rig.run(1)
@@ -458,10 +459,10 @@ def test_of_spare_machines_those_without_a_failure_are_first() -> None:
 
 def test_a_machine_that_is_lost_before_the_first_generation_is_forgotten() -> None:
     rig = Rig("a", "b", num_machines=3)
-    rig.run(LOST_S + OUTAGE_S)
+    rig.run(LEARN_S + OUTAGE_S)
     assert rig.answers["a"].num_joined == 2
     rig.silent.add("b")
-    rig.run(LOST_S + 2)
+    rig.run(LEARN_S + 2)
     assert rig.answers["a"].num_joined == 1
 
 
@@ -563,7 +564,7 @@ def test_the_reason_for_which_a_member_leaves_ends_the_run() -> None:
     # Neither that of a spare machine nor that of a lost member does.
     assert leave("d") is RunState.RUNNING
     rig.silent.add("b")
-    rig.run(LOST_S + 3)
+    rig.run(LEARN_S + 3)
     assert rig.generation() == 2 and rig.answers["c"].node_rank == 1
     assert leave("b") is RunState.RUNNING
     # The first one does.
@@ -600,7 +601,7 @@ def test_a_machine_that_has_finished_may_leave_while_others_still_save(is_restar
     else:
         rig.run(1)
         rig.leave("a")
-    rig.run(LOST_S + 5)
+    rig.run(LEARN_S + 5)
     assert rig.state() is RunState.RUNNING and rig.generation() == 1
     rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.ENDED)
     rig.run(1)

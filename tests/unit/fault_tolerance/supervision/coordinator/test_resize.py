@@ -13,8 +13,8 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     HOLD_S,
+    LEARN_S,
     LEASE_S,
-    LOST_S,
     REPORT_S,
 )
 from torchtitan_lite.fault_tolerance.supervision.resize_request import LEAVE_S, ResizeState
@@ -42,7 +42,7 @@ def _resize_and_lose_b(rig: Rig) -> None:
     rig.train("a", "b")
     rig.run(2)
     rig.silent.add("b")
-    rig.run(LOST_S + 5)
+    rig.run(LEARN_S + 5)
     assert rig.places()["c"] == 1
 
 
@@ -203,7 +203,7 @@ def test_a_machine_that_is_lost_while_others_leave_delays_the_resize() -> None:
     rig.run(2)
     assert rig.machines["a"].has_left
     rig.silent.add("b")
-    rig.run(LOST_S + 4)
+    rig.run(LEARN_S + 4)
     assert rig.generation() == 2 and rig.places()["c"] == 1 and rig.answers["a"].mesh == "1"
     assert _present(rig) == ("r1", ResizeState.ACCEPTED)
     rig.train("a", "c")
@@ -316,7 +316,7 @@ def test_a_restarted_coordinator_continues_a_resize(has_started: bool, is_stoppi
     rig.stays.clear()
     if is_stopping:
         rig.machines["b"] = replace(rig.machines["b"], is_stopping=True)
-    rig.run(LOST_S + 2)
+    rig.run(LEARN_S + 2)
     assert rig.state() is RunState.RUNNING and rig.generation() == 2
     # Ranks that have left for a machine that stops train on the former mesh, to save and exit.
     is_followed = has_started or not is_stopping
@@ -335,7 +335,7 @@ def test_a_coordinator_restarted_before_all_have_joined_knows_the_former_mesh() 
     # The answer has not reached it.
     rig.machines["b"] = replace(former, sequence=rig.machines["b"].sequence)
     rig.restart_server()
-    rig.run(LOST_S + 2)
+    rig.run(LEARN_S + 2)
     assert rig.generation() == 3 and rig.answers["a"].mesh == _MESH
     fail(rig, "b", FailureKind.USER_ERROR, "rank 2: it needs 3 ranks", status=1)
     rig.run(3)

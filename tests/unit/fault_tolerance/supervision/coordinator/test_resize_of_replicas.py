@@ -13,7 +13,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     NodeState,
     RunState,
 )
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LOST_S
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LEARN_S
 from torchtitan_lite.fault_tolerance.supervision.resize_request import LEAVE_S, ResizeState
 
 _FAILURES = (FailureKind.DEATH, FailureKind.EXCEPTION)
@@ -56,7 +56,7 @@ def rig() -> _Rig:
     rig = _Rig()
     for name in "abcde":
         rig.add(name, num_machines=4, num_replicas=2)
-    rig.run(LOST_S + 3)
+    rig.run(LEARN_S + 3)
     rig.train(*"abcd")
     rig.run(1)
     assert rig.generations("abcd") == [1] * 4
@@ -85,7 +85,7 @@ def test_all_replicas_change_their_mesh_together(rig: _Rig, requester: str) -> N
     assert rig.ended["r1"] == (ResizeState.DONE, "") and rig.resize()[0] == ""
     # A spare machine joins on the new mesh, and the other replica trains on.
     rig.silent.add("b")
-    rig.run(LOST_S + 3)
+    rig.run(LEARN_S + 3)
     assert rig.answers["e"].node_rank == 1 and rig.answers["e"].mesh == _MESH
     assert rig.answers["c"].generation == 2
 
@@ -139,7 +139,7 @@ def test_a_replica_without_machines_does_not_delay_the_others(rig: _Rig) -> None
     rig.silent |= {"b", "e"}
     for name in "be":
         del rig.answers[name]
-    rig.run(LOST_S + 3)
+    rig.run(LEARN_S + 3)
     assert rig.answers["a"].state is RunState.FORMING
     rig.request("c")
     rig.run(5)
@@ -198,7 +198,7 @@ def test_a_restarted_coordinator_continues_the_resize_of_all_replicas(
     assert rig.machines["a"].has_left == (phase == "half left")
     rig.restart_server()
     rig.stays.clear()
-    rig.run(LOST_S + 5)
+    rig.run(LEARN_S + 5)
     assert rig.meshes() == {_MESH} and rig.generations("abcd") == [2] * 4
     rig.train(*"abcd")
     rig.run(2)
@@ -214,7 +214,7 @@ def test_a_coordinator_restarted_while_replicas_start_on_a_new_mesh_knows_it(rig
     for name, report in left.items():
         rig.machines[name] = replace(report, sequence=rig.machines[name].sequence)
     rig.restart_server()
-    rig.run(LOST_S + 3)
+    rig.run(LEARN_S + 3)
     assert rig.meshes() == {_MESH}
 
 
@@ -304,7 +304,7 @@ def test_faults_at_any_time_leave_all_replicas_on_one_mesh(rig: _Rig, seed: int)
     rig.slow.clear()
     rig.stays.clear()
     for _ in range(12):
-        rig.run(LOST_S)
+        rig.run(LEARN_S)
         rig.train(*(n for n in "abcde" if rig.machines[n].phase is NodeState.JOINED))
     assert [rig.answers[name].state for name in "abcde"] == [RunState.RUNNING] * 5
     assert len(rig.meshes()) == 1 and rig.resize()[0] == ""

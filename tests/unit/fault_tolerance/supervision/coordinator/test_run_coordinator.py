@@ -19,6 +19,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     ALL_LOST_S,
+    LEARN_S,
     LEASE_S,
     LOST_S,
     STOP_S,
@@ -29,7 +30,7 @@ def _rig(names: str, *, machines: int = 4, replicas: int = 2) -> Rig:
     rig = Rig()
     for name in names:
         rig.add(name, num_machines=machines, num_replicas=replicas)
-    rig.run(LOST_S + 3)
+    rig.run(LEARN_S + 3)
     return rig
 
 
@@ -131,7 +132,7 @@ def test_a_restarted_coordinator_learns_all_replicas() -> None:
     rig.restart_server(outage_s=2.0)
     # The spare machine reports first.
     rig.machines = dict(sorted(rig.machines.items(), reverse=True))
-    rig.run(LOST_S + 4)
+    rig.run(LEARN_S + 4)
     assert _members(rig) == members and _generations(rig, "abcd") == generations
     assert {rig.answers[name].state for name in "abcde"} == {RunState.RUNNING}
 
@@ -147,7 +148,7 @@ def test_machines_of_the_run_precede_others_at_a_restarted_coordinator_in_all_re
     with pytest.raises(Rejected, match="--rdzv-id is next"):
         rig.send("x")
     del rig.machines["x"], rig.answers["x"]
-    rig.run(LOST_S + 4)
+    rig.run(LEARN_S + 4)
     assert _members(rig) == members
 
 
@@ -289,7 +290,7 @@ def test_a_machine_that_finishes_while_it_is_asked_to_stop_ends_its_replica() ->
 def test_ranks_that_finish_after_a_restart_of_the_coordinator_end_their_replica() -> None:
     rig = _rig("abcd")
     rig.restart_server()
-    rig.run(LOST_S + 4)
+    rig.run(LEARN_S + 4)
     for name in "ab":
         rig.machines[name] = replace(rig.machines[name], phase=NodeState.ENDED)
     rig.run(1)
@@ -307,7 +308,7 @@ def test_a_machine_leaves_its_own_replica_though_a_restarted_coordinator_does_no
     before = _generations(rig, members[0])
     rig.leave(first)
     del rig.answers[first]
-    rig.run(LOST_S + 4)
+    rig.run(LEARN_S + 4)
     assert _generations(rig, members[0]) == before
     assert {rig.answers[name].state for name in members[0]} == {RunState.RUNNING}
 
@@ -394,7 +395,7 @@ def test_in_a_large_run_a_report_without_news_concerns_its_machine_only(
     rig = Rig()
     for name in (*names, "spare"):
         rig.add(name, num_machines=80, num_replicas=40)
-    rig.run(LOST_S + 3)
+    rig.run(LEARN_S + 3)
     assert [len(members) for members in _members(rig, 40)] == [2] * 40
     advanced: list[int] = []
     advance = ReplicaCoordinator.advance
@@ -415,5 +416,5 @@ def test_in_a_large_run_a_report_without_news_concerns_its_machine_only(
     assert advanced == [rig.answers["m0"].replica]
     rig.silent.add("m3")
     del rig.answers["m3"]
-    rig.run(LOST_S + 3)
+    rig.run(LEARN_S + 3)
     assert rig.answers["spare"].node_rank >= 0

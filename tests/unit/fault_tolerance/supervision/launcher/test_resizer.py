@@ -232,7 +232,7 @@ def test_a_mesh_is_checked_once_for_all_replicas(run: _Run) -> None:
     assert run.refusal("r0") == ""
     run.printed = json.dumps({"refusal": "it has no snapshots"})
     assert run.refusal("r0") == "" and run.refusal("r1") == "it has no snapshots"
-    run.printed = 'a warning\n{"refusal": "too large"}'
+    run.printed = 'a warning\n{"refusal": "too large"}\nanother one\n1'
     assert run.refusal("r3") == "too large"
     run.printed = "Traceback: no module named a"
     assert run.refusal("r2") == "it cannot be checked: Traceback: no module named a"

@@ -1,0 +1,60 @@
+"""A coordinator that may be one of several: it decides about the run only while it leads.
+
+Invariant: no clock and no I/O, as its parts.
+"""
+
+from torchtitan_lite.fault_tolerance.supervision.coordinator.leadership import Leadership
+from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
+    Answer,
+    Claim,
+    Report,
+    RunState,
+    Vote,
+)
+from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
+
+
+class Coordinator:
+    """Decisions of one coordinator, for the machines that have acknowledged it."""
+
+    def __init__(self, term: int, *, is_sole: bool = False) -> None:
+        """See `Leadership`."""
+        self._leadership = Leadership(term, is_sole=is_sole)
+        self._run: RunCoordinator | None = None
+        """Decisions of the present leadership. A new one learns anew: others may have decided."""
+        self._knows_machines = False
+
+    @property
+    def states(self) -> list[RunState]:
+        """The state of each replica; empty if it does not lead."""
+        return [] if self._run is None else self._run.states
+
+    def may_decide(self, now_s: float) -> bool:
+        """Return whether it leads, or no machine has ever reported."""
+        return not self._knows_machines or self._leadership.leads(now_s)
+
+    def report(self, report: Report, vote: Vote, now_s: float) -> tuple[Claim, Answer | None]:
+        """Record a report and return the answer, none unless it leads. Raises Rejected or Busy."""
+        self._knows_machines = True
+        self._leadership.record(report.machine, vote, now_s)
+        run = self._current_run(now_s)
+        if run is None:
+            return self._leadership.claim(now_s), None
+        leads = self._leadership.leads(now_s)
+        answer = run.report(report, now_s, is_outage=not leads)
+        self._leadership.update(lambda: run.machines, now_s)
+        return self._leadership.claim(now_s), answer if leads else None
+
+    def leave(self, report: Report, vote: Vote, reason: str, now_s: float) -> None:
+        """Forget a machine, see `ReplicaCoordinator.leave`."""
+        self._leadership.leave(report.machine, vote, now_s)
+        run = self._current_run(now_s)
+        if run is not None:
+            run.leave(report, reason, now_s)
+
+    def _current_run(self, now_s: float) -> RunCoordinator | None:
+        if not self._leadership.is_elected:
+            self._run = None
+        elif self._run is None:
+            self._run = RunCoordinator(now_s)
+        return self._run
