@@ -13,30 +13,34 @@ import pytest
 from benchmarks.processes import free_port
 from tests.harness import launch
 from tests.resilience.test_launch import killed_at_exit, output_of, processes_of_run, start
+from torchtitan_lite.distributed.rpc.protocol import ClientStream, Identity
+from torchtitan_lite.fault_tolerance.lighthouse import member
+from torchtitan_lite.fault_tolerance.replica import replica_server
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-"""Preface of HTTP/2 with empty settings (RFC 9113, 3.4)."""
-_SETTINGS = 4
+_OPENINGS = [
+    ClientStream(Identity(service, "another secret", "")).opening
+    for service in (member.SERVICE, replica_server.SERVICE)
+]
+"""What a client says first to the lighthouse, and to the coordinator of a replica."""
 _NUM_CONNECTIONS = 2000
 _MAX_FILES = 1024
 _STEPS = 300
 
 
-def _http2_ports(process: psutil.Process) -> list[tuple[str, int]]:
+def _ports_of_calls(process: psutil.Process) -> list[tuple[str, int]]:
     found = [
         (one.laddr.ip, one.laddr.port)
         for one in process.net_connections("tcp")
         if one.status == psutil.CONN_LISTEN
     ]
-    return [address for address in found if _speaks_http2(address)]
+    return [address for address in found if any(_answers(address, text) for text in _OPENINGS)]
 
 
-def _speaks_http2(address: tuple[str, int]) -> bool:
+def _answers(address: tuple[str, int], opening: bytes) -> bool:
     with suppress(OSError), socket.create_connection(address, 1.0) as stream:
         stream.settimeout(1.0)
-        stream.sendall(_PREFACE)
-        answer = stream.recv(9)
-        return len(answer) == 9 and answer[3] == _SETTINGS
+        stream.sendall(opening)
+        return stream.recv(8) == opening[:8]
     return False
 
 
@@ -54,7 +58,7 @@ def _flooded(address: tuple[str, int]) -> Iterator[None]:
             held.append(socket.create_connection(address, 5.0))
             # It may be displaced at once.
             with suppress(OSError):
-                held[-1].sendall(_PREFACE)
+                held[-1].sendall(_OPENINGS[len(held) % 2])
         yield
     finally:
         for one in held:
@@ -78,7 +82,7 @@ def test_a_flood_of_connections_costs_no_step(tmp_path: Path) -> None:
             if "torchtitan_lite.fault_tolerance.lighthouse" in one.cmdline()
         ]
         servers = [*lighthouse, *processes_of_run(folder)]
-        addresses = {address for one in servers for address in _http2_ports(one)}
+        addresses = {address for one in servers for address in _ports_of_calls(one)}
         # The lighthouse, and the coordinator of each replica.
         assert len(addresses) == 3
         for address in sorted(addresses):
@@ -106,7 +110,7 @@ def test_without_free_descriptors_training_continues(tmp_path: Path) -> None:
     arguments = [
         *(one for one in launch.SMALL if "tensorboard" not in one),
         f"--job.dump_folder={folder}",
-        "--training.steps=200",
+        "--training.steps=600",
         "--metrics.log_freq=1",
         f"--metrics.prometheus_port={free_port()}",
         "--checkpoint.interval=10",

@@ -159,21 +159,13 @@ def test_an_extra_is_imported_where_it_is_used():
         if name not in REQUIRED
     }
     assert needs_extra == {
-        "fault_tolerance/lighthouse/servicer.py",
-        "fault_tolerance/lighthouse/client.py",
-        "fault_tolerance/lighthouse/messages.py",
-        "fault_tolerance/lighthouse/server.py",
+        "fault_tolerance/lighthouse/torchft_messages.py",
+        "fault_tolerance/lighthouse/torchft_server.py",
         "serving/publish/vllm_engine.py",
-        "fault_tolerance/supervision/coordinator/remote_link.py",
-        "fault_tolerance/supervision/coordinator/server.py",
-        "fault_tolerance/replica/replica_server.py",
-        "fault_tolerance/replica/lighthouse_link.py",
+        "fault_tolerance/replica/torchft_lighthouse.py",
         "fault_tolerance/replica/semi_synchronous.py",
         "fault_tolerance/replica/healing/transport.py",
         "fault_tolerance/replica/torchft_manager.py",
-        "distributed/rpc/client.py",
-        "distributed/rpc/gate.py",
-        "distributed/rpc/server.py",
     }
 
 

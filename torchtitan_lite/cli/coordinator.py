@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from torchtitan_lite.core.errors import ConfigError, UserError
 from torchtitan_lite.core.log import configure_logging
-from torchtitan_lite.core.optional_dependencies import require
 from torchtitan_lite.distributed.rpc.authentication import TOKEN, secret_problem
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -35,11 +34,8 @@ def run(options: Namespace, arguments: Sequence[str]) -> int:
 
 
 def coordinator_secret() -> str:
-    """Return the secret of the run, and prepare the import of gRPC. Raises UserError."""
-    require("grpc", "a run on several machines")
+    """Return the secret of the run. Raises UserError."""
     secret = os.environ.get(TOKEN, "")
     if problem := secret_problem(secret):
         raise ConfigError(problem)
-    # Otherwise gRPC writes its own log lines.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     return secret

@@ -1,4 +1,4 @@
-"""Training together with other machines, which a coordinator connects. Needs gRPC."""
+"""Training together with other machines, which a coordinator connects."""
 
 import os
 from collections.abc import Sequence

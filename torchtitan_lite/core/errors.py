@@ -6,6 +6,7 @@ a traceback; any other exception is a bug of this package and keeps its tracebac
 
 import errno
 from collections.abc import Iterator
+from enum import StrEnum
 
 FAILED, DIVERGED, MACHINE_FAULT, GIVEN_UP = 1, 3, 4, 5
 """Exit statuses of `train.py`. After the first a restart may help; after the second it would train
@@ -95,12 +96,26 @@ class LighthouseError(UserError):
     """A lighthouse that cannot be started or reached, or that rejects a request."""
 
 
+class RpcStatus(StrEnum):
+    """Why a call failed, with the names and meanings of gRPC's statuses."""
+
+    UNAVAILABLE = "UNAVAILABLE"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
+    UNIMPLEMENTED = "UNIMPLEMENTED"
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    INTERNAL = "INTERNAL"
+
+
 class RpcError(UserError):
     """A remote call that failed, or a server of such calls that cannot start."""
 
-    def __init__(self, message: str, code: object = None, *, is_final: bool = False) -> None:
-        """`code` is the gRPC status; None if there is none. `is_final`: the server, which has
-        proved itself, would reject the call again."""
+    def __init__(
+        self, message: str, code: RpcStatus | None = None, *, is_final: bool = False
+    ) -> None:
+        """`is_final`: the server, which has proved itself, would reject the call again."""
         super().__init__(message)
         self.code, self.is_final = code, is_final
 

@@ -3,7 +3,6 @@
 import errno
 import socket
 
-import grpc
 import pytest
 import torch.distributed as dist
 
@@ -16,6 +15,7 @@ from torchtitan_lite.core.errors import (
     DataError,
     LighthouseError,
     RpcError,
+    RpcStatus,
     StorageUnavailable,
     TrainingDiverged,
     UserError,
@@ -42,7 +42,7 @@ def _chained(cause: BaseException) -> UserError:
         OSError(errno.EADDRINUSE, "Address already in use"),
         ConnectionRefusedError(),
         TimeoutError(),
-        RpcError("nothing answers", grpc.StatusCode.UNAVAILABLE),
+        RpcError("nothing answers", RpcStatus.UNAVAILABLE),
         StorageUnavailable("the bucket does not answer"),
     ],
 )
@@ -56,7 +56,7 @@ def test_what_may_pass(cause: BaseException) -> None:
     [
         FileNotFoundError(errno.ENOENT, "No such file"),
         OSError(errno.ENOSPC, "No space left"),
-        RpcError("another secret", grpc.StatusCode.UNAUTHENTICATED),
+        RpcError("another secret", RpcStatus.UNAUTHENTICATED),
         ModuleNotFoundError("No module named 'a'"),
         ConfigError("unknown key"),
         CheckpointError("another model"),

@@ -80,7 +80,7 @@ class ClientSession:
 
     def __init__(self, secret: str, purpose: str) -> None:
         """`purpose` separates servers of different kinds and runs that share the secret."""
-        self._secret, self._purpose = _key(secret), purpose.encode()
+        self._secret, self._purpose = secret_key(secret), purpose.encode()
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._ticket = b""
         self._key = b""
@@ -163,7 +163,7 @@ class ServerSessions:
     """Server's side of all sessions. Thread-safe."""
 
     def __init__(self, secret: str, purpose: str) -> None:
-        self._secret, self._purpose = _key(secret), purpose.encode()
+        self._secret, self._purpose = secret_key(secret), purpose.encode()
         self._own = secrets.token_bytes(32)
         self._seen: dict[bytes, _Seen] = {}
         self._lock = threading.Lock()
@@ -205,7 +205,8 @@ class ServerSessions:
         return message_authentication_code(self._own, b"ticket", nonce, issued)
 
 
-def _key(secret: str) -> bytes:
+def secret_key(secret: str) -> bytes:
+    """Return the key of a secret."""
     return message_authentication_code(secret.encode(), b"torchtitan_lite session")
 
 

@@ -1,74 +1,67 @@
-"""gRPC server with authenticated calls, on an event loop in a thread of its own.
+"""Server of authenticated calls, on an event loop in a thread of its own.
 
 A call takes and returns a JSON object. It is served only to clients that prove that they have the
-secret; requests are bounded in size and number, and an unauthenticated one changes nothing.
+secret; requests are bounded in size and number. Connections that have not proved themselves are few
+and short, see `strangers`.
+
+Invariant: a stranger never displaces a connection that has proved itself, and changes nothing.
 """
 
 import asyncio
 import errno
+import inspect
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
 
-import grpc
-import grpc.aio
-
-from torchtitan_lite.core.errors import RpcError
+from torchtitan_lite.core.errors import RpcError, RpcStatus
 from torchtitan_lite.core.log import logger
-from torchtitan_lite.distributed.rpc.authentication import (
-    AuthenticationError,
-    RequestProof,
-    ServerSession,
-    ServerSessions,
-)
-from torchtitan_lite.distributed.rpc.descriptors import raise_descriptor_limit
-from torchtitan_lite.distributed.rpc.gate import Gate
-from torchtitan_lite.distributed.rpc.messages import (
-    AUTHORIZATION,
-    ERROR,
-    HELLO,
-    MESSAGE,
-    PROOF,
-    RESULT,
-    decode,
-    encode,
-    method_of,
-)
+from torchtitan_lite.distributed.rpc.descriptors import leaves_reserve, raise_descriptor_limit
+from torchtitan_lite.distributed.rpc.protocol import Identity, ServerStream
+from torchtitan_lite.distributed.rpc.strangers import StrangerLimits, Strangers
 
 _T = TypeVar("_T")
-Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-"""Handler of a call. It may raise CallError."""
-Trust = Callable[[str], None]
-"""Counts the connection of a peer as one that has proved itself, see `Gate.trust`."""
+Handler = Callable[[dict[str, Any]], dict[str, Any] | Awaitable[dict[str, Any]]]
+"""Handler of a call. It may raise CallError. One that does not wait need not be a coroutine."""
+PROVE_S = 5.0
+"""Time in which a connection must prove itself."""
+_LIMITS = StrangerLimits(in_all=128, per_address=64)
+_EXHAUSTED_S = 0.1
+"""Pause after a connection for which there is no descriptor: it stays readable."""
+_ACCEPTED_AT_ONCE = 32
+"""Connections accepted before calls are served again."""
+_SILENT_MS = 8000
+"""Time after which a connection whose peer acknowledges nothing is lost."""
+_KEEPALIVE_S = 5
+"""Time without data after which a peer must acknowledge a probe."""
+_MAX_CALLS = 64
+"""Pending calls of a connection, so that those of one client cannot crowd out those of another."""
+_MAX_UNSENT_BYTES = 8 << 20
+"""Responses that a client has not read, after which its connection is closed."""
 _ANSWER_S = 10.0
 _GRACE_S = 1.0
 """Time for pending responses when the server stops."""
 _LAST_PORT = 65535
 _BACKLOG = 512
-_MAX_MESSAGE_BYTES = 1 << 20
-_OPTIONS = (
-    # Clients may ping without pending calls, as torchft's do every minute.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_ping_strikes", 0),
-    # Notice within seconds that a client's machine is gone.
-    ("grpc.keepalive_time_ms", 5000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    # Per connection, so that the calls of one client cannot crowd out those of another.
-    ("grpc.max_concurrent_streams", 64),
-    ("grpc.max_metadata_size", 16 << 10),
-    ("grpc.server_handshake_timeout_ms", 5000),
-)
 
 
 class CallError(Exception):
-    """Failure of a call: its gRPC status and the reason."""
+    """Failure of a call: its status and the reason."""
 
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+    def __init__(self, code: RpcStatus, message: str) -> None:
         super().__init__(message)
         self.code, self.message = code, message
+
+
+@dataclass(frozen=True)
+class Service:
+    """Calls that a server offers under one name."""
+
+    identity: Identity
+    calls: Mapping[str, Handler]
 
 
 class RpcServer:
@@ -77,17 +70,18 @@ class RpcServer:
     def __init__(
         self,
         bind: str,
-        handlers: Callable[[Trust], Sequence[grpc.GenericRpcHandler]],
+        services: Callable[[], Sequence[Service]],
         *,
         name: str,
         on_stop: Callable[[], Awaitable[None]] | None = None,
-        must_prove: bool = True,
+        serve: Callable[[Sequence[socket.socket]], Awaitable["Serving"]] | None = None,
     ) -> None:
-        """`handlers` is called on the event loop, with what `authenticated_service` takes, and so
-        is `on_stop` before the server stops; `name` is what errors call the server; `must_prove`:
-        whether all its services are authenticated."""
-        self._bind, self._handlers, self._name, self._on_stop = bind, handlers, name, on_stop
-        self._host, self._must_prove = bind.rpartition(":")[0], must_prove
+        """`services` is called on the event loop, and so is `on_stop` before the server stops;
+        `name` is what errors call the server; `serve` serves the clients that connect to some
+        listeners in another way."""
+        self._bind, self._services, self._name, self._on_stop = bind, services, name, on_stop
+        self._serve_clients = serve
+        self._host = bind.rpartition(":")[0]
         self._port = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,7 +95,8 @@ class RpcServer:
     def start(self) -> Self:
         """Start to listen. Raises RpcError if that fails."""
         raise_descriptor_limit()
-        listeners = _listeners(self._bind, self._name)
+        listeners = listen(self._bind, self._name)
+        self._port = listeners[0].getsockname()[1]
         is_open: Future[None] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(listeners, is_open)),
@@ -114,7 +109,6 @@ class RpcServer:
         except RpcError:
             self._thread = None
             raise
-        self._port = listeners[0].getsockname()[1]
         return self
 
     def stop(self) -> None:
@@ -148,81 +142,251 @@ class RpcServer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _serve(self, listeners: Sequence[socket.socket], is_open: "Future[None]") -> None:
-        server = grpc.aio.server(options=_OPTIONS)
-        gate = Gate(listeners, must_prove=self._must_prove)
         try:
             self._loop = asyncio.get_running_loop()
             self._stopping = asyncio.Event()
-            server.add_generic_rpc_handlers(tuple(self._handlers(gate.trust)))
-            await gate.open(server)
+            if self._serve_clients is not None:
+                serving = await self._serve_clients(listeners)
+            else:
+                serving = Connections(listeners, self._services())
         except Exception as error:
-            gate.stop_accepting()
+            for listener in listeners:
+                listener.close()
             failure = RpcError(f"A {self._name} cannot listen at {self._bind}: {error}")
             is_open.set_exception(failure)
             return
         is_open.set_result(None)
         await self._stopping.wait()
-        gate.stop_accepting()
+        serving.stop_accepting()
         if self._on_stop is not None:
             await self._on_stop()
-        await server.stop(_GRACE_S)
-        gate.close()
+        await serving.close(_GRACE_S)
 
 
-def authenticated_service(
-    service: str, sessions: ServerSessions, calls: Mapping[str, Handler], trust: Trust
-) -> grpc.GenericRpcHandler:
-    """Return the gRPC handler of a service with authenticated calls. `trust` is called with the
-    peer of each."""
+class Serving(Protocol):
+    """What serves clients on the event loop."""
 
-    async def hello(request: bytes, context: Any) -> bytes:
-        try:
-            ticket, proof = sessions.challenge(request)
-        except AuthenticationError as error:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-            raise
-        return ticket + proof
+    def stop_accepting(self) -> None:
+        """Accept no further connections."""
+        ...
 
-    def handler(call: str, answer: Handler) -> Any:
-        async def handle(request: bytes, context: Any) -> bytes:
-            session, content = await _authenticate(sessions, service, call, request, context)
-            trust(context.peer())
+    async def close(self, grace_s: float) -> None:
+        """Close all connections, after their pending calls have had time to end."""
+        ...
+
+
+class Connections(Serving):
+    """Accepts connections on the running event loop, and serves their calls."""
+
+    def __init__(self, listeners: Sequence[socket.socket], services: Sequence[Service]) -> None:
+        self._listeners = listeners
+        self._services = {service.identity.service: service for service in services}
+        self._identities = [service.identity for service in services]
+        self._strangers: Strangers[_Connection] = Strangers(_LIMITS)
+        self._open: set[_Connection] = set()
+        self._loop = asyncio.get_running_loop()
+        for listener in listeners:
+            listener.setblocking(False)
+            self._loop.add_reader(listener, self._accept, listener)
+
+    def stop_accepting(self) -> None:
+        """Close the listeners."""
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
+
+    async def close(self, grace_s: float) -> None:
+        """Close all connections, after their pending calls have had time to end."""
+        calls = [call for connection in self._open for call in connection.calls.values()]
+        if calls:
+            await asyncio.wait(calls, timeout=grace_s)
+        for connection in list(self._open):
+            connection.close()
+        # Their responses are sent, and their calls cancelled.
+        await asyncio.sleep(0)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                outcome = {RESULT: await answer(content)}
-            except CallError as error:
-                # In a signed response: any machine on the way could forge a gRPC status.
-                outcome = {ERROR: error.code.name, MESSAGE: error.message}
+                client, address = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                self._drop_idlest()
+                self._loop.remove_reader(listener)
+                self._loop.call_later(_EXHAUSTED_S, self._resume, listener)
+                return
+            if leaves_reserve(client.fileno()) or self._drop_idlest():
+                self._admit(client, address[0])
+            else:
+                client.close()
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    def _drop_idlest(self) -> bool:
+        idlest = self._strangers.pop_idlest()
+        if idlest is not None:
+            idlest.abort()
+        return idlest is not None
+
+    def _admit(self, client: socket.socket, address: str) -> None:
+        client.setblocking(False)
+        keep_alive(client, _KEEPALIVE_S, _SILENT_MS)
+        connection = _Connection(self, ServerStream(self._identities))
+        self._open.add(connection)
+        displaced = self._strangers.add(connection, address)
+        if displaced is not None:
+            displaced.abort()
+        self._loop.create_task(
+            self._loop.connect_accepted_socket(lambda: connection, client)
+        ).add_done_callback(lambda task: self._admitted(task, connection))
+        self._loop.call_later(PROVE_S, self._expire, connection)
+
+    def _admitted(self, task: "asyncio.Task[Any]", connection: "_Connection") -> None:
+        if task.cancelled() or task.exception() is not None:
+            self.forget(connection)
+
+    def _expire(self, connection: "_Connection") -> None:
+        if connection in self._strangers:
+            connection.abort()
+
+    def touch(self, connection: "_Connection") -> None:
+        """Count a connection as just used."""
+        self._strangers.touch(connection)
+
+    def trust(self, connection: "_Connection") -> None:
+        """Count a connection as one that has proved itself."""
+        self._strangers.discard(connection)
+
+    def forget(self, connection: "_Connection") -> None:
+        """Count a connection as closed."""
+        self._strangers.discard(connection)
+        self._open.discard(connection)
+
+    def handler(self, service: str, call: object) -> Handler | None:
+        """Return the handler of a call, if there is one."""
+        return self._services[service].calls.get(call) if isinstance(call, str) else None
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, and its pending calls."""
+
+    def __init__(self, owner: Connections, stream: ServerStream) -> None:
+        self._owner, self._stream = owner, stream
+        self._transport: asyncio.Transport | None = None
+        self._is_aborted = False
+        self.calls: dict[int, asyncio.Task[None]] = {}
+        """Pending calls by the id of the request."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        if self._is_aborted:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_aborted = True
+        self._owner.forget(self)
+        for call in self.calls.values():
+            call.cancel()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._is_aborted = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Close the connection when its responses are sent."""
+        self._is_aborted = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_aborted or self._transport is None:
+            return
+        was_proven = self._stream.frames is not None
+        try:
+            answer, messages = self._stream.receive(data)
+        except RpcError:
+            self.abort()
+            return
+        if answer:
+            self._transport.write(answer)
+        if not was_proven:
+            if self._stream.frames is not None:
+                self._owner.trust(self)
+            else:
+                self._owner.touch(self)
+        for message in messages:
+            self._receive(message)
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        number, call, content = message["id"], message.get("call"), message.get("content")
+        if "call" not in message:
+            if number in self.calls:
+                self.calls[number].cancel()
+            return
+        handler = self._owner.handler(self._stream.service, call)
+        if handler is None or not isinstance(content, dict) or number in self.calls:
+            problem = f"There is no call {call!r:.60} with these arguments."
+            self._send(number, CallError(RpcStatus.UNIMPLEMENTED, problem))
+        elif len(self.calls) >= _MAX_CALLS:
+            problem = f"{_MAX_CALLS} calls are pending."
+            self._send(number, CallError(RpcStatus.UNAVAILABLE, problem))
+        else:
+            try:
+                outcome = handler(content)
             except Exception as error:
-                logger.exception("%s of %s failed", call, service)
-                outcome = {ERROR: grpc.StatusCode.INTERNAL.name, MESSAGE: f"{error!r:.200}"}
-            response = encode(outcome)
-            context.set_trailing_metadata(((PROOF, session.sign(response).hex()),))
-            return response
+                outcome = error
+            if inspect.isawaitable(outcome):
+                task = asyncio.get_running_loop().create_task(self._wait(number, outcome))
+                self.calls[number] = task
+                task.add_done_callback(lambda _: self.calls.pop(number, None))
+            else:
+                self._send(number, outcome)
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+    async def _wait(self, number: int, outcome: Awaitable[dict[str, Any]]) -> None:
+        try:
+            result: dict[str, Any] | Exception = await outcome
+        except Exception as error:
+            result = error
+        self._send(number, result)
 
-    methods = {call: handler(call, answer) for call, answer in calls.items()}
-    return grpc.method_handlers_generic_handler(
-        service, {HELLO: grpc.unary_unary_rpc_method_handler(hello), **methods}
-    )
+    def _send(self, number: int, outcome: dict[str, Any] | Exception) -> None:
+        if self._is_aborted or self._transport is None or self._stream.frames is None:
+            return
+        if isinstance(outcome, CallError):
+            response = {"id": number, "error": outcome.code, "message": outcome.message}
+        elif isinstance(outcome, Exception):
+            logger.error("A call of %s failed", self._stream.service, exc_info=outcome)
+            message = f"{outcome!r:.200}"
+            response = {"id": number, "error": RpcStatus.INTERNAL, "message": message}
+        else:
+            response = {"id": number, "result": outcome}
+        try:
+            self._transport.write(self._stream.frames.encode(response))
+        except RpcError as error:
+            self._send(number, CallError(RpcStatus.INTERNAL, str(error)))
+        if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            self.abort()
 
 
-async def _authenticate(
-    sessions: ServerSessions, service: str, call: str, request: bytes, context: Any
-) -> tuple[ServerSession, dict[str, Any]]:
-    metadata = dict(context.invocation_metadata())
-    try:
-        proof = RequestProof.parse(metadata.get(AUTHORIZATION))
-        method = method_of(service, call).encode()
-        return sessions.authenticate(proof, method, request), decode(request)
-    except RpcError as error:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-    except ValueError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    raise AssertionError("context.abort raises")
+def keep_alive(connection: socket.socket, idle_s: int, silent_ms: int) -> None:
+    """Let the kernel close a TCP connection whose peer has acknowledged nothing for `silent_ms`;
+    without data, it is probed after `idle_s`."""
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_USER_TIMEOUT, silent_ms),
+        (socket.TCP_KEEPIDLE, idle_s),
+        (socket.TCP_KEEPINTVL, 1),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _listeners(bind: str, name: str) -> list[socket.socket]:
+def listen(bind: str, name: str) -> list[socket.socket]:
     """Listen at all addresses of `bind`, at one port. Raises RpcError."""
     host, _, port = bind.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _LAST_PORT:

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import grpc
-
-from torchtitan_lite.core.errors import LighthouseError, RpcError
+from torchtitan_lite.core.errors import LighthouseError, RpcError, RpcStatus
 from torchtitan_lite.distributed.rpc.client import RpcClient, host_and_port
-from torchtitan_lite.fault_tolerance.lighthouse.messages import PURPOSE, SERVICE
+from torchtitan_lite.fault_tolerance.lighthouse.member import PURPOSE, SERVICE
 
 
 def notify_left(address: str, replica_id: str, secret: str, timeout_s: float) -> list[str]:
@@ -29,7 +27,7 @@ def _call(
         try:
             return client.call(name, content, timeout_s)
         except RpcError as error:
-            if error.code is grpc.StatusCode.UNIMPLEMENTED:
+            if error.code is RpcStatus.UNIMPLEMENTED:
                 raise LighthouseError(
                     f"The lighthouse at {host_and_port(address)} is not that of torchtitan_lite, "
                     "or was started without TORCHTITAN_LITE_TOKEN."

@@ -15,6 +15,10 @@ from torchtitan_lite.distributed.rpc.authentication import (
     message_authentication_code,
 )
 
+SERVICE = "torchtitan_lite.Lighthouse"
+"""Service of the lighthouse, see `servicer`."""
+PURPOSE = "lighthouse"
+"""Its purpose, see `rpc.protocol.Identity`."""
 _MAX_STEP = 1 << 62
 
 

@@ -1,14 +1,13 @@
 """Lighthouse in a thread."""
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
-
 from torchtitan_lite.core.errors import LighthouseError, RpcError
-from torchtitan_lite.distributed.rpc.server import RpcServer, Trust
+from torchtitan_lite.distributed.rpc.server import RpcServer, Service, Serving
 from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
 from torchtitan_lite.fault_tolerance.lighthouse.servicer import LighthouseServicer
 
@@ -28,10 +27,10 @@ class LighthouseService:
         self._servicer: LighthouseServicer | None = None
         self._server = RpcServer(
             bind,
-            self._handlers,
+            self._services,
             name="lighthouse",
             on_stop=self._fail_calls,
-            must_prove=bool(secret),
+            serve=None if secret else self._serve_torchft,
         )
 
     @property
@@ -77,10 +76,18 @@ class LighthouseService:
         except RpcError as error:
             raise LighthouseError(str(error)) from None
 
-    def _handlers(self, trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
+    def _services(self) -> Sequence[Service]:
         loop = asyncio.get_running_loop()
         self._servicer = LighthouseServicer(loop, self._settings, self._secret, self._first_id)
-        return self._servicer.handlers(trust)
+        return [self._servicer.service()]
+
+    async def _serve_torchft(self, listeners: Sequence[socket.socket]) -> Serving:
+        # Its replicas have gRPC.
+        from torchtitan_lite.fault_tolerance.lighthouse.torchft_server import serve_torchft
+
+        self._services()
+        assert self._servicer is not None
+        return await serve_torchft(self._servicer, listeners)
 
     async def _fail_calls(self) -> None:
         assert self._servicer is not None

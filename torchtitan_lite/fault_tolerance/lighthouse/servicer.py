@@ -1,4 +1,4 @@
-"""gRPC servicer of a lighthouse, on one event loop: pending calls, and when to evaluate the rules.
+"""Calls of a lighthouse, on one event loop: pending calls, and when to evaluate the rules.
 
 Invariants: the rules are evaluated at every event and when their outcome may change by itself,
 never periodically; an ended call no longer counts as a request; with a secret, nothing changes any
@@ -8,16 +8,15 @@ state but authenticated calls, and only members of one run with a right seal cou
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
-
+from torchtitan_lite.core.errors import RpcStatus
 from torchtitan_lite.core.log import logger
-from torchtitan_lite.distributed.rpc.authentication import AuthenticationError, ServerSessions
-from torchtitan_lite.distributed.rpc.server import CallError, Trust, authenticated_service
-from torchtitan_lite.fault_tolerance.lighthouse import messages
-from torchtitan_lite.fault_tolerance.lighthouse.member import Member
+from torchtitan_lite.distributed.rpc.authentication import AuthenticationError
+from torchtitan_lite.distributed.rpc.protocol import Identity
+from torchtitan_lite.distributed.rpc.server import CallError, Handler, Service
+from torchtitan_lite.fault_tolerance.lighthouse.member import PURPOSE, SERVICE, Member
 from torchtitan_lite.fault_tolerance.lighthouse.rules import (
     LEFT,
     Quorum,
@@ -53,29 +52,15 @@ class LighthouseServicer:
         self._sealed: tuple[Quorum, list[str]] | None = None
         """The last quorum that was sent, with the sealed statements of its members."""
 
-    def handlers(self, trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
-        """Return the handlers for a grpc.aio server: this project's if there is a secret, else
-        torchft's."""
-        if not self._secret:
-            return [
-                _torchft_service(
-                    {
-                        "Quorum": (self._torchft_quorum, messages.LighthouseQuorumRequest),
-                        "Heartbeat": (
-                            self._torchft_heartbeat,
-                            messages.LighthouseHeartbeatRequest,
-                        ),
-                    }
-                )
-            ]
-        calls = {
+    def service(self) -> Service:
+        """Return the service of this project's replicas."""
+        calls: dict[str, Handler] = {
             "Quorum": self._quorum,
             "Heartbeat": self._heartbeat,
             "Left": self._left,
             "Status": self._status,
         }
-        sessions = ServerSessions(self._secret, messages.PURPOSE)
-        return [authenticated_service(messages.SERVICE, sessions, calls, trust)]
+        return Service(Identity(SERVICE, self._secret, PURPOSE), calls)
 
     def mark_left(self, replica_id: str) -> list[str]:
         """Count a replica as left, see `QuorumRules.mark_left`, and fail its pending calls."""
@@ -99,7 +84,7 @@ class LighthouseServicer:
         self._drop_cancelled()
         while self._waiting:
             call, _ = self._waiting.popitem()
-            call.set_exception(CallError(grpc.StatusCode.UNAVAILABLE, "The lighthouse stops."))
+            call.set_exception(CallError(RpcStatus.UNAVAILABLE, "The lighthouse stops."))
         if self._timer is not None:
             self._timer.cancel()
 
@@ -109,15 +94,15 @@ class LighthouseServicer:
         try:
             member = Member.unseal(str(request.get("member")), self._secret)
         except AuthenticationError as error:
-            raise CallError(grpc.StatusCode.PERMISSION_DENIED, str(error)) from None
+            raise CallError(RpcStatus.PERMISSION_DENIED, str(error)) from None
         if not self._serves(member.run_id):
             raise CallError(
-                grpc.StatusCode.FAILED_PRECONDITION,
+                RpcStatus.FAILED_PRECONDITION,
                 f"This lighthouse serves run {self._run_id}, and {member.replica_id} is of run "
                 f"{member.run_id}: start a lighthouse for each run.",
             )
         self._rules.report_links(member.replica_id, _ids(request.get("unreachable")))
-        quorum = await self._wait_for_quorum(member)
+        quorum = await self.wait_for_quorum(member)
         if self._sealed is None or self._sealed[0] is not quorum:
             members = [member for member in quorum.members if isinstance(member, Member)]
             self._sealed = quorum, [member.seal(self._secret) for member in members]
@@ -127,7 +112,7 @@ class LighthouseServicer:
             "members": self._sealed[1],
         }
 
-    async def _heartbeat(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _heartbeat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record a heartbeat. Return the last quorum, which of its members are dead, and whether
         the replica is a member."""
         replica_id, run_id = str(request.get("replica_id")), str(request.get("run_id"))
@@ -135,10 +120,7 @@ class LighthouseServicer:
         unknown = {"quorum_id": 0, "dead": [], "is_member": True}
         if not self._serves(run_id):
             return unknown
-        # Rejecting heartbeats of a replica that has left would only make it reconnect.
-        if self._rules.heartbeat(replica_id, now_s):
-            self._rules.report_links(replica_id, _ids(request.get("unreachable")))
-            self._answer_waiting()
+        self.record_heartbeat(replica_id, _ids(request.get("unreachable")))
         quorum = self._rules.quorum
         if quorum is None:
             return unknown
@@ -146,10 +128,17 @@ class LighthouseServicer:
         is_member = replica_id in quorum.ids
         return {"quorum_id": quorum.quorum_id, "dead": dead, "is_member": is_member}
 
-    async def _left(self, request: dict[str, Any]) -> dict[str, Any]:
+    def record_heartbeat(self, replica_id: str, unreachable: Sequence[str] = ()) -> None:
+        """Record a heartbeat, and the ids of the replicas that the sender cannot reach."""
+        # Rejecting heartbeats of a replica that has left would only make it reconnect.
+        if self._rules.heartbeat(replica_id, self._loop.time()):
+            self._rules.report_links(replica_id, unreachable)
+            self._answer_waiting()
+
+    def _left(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"replica_ids": self.mark_left(str(request.get("replica_id")))}
 
-    async def _status(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
         del request
         return self.status()
 
@@ -163,21 +152,8 @@ class LighthouseServicer:
             self._run_id = run_id
         return self._run_id == run_id
 
-    async def _torchft_quorum(self, request: Any, context: Any) -> Any:
-        if not request.HasField("requester"):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The requester is missing.")
-        try:
-            return _torchft_response(await self._wait_for_quorum(request.requester))
-        except CallError as error:
-            await context.abort(error.code, error.message)
-
-    async def _torchft_heartbeat(self, request: Any, context: Any) -> Any:
-        del context
-        if self._rules.heartbeat(request.replica_id, self._loop.time()):
-            self._answer_waiting()
-        return messages.LighthouseHeartbeatResponse()
-
-    async def _wait_for_quorum(self, member: Any) -> Quorum:
+    async def wait_for_quorum(self, member: Any) -> Quorum:
+        """Wait for the next quorum of a replica, this project's or torchft's. Raises CallError."""
         call = self._loop.create_future()
         try:
             if not self._rules.request_quorum(member, self._loop.time()):
@@ -202,7 +178,7 @@ class LighthouseServicer:
 
     def _departed(self, replica_id: str) -> CallError:
         message = f"Replica {replica_id} {self._rules.departure(replica_id) or LEFT}."
-        return CallError(grpc.StatusCode.FAILED_PRECONDITION, message)
+        return CallError(RpcStatus.FAILED_PRECONDITION, message)
 
     def _drop_cancelled(self) -> None:
         """Remove the requests of replicas whose client has cancelled its call or died."""
@@ -244,29 +220,3 @@ def first_quorum_id() -> int:
 
 def _ids(ids: Any) -> list[str]:
     return [id_ for id_ in ids if isinstance(id_, str)] if isinstance(ids, list) else []
-
-
-def _torchft_service(
-    calls: dict[str, tuple[Callable[[Any, Any], Awaitable[Any]], Any]],
-) -> grpc.GenericRpcHandler:
-    return grpc.method_handlers_generic_handler(
-        messages.TORCHFT_SERVICE,
-        {
-            call: grpc.unary_unary_rpc_method_handler(
-                answer,
-                request_deserializer=request.FromString,
-                response_serializer=lambda response: response.SerializeToString(),
-            )
-            for call, (answer, request) in calls.items()
-        },
-    )
-
-
-def _torchft_response(quorum: Quorum) -> Any:
-    response = messages.LighthouseQuorumResponse()
-    response.quorum.quorum_id = quorum.quorum_id
-    response.quorum.participants.extend(quorum.members)
-    response.quorum.created.seconds, response.quorum.created.nanos = divmod(
-        time.time_ns(), 1_000_000_000
-    )
-    return response

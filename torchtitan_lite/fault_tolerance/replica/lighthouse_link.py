@@ -4,21 +4,17 @@ import asyncio
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import grpc
-import grpc.aio
-
-from torchtitan_lite.core.errors import ReplicaError, RpcError
+from torchtitan_lite.core.errors import ReplicaError, RpcError, RpcStatus
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.rpc.authentication import AuthenticationError
-from torchtitan_lite.distributed.rpc.client import OPTIONS, AsyncRpcClient, host_and_port
-from torchtitan_lite.fault_tolerance.lighthouse import messages
-from torchtitan_lite.fault_tolerance.lighthouse.member import Member
+from torchtitan_lite.distributed.rpc.client import AsyncRpcClient
+from torchtitan_lite.fault_tolerance.lighthouse.member import PURPOSE, SERVICE, Member
 
 HEARTBEAT_INTERVAL_S = 0.3
-_HEARTBEAT_TIMEOUT_S = 3.0
-_QUORUM_CALL_S = 60.0
+HEARTBEAT_TIMEOUT_S = 3.0
+QUORUM_CALL_S = 60.0
 _SETTLE_S = 1.0
 """Delay of a request after the lighthouse answers again. By then a restarted lighthouse has
 received the heartbeats of all replicas, and forms a quorum of all."""
@@ -69,12 +65,12 @@ class AuthenticatedLighthouse:
 
     def __init__(self, address: str, secret: str, run_id: str) -> None:
         self._secret, self._run_id = secret, run_id
-        self._client = AsyncRpcClient(address, messages.SERVICE, secret, messages.PURPOSE)
+        self._client = AsyncRpcClient(address, SERVICE, secret, PURPOSE)
 
     async def quorum(self, member: Member, unreachable: Collection[str]) -> AgreedQuorum:
         request = {"member": member.seal(self._secret), "unreachable": sorted(unreachable)}
-        answer = await self._client.call("Quorum", request, _QUORUM_CALL_S)
-        return _agreed(
+        answer = await self._client.call("Quorum", request, QUORUM_CALL_S)
+        return agreed(
             answer["lighthouse"], answer["quorum_id"], answer["members"], member, self._secret
         )
 
@@ -84,7 +80,7 @@ class AuthenticatedLighthouse:
             "replica_id": replica_id,
             "unreachable": sorted(unreachable),
         }
-        answer = await self._client.call("Heartbeat", request, _HEARTBEAT_TIMEOUT_S)
+        answer = await self._client.call("Heartbeat", request, HEARTBEAT_TIMEOUT_S)
         return LastQuorum(
             answer["quorum_id"], frozenset(answer["dead"]), is_member=answer["is_member"] is True
         )
@@ -93,58 +89,11 @@ class AuthenticatedLighthouse:
         await self._client.close()
 
 
-class TorchftLighthouse:
-    """torchft's lighthouse, which serves any client. The members of its quorums are checked here
-    all the same, but a stranger can prevent quorums."""
-
-    def __init__(self, address: str, secret: str, run_id: str) -> None:
-        del run_id
-        self._secret, self._address = secret, address
-        self._channel = grpc.aio.insecure_channel(host_and_port(address), options=OPTIONS)
-
-    async def quorum(self, member: Member, unreachable: Collection[str]) -> AgreedQuorum:
-        del unreachable
-        request = messages.LighthouseQuorumRequest()
-        for name in ("replica_id", "address", "store_address", "step", "world_size"):
-            setattr(request.requester, name, getattr(member, name))
-        request.requester.shrink_only = member.shrink_only
-        request.requester.commit_failures = member.commit_failures
-        request.requester.data = member.seal(self._secret)
-        response = messages.LighthouseQuorumResponse
-        answer = await self._call("Quorum", request, response, _QUORUM_CALL_S)
-        sealed = [participant.data for participant in answer.quorum.participants]
-        return _agreed(self._address, answer.quorum.quorum_id, sealed, member, self._secret)
-
-    async def heartbeat(self, replica_id: str, unreachable: Collection[str]) -> LastQuorum:
-        del unreachable
-        request = messages.LighthouseHeartbeatRequest(replica_id=replica_id)
-        response = messages.LighthouseHeartbeatResponse
-        await self._call("Heartbeat", request, response, _HEARTBEAT_TIMEOUT_S)
-        return LastQuorum(0, frozenset(), is_member=True)
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-    async def _call(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
-        call = self._channel.unary_unary(
-            f"/{messages.TORCHFT_SERVICE}/{name}",
-            request_serializer=_serialized,
-            response_deserializer=response.FromString,
-        )
-        try:
-            return await call(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise RpcError(f"torchft's lighthouse: {error.details()}", error.code()) from None
-
-
-def _serialized(message: Any) -> bytes:
-    return message.SerializeToString()
-
-
-def _agreed(
+def agreed(
     lighthouse: str, quorum_id: int, sealed: Sequence[str], own: Member, secret: str
 ) -> AgreedQuorum:
-    """Check the members of a quorum. Raises RpcError if one of them cannot prove itself."""
+    """Return the quorum of these sealed members, in which `own` must be. Raises RpcError if one of
+    them cannot prove itself."""
     try:
         members = tuple(sorted((Member.unseal(text, secret) for text in sealed), key=_id_of))
     except AuthenticationError as error:
@@ -170,7 +119,7 @@ async def wait_until_it_answers(link: LighthouseLink, replica_id: str, timeout_s
     """Block until the lighthouse answers, which may start after its replicas. Raises ReplicaError
     if it rejects this replica with a proof, or does not answer with one in time."""
     deadline_s = time.monotonic() + timeout_s
-    reported: object = grpc.StatusCode.UNAVAILABLE
+    reported: object = RpcStatus.UNAVAILABLE
     while True:
         try:
             await link.heartbeat(replica_id, ())
@@ -187,7 +136,7 @@ async def wait_until_it_answers(link: LighthouseLink, replica_id: str, timeout_s
 
 
 def _why_no_answer(error: RpcError) -> str:
-    if error.code is grpc.StatusCode.UNIMPLEMENTED:
+    if error.code is RpcStatus.UNIMPLEMENTED:
         return (
             "The lighthouse does not authenticate its replicas: it is torchft's, or was "
             "started without TORCHTITAN_LITE_TOKEN. Start `python -m "

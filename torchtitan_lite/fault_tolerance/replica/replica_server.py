@@ -18,18 +18,11 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
-
-from torchtitan_lite.core.errors import ReplicaError, RpcError
+from torchtitan_lite.core.errors import ReplicaError, RpcError, RpcStatus
 from torchtitan_lite.core.log import logger
-from torchtitan_lite.distributed.rpc.authentication import ServerSessions
 from torchtitan_lite.distributed.rpc.client import AsyncRpcClient, RpcClient
-from torchtitan_lite.distributed.rpc.server import (
-    CallError,
-    RpcServer,
-    Trust,
-    authenticated_service,
-)
+from torchtitan_lite.distributed.rpc.protocol import Identity
+from torchtitan_lite.distributed.rpc.server import CallError, Handler, RpcServer, Service
 from torchtitan_lite.fault_tolerance.lighthouse.member import Member
 from torchtitan_lite.fault_tolerance.replica.lighthouse_link import (
     HEARTBEAT_INTERVAL_S,
@@ -82,7 +75,7 @@ class ReplicaServer:
         self._identity, self._make_link, self._secret = identity, lighthouse, secret
         bracketed = f"[{host}]" if ":" in host else host
         self._server = RpcServer(
-            f"{bracketed}:0", self._handlers, name="coordinator", on_stop=self._end
+            f"{bracketed}:0", self._services, name="coordinator", on_stop=self._end
         )
         self._requests: dict[int, tuple[dict[str, Any], asyncio.Future[Any]]] = {}
         self._votes: dict[int, tuple[dict[str, Any], asyncio.Future[Any]]] = {}
@@ -126,25 +119,19 @@ class ReplicaServer:
         """Stop; pending calls fail. Idempotent."""
         self._server.stop()
 
-    def _handlers(self, trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
+    def _services(self) -> Sequence[Service]:
         self._link = self._make_link()
         self._answered = asyncio.Event()
         self._changed = asyncio.Condition()
         self._has_ended = False
-        calls = {
+        calls: dict[str, Handler] = {
             "Quorum": self._quorum_call,
             "Vote": self._vote,
             "Watch": self._watch,
             "Ping": self._ping,
         }
-        return [
-            authenticated_service(
-                SERVICE,
-                ServerSessions(self._secret, _purpose(self._identity.replica_id)),
-                calls,
-                trust,
-            )
-        ]
+        purpose = _purpose(self._identity.replica_id)
+        return [Service(Identity(SERVICE, self._secret, purpose), calls)]
 
     def _watch_links(self) -> None:
         self._spawn(self._send_heartbeats())
@@ -172,7 +159,7 @@ class ReplicaServer:
             return {"commit": self._last_outcome[1]}
         return await self._collect(self._votes, request, self._count_votes)
 
-    async def _ping(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ping(self, request: dict[str, Any]) -> dict[str, Any]:
         del request
         return {}
 
@@ -199,7 +186,7 @@ class ReplicaServer:
         """Wait until all ranks have sent their requests and return the answer to this one."""
         rank = request["rank"]
         if type(rank) is not int or not 0 <= rank < self._identity.world_size:
-            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, f"Rank {rank!r} is out of range.")
+            raise CallError(RpcStatus.INVALID_ARGUMENT, f"Rank {rank!r} is out of range.")
         future = asyncio.get_running_loop().create_future()
         if rank in round_:
             # A repeated request: no caller waits for the earlier one any more.
@@ -235,7 +222,7 @@ class ReplicaServer:
             for _, future in requests:
                 if not future.done():
                     future.set_exception(
-                        CallError(grpc.StatusCode.FAILED_PRECONDITION, str(error) or repr(error))
+                        CallError(RpcStatus.FAILED_PRECONDITION, str(error) or repr(error))
                     )
             return
         if quorum is None:
@@ -482,8 +469,7 @@ class CoordinatorClient:
         another quorum."""
         try:
             answer = self._client.call("Watch", {"quorum_id": quorum_id}, 2 * _WATCH_S)
-        except (RpcError, ValueError):
-            # gRPC raises ValueError for a closed channel.
+        except RpcError:
             time.sleep(_WATCH_RETRY_S)
             return ""
         return answer["reason"]

@@ -27,7 +27,6 @@ from torchtitan_lite.distributed.network import connections, cut_connections, se
 from torchtitan_lite.distributed.torch_compat import gloo_group
 from torchtitan_lite.fault_tolerance.replica.lighthouse_link import (
     AuthenticatedLighthouse,
-    TorchftLighthouse,
 )
 from torchtitan_lite.fault_tolerance.replica.quorum_checks import (
     ProgressFloor,
@@ -94,7 +93,12 @@ class QuorumManager(Manager):
 
         def serve(*, replica_id: str, store_addr: str, **unused: Any) -> _ManagerServer:
             identity = ReplicaIdentity(run_id, replica_id, store_addr, world_size)
-            link = TorchftLighthouse if config.lighthouse == "torchft" else AuthenticatedLighthouse
+            link = AuthenticatedLighthouse
+            if config.lighthouse == "torchft":
+                # It needs gRPC, whose import the others save.
+                from torchtitan_lite.fault_tolerance.replica.torchft_lighthouse import (
+                    TorchftLighthouse as link,
+                )
             coordinator = ReplicaServer(
                 identity, lambda: link(lighthouse, secret, run_id), secret=secret, host=address
             )

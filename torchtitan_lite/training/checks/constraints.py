@@ -323,7 +323,8 @@ def _anomalies(config: Config) -> Iterator[str]:
 def _replicas(config: Config) -> Iterator[str]:
     section, path = config.fault_tolerance, config.parallelism.pipeline_parallel_schedule_csv
     if section.enable:
-        packages = ("torchft", "grpc", "google.protobuf")
+        grpc = ("grpc", "google.protobuf") if section.lighthouse == "torchft" else ()
+        packages = ("torchft", *grpc)
         errors = (missing(package, "fault_tolerance.enable = true") for package in packages)
         yield from (error for error in errors if error is not None)
         # The launcher makes one for its replicas if there is none.

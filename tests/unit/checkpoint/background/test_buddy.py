@@ -12,7 +12,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import xxhash
 
@@ -30,7 +29,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     shared_memory_folder,
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
-from torchtitan_lite.core.errors import DamagedSnapshot, RpcError
+from torchtitan_lite.core.errors import DamagedSnapshot, RpcError, RpcStatus
 from torchtitan_lite.distributed.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.distributed.rpc.state_server import ServedState, StateServer
 
@@ -296,7 +295,7 @@ def test_a_canceled_copy_does_not_fail(
 
     def fetch_header(*_: Any) -> bytes:
         receiver.set_order(None)
-        raise RpcError("the source is gone", grpc.StatusCode.UNAVAILABLE)
+        raise RpcError("the source is gone", RpcStatus.UNAVAILABLE)
 
     monkeypatch.setattr(buddy.StateConnection, "fetch_header", fetch_header)
     with pytest.raises(buddy._Canceled):

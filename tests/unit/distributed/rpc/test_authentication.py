@@ -1,13 +1,9 @@
 """Sessions: only messages of those who have the secret count, once, and unaltered."""
 
-import asyncio
 import hmac
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, NoReturn
 
-import grpc
 import pytest
 
 from torchtitan_lite.core.errors import RpcError
@@ -19,7 +15,6 @@ from torchtitan_lite.distributed.rpc.authentication import (
     ServerSessions,
     message_authentication_code,
 )
-from torchtitan_lite.distributed.rpc.client import AsyncRpcClient, RpcClient, _Protocol
 
 SECRET = "a secret of the tests"
 
@@ -152,75 +147,3 @@ def test_parts_cannot_be_shifted() -> None:
     assert message_authentication_code(key, b"ab", b"c") != message_authentication_code(
         key, b"a", b"bc"
     )
-
-
-class _Failure(grpc.aio.AioRpcError):
-    """A failure without a proof."""
-
-    def __init__(self, code: grpc.StatusCode) -> None:
-        super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata())
-
-
-@pytest.mark.parametrize(
-    ("code", "has_session", "can_retry"),
-    [
-        (grpc.StatusCode.UNAUTHENTICATED, True, True),
-        (grpc.StatusCode.UNAUTHENTICATED, False, False),
-        (grpc.StatusCode.UNAVAILABLE, True, False),
-    ],
-)
-def test_a_call_is_repeated_if_its_session_is_not_accepted_any_more(
-    code: grpc.StatusCode, has_session: bool, can_retry: bool
-) -> None:
-    protocol = _Protocol("127.0.0.1:1", "service", SECRET, "healing")
-    session = protocol.session = protocol.new_session()
-    assert protocol.can_retry(_Failure(code), session if has_session else None) is can_retry
-    assert (protocol.session is None) is can_retry
-
-
-@pytest.mark.parametrize(
-    ("code", "num_calls"),
-    [(grpc.StatusCode.UNAUTHENTICATED, 2), (grpc.StatusCode.DEADLINE_EXCEEDED, 1)],
-)
-def test_clients_keep_their_session_and_repeat_only_calls_that_it_fails(
-    monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode, num_calls: int
-) -> None:
-    num_opened = num_called = 0
-
-    def open_session(client: Any) -> ClientSession:
-        nonlocal num_opened
-        num_opened += 1
-        session = client._protocol.session = _open(ServerSessions(SECRET, "healing"))
-        return session
-
-    async def open_later(client: Any, timeout_s: float) -> ClientSession:
-        return open_session(client)
-
-    def fail(*_: Any, **__: Any) -> NoReturn:
-        nonlocal num_called
-        num_called += 1
-        raise _Failure(code)
-
-    monkeypatch.setattr(RpcClient, "_open", lambda client, timeout_s: open_session(client))
-    monkeypatch.setattr(AsyncRpcClient, "_open", open_later)
-    monkeypatch.setattr(RpcClient, "_method", lambda *_: SimpleNamespace(with_call=fail))
-    monkeypatch.setattr(AsyncRpcClient, "_method", lambda *_: fail)
-    with RpcClient("127.0.0.1:1", "service", SECRET, "healing") as client:
-        for _ in range(2):
-            with pytest.raises(RpcError):
-                client.call("Name", {}, 1.0)
-    assert num_called == 2 * num_calls
-    # A session that is accepted is used again.
-    assert num_opened == (4 if num_calls == 2 else 1)
-
-    async def call() -> None:
-        later = AsyncRpcClient("127.0.0.1:1", "service", SECRET, "healing")
-        for _ in range(2):
-            with pytest.raises(RpcError):
-                await later.call("Name", {}, 1.0)
-        await later.close()
-
-    num_opened = num_called = 0
-    asyncio.run(call())
-    assert num_called == 2 * num_calls
-    assert num_opened == (4 if num_calls == 2 else 1)

@@ -8,7 +8,6 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-import grpc
 import pytest
 from hypothesis import strategies as st
 
@@ -21,17 +20,17 @@ from tests.unit.fuzzing import (
     raw_messages,
     send_raw,
 )
-from torchtitan_lite.core.errors import RpcError
-from torchtitan_lite.distributed.rpc import fields, state_client, state_server
+from torchtitan_lite.core.errors import RpcError, RpcStatus
+from torchtitan_lite.distributed.rpc import fields, protocol, state_client, state_server
 from torchtitan_lite.distributed.rpc.authentication import (
     ClientSession,
     RequestProof,
     ServerSessions,
 )
-from torchtitan_lite.distributed.rpc.client import RpcClient, _Protocol
+from torchtitan_lite.distributed.rpc.client import RpcClient
 from torchtitan_lite.distributed.rpc.fields import parse_field, printable
-from torchtitan_lite.distributed.rpc.messages import AUTHORIZATION, PROOF, method_of
-from torchtitan_lite.distributed.rpc.server import RpcServer, Trust, authenticated_service
+from torchtitan_lite.distributed.rpc.protocol import ClientStream, Identity
+from torchtitan_lite.distributed.rpc.server import RpcServer, Service
 from torchtitan_lite.distributed.rpc.state_client import PeerEndpoint, StateConnection
 from torchtitan_lite.distributed.rpc.state_server import FramedState, StateServer
 
@@ -251,69 +250,51 @@ class _Echo:
     def __init__(self) -> None:
         self.calls = 0
 
-    async def echo(self, request: dict[str, Any]) -> dict[str, Any]:
+    def echo(self, request: dict[str, Any]) -> dict[str, Any]:
         self.calls += 1
         return {"echo": request["text"]}
 
-    def handlers(self, trust: Trust) -> list[grpc.GenericRpcHandler]:
-        sessions = ServerSessions(SECRET, "echo")
-        return [authenticated_service("Echo", sessions, {"Echo": self.echo}, trust)]
+    def services(self) -> list[Service]:
+        return [Service(Identity("Echo", SECRET, "echo"), {"Echo": self.echo})]
 
 
 @FEW_OR_MANY
-def test_a_grpc_server_survives_forged_requests(num_examples: int) -> None:
+def test_a_server_of_calls_survives_forged_requests(num_examples: int) -> None:
     echo = _Echo()
-    with RpcServer("127.0.0.1:0", echo.handlers, name="echo") as server:
+    with RpcServer("127.0.0.1:0", echo.services, name="echo") as server:
         host, _, port = server.address.rpartition(":")
+        opening = ClientStream(Identity("Echo", SECRET, "echo")).opening
 
-        def check_bytes(content: bytes) -> None:
-            send_raw((host, int(port)), content)
+        def check(content: bytes, is_opened: bool) -> None:
+            send_raw((host, int(port)), opening + content if is_opened else content)
 
-        fuzz(num_examples, check_bytes, content=raw_messages)
-        with grpc.insecure_channel(server.address) as channel:
-            call = channel.unary_unary(method_of("Echo", "Echo"))
-
-            def check_metadata(proof: str, request: bytes) -> None:
-                with pytest.raises(grpc.RpcError) as caught:
-                    call(request, metadata=((AUTHORIZATION, proof),), timeout=30)
-                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # pyright: ignore[reportAttributeAccessIssue]
-
-            printed = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=300)
-            fuzz(num_examples, check_metadata, proof=printed | _PROOFS, request=st.binary())
+        fuzz(num_examples, check, content=raw_messages, is_opened=st.booleans())
         assert echo.calls == 0
         with RpcClient(server.address, "Echo", SECRET, "echo") as client:
             assert client.call("Echo", {"text": "a"}, 30) == {"echo": "a"}
 
 
 @FEW_OR_MANY
-def test_forged_grpc_answers_raise_rpc_errors(num_examples: int) -> None:
-    sessions = ServerSessions(SECRET, "echo")
+def test_answers_of_a_stranger_to_a_call_raise_rpc_errors(
+    num_examples: int, stranger: ForgedServer
+) -> None:
+    def check(answer: bytes, is_opened: bool) -> None:
+        start = protocol._MAGIC + bytes(16) if is_opened else b""
+        stranger.answer = start + answer
+        with (
+            RpcClient(f"127.0.0.1:{stranger.port}", "Echo", SECRET, "echo") as client,
+            pytest.raises(RpcError),
+        ):
+            client.call("Echo", {}, 0.3)
 
-    def check(answer: bytes, mac: Any, is_signed: bool) -> None:
-        protocol = _Protocol("127.0.0.1:1", "Echo", SECRET, "echo")
-        with pytest.raises(RpcError):
-            protocol.opened(protocol.new_session(), answer)
-        session = protocol.new_session()
-        protocol.opened(session, b"".join(sessions.challenge(session.nonce)))
-        request, proof = protocol.request(session, "Echo", {})
-        if is_signed:
-            # As from a server of another release.
-            mac = sessions.authenticate(proof, b"/Echo/Echo", request).sign(answer).hex()
-        with pytest.raises(RpcError):
-            protocol.response(session, proof, answer, ((PROOF, mac),))
-
-    answers = st.binary() | st.sampled_from(
-        [b"[]", b"{}", b'{"error": []}', b'{"error": "X", "message": 1}', b'{"error": "OK"}']
-    )
-    macs = header_values | st.binary()
-    fuzz(num_examples, check, answer=answers, mac=macs, is_signed=st.booleans())
+    fuzz(num_examples, check, answer=raw_messages, is_opened=st.booleans())
 
 
 def test_a_handler_that_fails_answers_with_its_proof(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        RpcServer("127.0.0.1:0", _Echo().handlers, name="echo") as server,
+        RpcServer("127.0.0.1:0", _Echo().services, name="echo") as server,
         RpcClient(server.address, "Echo", SECRET, "echo") as client,
         pytest.raises(RpcError, match="KeyError") as caught,
     ):
         client.call("Echo", {}, 30)
-    assert caught.value.code is grpc.StatusCode.INTERNAL and not caught.value.is_final
+    assert caught.value.code is RpcStatus.INTERNAL and not caught.value.is_final

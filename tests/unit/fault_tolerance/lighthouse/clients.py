@@ -9,13 +9,11 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 from torchft.coordination import LighthouseClient
 
-from torchtitan_lite.core.errors import RpcError
+from torchtitan_lite.core.errors import RpcError, RpcStatus
 from torchtitan_lite.distributed.rpc.client import RpcClient
-from torchtitan_lite.fault_tolerance.lighthouse import messages
-from torchtitan_lite.fault_tolerance.lighthouse.member import Member
+from torchtitan_lite.fault_tolerance.lighthouse.member import PURPOSE, SERVICE, Member
 
 _CONNECT = timedelta(seconds=30)
 _HEARTBEAT_S = 0.05
@@ -109,7 +107,7 @@ class AuthenticatedClient:
 
     def __init__(self, url: str, secret: str, run_id: str = "a run") -> None:
         self._secret, self._run_id = secret, run_id
-        self._client = RpcClient(url, messages.SERVICE, secret, messages.PURPOSE)
+        self._client = RpcClient(url, SERVICE, secret, PURPOSE)
 
     def heartbeat(self, replica_id: str) -> None:
         request = {"run_id": self._run_id, "replica_id": replica_id, "unreachable": []}
@@ -130,7 +128,7 @@ class AuthenticatedClient:
         try:
             answer = self._client.call("Quorum", request, timeout.total_seconds())
         except RpcError as error:
-            if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if error.code is RpcStatus.DEADLINE_EXCEEDED:
                 raise TimeoutError from None
             raise
         members = [Member.unseal(one, self._secret) for one in answer["members"]]

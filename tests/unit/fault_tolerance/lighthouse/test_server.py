@@ -22,7 +22,7 @@ from torchtitan_lite.core.errors import LighthouseError, RpcError
 from torchtitan_lite.distributed.rpc import server as rpc_server
 from torchtitan_lite.distributed.rpc.authentication import AuthenticationError
 from torchtitan_lite.distributed.rpc.client import RpcClient
-from torchtitan_lite.fault_tolerance.lighthouse import client, messages
+from torchtitan_lite.fault_tolerance.lighthouse import client, member
 from torchtitan_lite.fault_tolerance.lighthouse.member import Member, _seal
 from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
 from torchtitan_lite.fault_tolerance.lighthouse.server import LighthouseService
@@ -271,7 +271,7 @@ def test_arbitrary_requests_get_an_answer_and_change_nothing(
 ) -> None:
     names = st.sampled_from(["Quorum", "Heartbeat", "Left", "Status"])
     requests = json_objects("member", "unreachable", "replica_id", "run_id")
-    with RpcClient(service.address, messages.SERVICE, TOKEN, messages.PURPOSE) as caller:
+    with RpcClient(service.address, member.SERVICE, TOKEN, member.PURPOSE) as caller:
 
         def check(name: str, request: dict[str, Any]) -> None:
             try:

@@ -39,7 +39,7 @@ def test_a_cancelled_call_takes_part_in_nothing(
         servicer = LighthouseServicer(asyncio.get_running_loop(), settings, "secret", 1)
         # The others are waited for.
         servicer._rules.heartbeat("b", servicer._loop.time())
-        call = asyncio.create_task(servicer._wait_for_quorum(Replica("a:1")))
+        call = asyncio.create_task(servicer.wait_for_quorum(Replica("a:1")))
         await asyncio.sleep(0)
         assert len(servicer._waiting) == 1
         call.cancel()
@@ -51,8 +51,7 @@ def test_a_cancelled_call_takes_part_in_nothing(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("is_authenticated", [False, True])
-def test_a_heartbeat_answers_the_calls_that_waited_for_it(is_authenticated: bool) -> None:
+def test_a_heartbeat_answers_the_calls_that_waited_for_it() -> None:
     async def run() -> None:
         settings = QuorumSettings(min_replicas=2, heartbeat_timeout_ms=600_000)
         loop = asyncio.get_running_loop()
@@ -67,13 +66,10 @@ def test_a_heartbeat_answers_the_calls_that_waited_for_it(is_authenticated: bool
         calls = []
         # The heartbeat of the first one has expired when the second one calls.
         for passed_s in (0.0, 700.0):
-            calls.append(asyncio.create_task(servicer._wait_for_quorum(Replica(f"{passed_s}:1"))))
+            calls.append(asyncio.create_task(servicer.wait_for_quorum(Replica(f"{passed_s}:1"))))
             await asyncio.sleep(0)
         assert len(servicer._waiting) == 2
-        if is_authenticated:
-            await servicer._heartbeat({"replica_id": "0.0:1", "run_id": "run"})
-        else:
-            await servicer._torchft_heartbeat(SimpleNamespace(replica_id="0.0:1"), None)
+        servicer._heartbeat({"replica_id": "0.0:1", "run_id": "run"})
         assert not servicer._waiting
         assert [(await call).ids for call in calls] == [("0.0:1", "700.0:1")] * 2
         servicer.close()

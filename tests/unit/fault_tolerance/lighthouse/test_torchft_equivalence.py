@@ -24,7 +24,7 @@ from torchft.coordination import LighthouseServer
 
 from tests.harness.launch import wait_until
 from tests.unit.fault_tolerance.lighthouse.clients import LighthouseClients, ReceivedQuorum
-from torchtitan_lite.fault_tolerance.lighthouse import messages
+from torchtitan_lite.fault_tolerance.lighthouse import torchft_messages as messages
 from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
 from torchtitan_lite.fault_tolerance.lighthouse.server import LighthouseService
 
@@ -224,7 +224,7 @@ def _request_once(at: str, **options: Any) -> Any:
     """Send the request of torchft's client with the messages of this project."""
     with grpc.insecure_channel(at) as channel:
         call = channel.unary_unary(
-            f"/{messages.TORCHFT_SERVICE}/Quorum",
+            f"/{messages.SERVICE}/Quorum",
             request_serializer=messages.LighthouseQuorumRequest.SerializeToString,
             response_deserializer=messages.LighthouseQuorumResponse.FromString,
         )

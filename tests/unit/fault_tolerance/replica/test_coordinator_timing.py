@@ -7,10 +7,9 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
-import grpc
 import pytest
 
-from torchtitan_lite.core.errors import ReplicaError, RpcError
+from torchtitan_lite.core.errors import ReplicaError, RpcError, RpcStatus
 from torchtitan_lite.distributed.rpc.server import CallError
 from torchtitan_lite.fault_tolerance.lighthouse.member import Member
 from torchtitan_lite.fault_tolerance.replica import lighthouse_link
@@ -27,7 +26,7 @@ from torchtitan_lite.fault_tolerance.replica.replica_server import (
 )
 
 _OWN, _OTHER = "own:f:1", "other:f:2"
-_NO_ANSWER = RpcError("no answer", grpc.StatusCode.UNAVAILABLE)
+_NO_ANSWER = RpcError("no answer", RpcStatus.UNAVAILABLE)
 _START_S = 1000.0
 
 
@@ -90,7 +89,7 @@ def _coordinator(link: Any = None, world_size: int = 2, host: str = "127.0.0.1")
     identity = ReplicaIdentity("a run", _OWN, "store", world_size)
     link = link or _Link()
     coordinator: Any = ReplicaServer(identity, lambda: link, secret="", host=host)
-    coordinator._handlers(lambda peer: None)
+    coordinator._services()
     return coordinator
 
 
@@ -165,7 +164,7 @@ def test_a_rank_that_is_not_of_the_replica_is_rejected(rank: Any, loop: _Loop) -
     async def run() -> None:
         with pytest.raises(CallError, match=f"Rank {rank!r} is out of range.") as caught:
             await _coordinator()._vote({"rank": rank, "vote": 1, "commit": True})
-        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.code is RpcStatus.INVALID_ARGUMENT
 
     loop.run_until_complete(run())
 
@@ -242,7 +241,7 @@ def test_all_ranks_receive_the_error_of_a_request_for_a_quorum(
         calls[0].cancel()
         _, *errors = await _all(*calls)
         failed = [(type(one), one.code, one.message) for one in errors]
-        assert failed == [(CallError, grpc.StatusCode.FAILED_PRECONDITION, text)] * 2
+        assert failed == [(CallError, RpcStatus.FAILED_PRECONDITION, text)] * 2
 
     with caplog.at_level("WARNING", "torchtitan_lite"):
         loop.run_until_complete(run())

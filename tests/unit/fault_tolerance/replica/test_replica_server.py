@@ -12,7 +12,6 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 from hypothesis import example, given, settings
@@ -22,7 +21,7 @@ from torchft.coordination import ManagerClient, ManagerServer
 from tests.harness.launch import wait_until
 from tests.unit.fault_tolerance.lighthouse.clients import AuthenticatedClient
 from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects
-from torchtitan_lite.core.errors import ReplicaError, RpcError
+from torchtitan_lite.core.errors import ReplicaError, RpcError, RpcStatus
 from torchtitan_lite.distributed.rpc.authentication import AuthenticationError
 from torchtitan_lite.distributed.rpc.client import RpcClient
 from torchtitan_lite.fault_tolerance.lighthouse.member import Member
@@ -33,7 +32,6 @@ from torchtitan_lite.fault_tolerance.replica import replica_server as module
 from torchtitan_lite.fault_tolerance.replica.lighthouse_link import (
     AgreedQuorum,
     AuthenticatedLighthouse,
-    TorchftLighthouse,
 )
 from torchtitan_lite.fault_tolerance.replica.replica_server import (
     SERVICE,
@@ -42,10 +40,11 @@ from torchtitan_lite.fault_tolerance.replica.replica_server import (
     ReplicaServer,
     quorum_for_rank,
 )
+from torchtitan_lite.fault_tolerance.replica.torchft_lighthouse import TorchftLighthouse
 
 SECRET = "a secret of the tests"
 _HOST = "127.0.0.1"
-_SIGNED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
+_SIGNED = (RpcStatus.INVALID_ARGUMENT, RpcStatus.INTERNAL)
 """Failures that the coordinator has signed."""
 _TIMEOUT = timedelta(seconds=30)
 
@@ -229,7 +228,7 @@ def test_a_vote_whose_answer_is_lost_has_the_same_outcome(
             answer = call(name, request, timeout_s)
             if num_lost == 0:
                 num_lost += 1
-                raise RpcError("the connection was cut", grpc.StatusCode.UNAVAILABLE)
+                raise RpcError("the connection was cut", RpcStatus.UNAVAILABLE)
             return answer
 
         monkeypatch.setattr(replica.ranks[1]._client, "call", lose_the_first_answer)
@@ -344,9 +343,10 @@ def test_a_stranger_is_nobody_to_a_lighthouse_with_a_secret() -> None:
     ):
         assert replica.quorum(step=5).max_step == 5
         stranger = LighthouseClient(f"http://{service.address}", _TIMEOUT)
-        with pytest.raises(RuntimeError, match="Unimplemented"):
+        # It speaks another protocol.
+        with pytest.raises(RuntimeError):
             stranger.heartbeat("stranger")
-        with pytest.raises(RuntimeError, match="Unimplemented"):
+        with pytest.raises(RuntimeError):
             stranger.quorum("stranger", _TIMEOUT, step=1 << 40)
         with pytest.raises(RpcError, match="cannot be trusted"):
             AuthenticatedClient(service.address, "another secret of them").heartbeat("stranger")
@@ -673,7 +673,7 @@ def test_a_former_member_is_unreachable_until_it_answers_or_is_forgotten(
     monkeypatch.setattr(module, "_FORGET_S", 100.0)
     monkeypatch.setattr(asyncio, "sleep", wait)
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
-    error = RpcError("no answer", grpc.StatusCode.UNAVAILABLE)
+    error = RpcError("no answer", RpcStatus.UNAVAILABLE)
     client = _Pinged(error, None) if answers else _Pinged(error, error)
 
     async def run() -> None:
@@ -689,7 +689,7 @@ def test_a_former_member_is_unreachable_until_it_answers_or_is_forgotten(
 def test_the_time_of_a_connection_begins_with_its_first_answer_after_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    error = RpcError("no answer", grpc.StatusCode.UNAVAILABLE)
+    error = RpcError("no answer", RpcStatus.UNAVAILABLE)
     monkeypatch.setattr(asyncio, "sleep", _at_once)
 
     async def run() -> None:

@@ -11,9 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import grpc
-
-from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError
+from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError, RpcStatus
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.distributed.rpc.client import RpcClient
 from torchtitan_lite.fault_tolerance.supervision.coordinator.link import Link
@@ -78,7 +76,7 @@ class RemoteLink(Link):
         self._sequence = 0
         self._vote = Vote()
         self.problem = "it has not answered yet"
-        self._reported: object = grpc.StatusCode.UNAVAILABLE
+        self._reported: object = RpcStatus.UNAVAILABLE
         """Status of the last failure that was logged; before the first answer, not that of a
         coordinator that starts later; None after an answer."""
         self._leased_s = self._beat_s = self._connected_s = 0.0

@@ -7,17 +7,11 @@ from collections.abc import Sequence
 from random import SystemRandom
 from typing import Any
 
-import grpc
-
+from torchtitan_lite.core.errors import RpcStatus
 from torchtitan_lite.core.log import logger
 from torchtitan_lite.core.outputs import quorum_name
-from torchtitan_lite.distributed.rpc.authentication import ServerSessions
-from torchtitan_lite.distributed.rpc.server import (
-    CallError,
-    RpcServer,
-    Trust,
-    authenticated_service,
-)
+from torchtitan_lite.distributed.rpc.protocol import Identity
+from torchtitan_lite.distributed.rpc.server import CallError, Handler, RpcServer, Service
 from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
 from torchtitan_lite.fault_tolerance.lighthouse.servicer import LighthouseServicer, first_quorum_id
 from torchtitan_lite.fault_tolerance.supervision.coordinator.coordinator import Coordinator
@@ -43,7 +37,7 @@ def coordinator_server(bind: str, secret: str, *, is_sole: bool = False) -> RpcS
     `is_sole`: no other one may serve the run, see `Leadership`."""
     lighthouse: list[LighthouseServicer] = []
 
-    def handlers(trust: Trust) -> Sequence[grpc.GenericRpcHandler]:
+    def services() -> Sequence[Service]:
         loop = asyncio.get_running_loop()
         coordinator = Coordinator(new_term(time.time(), SystemRandom()), is_sole=is_sole)
         lighthouse.append(
@@ -56,15 +50,14 @@ def coordinator_server(bind: str, secret: str, *, is_sole: bool = False) -> RpcS
             )
         )
         calls = _Calls(coordinator, lighthouse[0])
-        sessions = ServerSessions(secret, PURPOSE)
-        own = {"Report": calls.report, "Leave": calls.leave}
-        service = authenticated_service(SERVICE, sessions, own, trust)
-        return [service, *lighthouse[0].handlers(trust)]
+        own: dict[str, Handler] = {"Report": calls.report, "Leave": calls.leave}
+        service = Service(Identity(SERVICE, secret, PURPOSE), own)
+        return [service, lighthouse[0].service()]
 
     async def fail_calls() -> None:
         lighthouse[0].close()
 
-    return RpcServer(bind, handlers, name="coordinator", on_stop=fail_calls)
+    return RpcServer(bind, services, name="coordinator", on_stop=fail_calls)
 
 
 class _Calls:
@@ -77,16 +70,16 @@ class _Calls:
         self._claim: Claim | None = None
         """The last one."""
 
-    async def report(self, request: dict[str, Any]) -> dict[str, Any]:
+    def report(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record the report of a machine, and return the answer to it."""
         report, vote = _parse(request)
         before = self._coordinator.states
         try:
             claim, answer = self._coordinator.report(report, vote, lease_clock_s())
         except Rejected as error:
-            raise CallError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
+            raise CallError(RpcStatus.FAILED_PRECONDITION, str(error)) from None
         except Busy as error:
-            raise CallError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
+            raise CallError(RpcStatus.UNAVAILABLE, str(error)) from None
         self._notify(before)
         self._show(claim)
         if answer is None:
@@ -127,7 +120,7 @@ class _Calls:
             if was is RunState.RUNNING and state is RunState.FORMING:
                 self._lighthouse.mark_left(quorum_name(replica))
 
-    async def leave(self, request: dict[str, Any]) -> dict[str, Any]:
+    def leave(self, request: dict[str, Any]) -> dict[str, Any]:
         """Forget a machine."""
         report, vote = _parse(request)
         reason = str(request.get("reason", ""))
@@ -145,4 +138,4 @@ def _parse(request: dict[str, Any]) -> tuple[Report, Vote]:
         return Report.parse(dict(request.get("report", {}))), vote
     except (TypeError, ValueError) as error:
         text = f"The report is malformed: {error}."
-        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, text) from None
+        raise CallError(RpcStatus.INVALID_ARGUMENT, text) from None

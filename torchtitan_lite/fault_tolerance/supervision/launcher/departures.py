@@ -3,8 +3,7 @@ sends them.
 
 `python -m torchtitan_lite.fault_tolerance.supervision.launcher.departures HOST:PORT` reads the
 names of replicas and the times of their failures (time.monotonic()) from standard input, one per
-line. It runs for the whole run, so that a departure arrives within milliseconds; and it is a
-separate process, because gRPC's threads are incompatible with the launcher's forks. The scripts of
+line. It runs for the whole run, so that a departure arrives within milliseconds. The scripts of
 deploy/ start one for each departure, write the name only, and restart the replica after it ended.
 TORCHTITAN_LITE_TOKEN authenticates it.
 """
@@ -111,7 +110,7 @@ class DepartureNotifier:
 
 def main(address: str) -> int:
     """Send a departure for each line of standard input, and return the exit status."""
-    # Imported here because the launcher imports this module and must not load gRPC.
+    # Imported here because the launcher imports this module, and does not call.
     from torchtitan_lite.distributed.rpc.authentication import TOKEN
     from torchtitan_lite.fault_tolerance.lighthouse.client import notify_left
 

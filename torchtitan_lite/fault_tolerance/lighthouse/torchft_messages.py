@@ -1,4 +1,4 @@
-"""Service names of the lighthouse, and torchft's protobuf messages.
+"""torchft's protobuf messages.
 
 Invariant: the messages have the names, numbers and types of torchft.proto (0.2.0). The classes are
 created at import, in a descriptor pool of their own, so that they do not conflict with other
@@ -9,12 +9,8 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, timestamp_pb2
 
-TORCHFT_SERVICE = "torchft.LighthouseService"
-"""Service with the calls Quorum and Heartbeat."""
-SERVICE = "torchtitan_lite.Lighthouse"
-"""This project's service, see `servicer`."""
-PURPOSE = "lighthouse"
-"""Purpose of its sessions, see `rpc.authentication`."""
+SERVICE = "torchft.LighthouseService"
+"""Service of its lighthouse, with the calls Quorum and Heartbeat."""
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
