@@ -164,6 +164,7 @@ def test_an_extra_is_imported_where_it_is_used():
         "fault_tolerance/lighthouse/messages.py",
         "fault_tolerance/lighthouse/server.py",
         "serving/publish/vllm_engine.py",
+        "fault_tolerance/supervision/coordinator/client.py",
         "fault_tolerance/supervision/coordinator/remote_link.py",
         "fault_tolerance/supervision/coordinator/server.py",
         "fault_tolerance/replica/replica_server.py",

@@ -72,7 +72,6 @@ class LighthouseServicer:
             "Quorum": self._quorum,
             "Heartbeat": self._heartbeat,
             "Left": self._left,
-            "Status": self._status,
         }
         sessions = ServerSessions(self._secret, messages.PURPOSE)
         return [authenticated_service(messages.SERVICE, sessions, calls, trust)]
@@ -148,10 +147,6 @@ class LighthouseServicer:
 
     async def _left(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"replica_ids": self.mark_left(str(request.get("replica_id")))}
-
-    async def _status(self, request: dict[str, Any]) -> dict[str, Any]:
-        del request
-        return self.status()
 
     def _serves(self, run_id: str) -> bool:
         """Return whether the lighthouse serves a run: the first one, until its replicas are
