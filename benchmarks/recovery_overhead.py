@@ -60,7 +60,7 @@ def _run(case: OverheadCase, folder: Path) -> list[dict[str, Any]]:
     address = f"127.0.0.1:{free_port()}"
     token = secrets.token_hex(16)
     environment = {"TORCHFT_LIGHTHOUSE": f"http://{address}", "TORCHTITAN_LITE_TOKEN": token}
-    lighthouse = ["-m", "torchtitan_lite.fault_tolerance.lighthouse", "--bind", address]
+    lighthouse = ["-m", "torchtitan_lite", "coordinator", "--bind", address]
     lighthouse += ["--min-replicas", str(NUM_REPLICAS)]
     groups = [Group([lighthouse], environment, folder / "lighthouse")]
     for number in range(NUM_REPLICAS):

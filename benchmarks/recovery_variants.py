@@ -161,7 +161,7 @@ class _UnderLauncher:
         return self._job.log(replica)
 
     def lighthouse(self) -> psutil.Process:
-        words = ("torchtitan_lite.fault_tolerance.lighthouse", _LIGHTHOUSE)
+        words = ("coordinator", _LIGHTHOUSE)
         for process in self._job.launcher.children():
             with suppress(psutil.NoSuchProcess):
                 if any(word in process.cmdline() for word in words):

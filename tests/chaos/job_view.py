@@ -45,7 +45,7 @@ class JobView:
         return self._launcher
 
     def lighthouse(self) -> psutil.Process:
-        return self._one(lambda words: "torchtitan_lite.fault_tolerance.lighthouse" in words)
+        return self._one(lambda words: "coordinator" in words)
 
     def departure_notifier(self) -> psutil.Process:
         return self._one(

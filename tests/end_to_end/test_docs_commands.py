@@ -16,7 +16,7 @@ NOT_RUN = {
     r"(?s)torchrun --nnodes.*--rdzv-endpoint": "needs several machines",
     r"(HF_HUB_OFFLINE=1 )?\.venv-lm-eval/": "needs lm-eval in an environment of its own",
     r"python3 -m venv \.venv-lm-eval": "creates that environment",
-    r"python -m torchtitan_lite\S*\.lighthouse --bind NODE0": "needs several machines",
+    r"torchtitan-lite coordinator (--bind NODE0|--status 10\.)": "needs several machines",
     r"(?s)until torchrun ": "needs several machines",
     r"torchtitan-lite train .*--rdzv-endpoint NODE0": "needs several machines",
     r"head=|srun ": "needs Slurm",

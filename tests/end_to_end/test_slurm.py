@@ -54,7 +54,7 @@ def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: P
         "PYTHON": sys.executable,
         "HF_HUB_OFFLINE": "1",
         "GPUS_PER_NODE": "1",
-        "LIGHTHOUSE_PORT": str(_free_ports(3)),
+        "COORDINATOR_PORT": str(_free_ports(3)),
         "SLURM_JOB_NODELIST": "localhost localhost",
         "SLURM_JOB_NAME": "job",
         "SLURM_JOB_ID": "7",
@@ -90,7 +90,7 @@ def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: P
         job.wait()
     assert "Replica 1 failed, restart 1 of at most 10 in a row" in log.read_text()
     assert {path.name for path in (tmp_path / "job-7").iterdir()} == {
-        "lighthouse.log",
+        "coordinator.log",
         "replica_0-generation_0-node_0.log",
         "replica_1-generation_0-node_0.log",
         "replica_1-generation_1-node_0.log",

@@ -79,7 +79,7 @@ def test_a_flood_of_connections_costs_no_step(tmp_path: Path) -> None:
         lighthouse = [
             one
             for one in psutil.Process(process.pid).children(recursive=True)
-            if "torchtitan_lite.fault_tolerance.lighthouse" in one.cmdline()
+            if "coordinator" in one.cmdline()
         ]
         servers = [*lighthouse, *processes_of_run(folder)]
         addresses = {address for one in servers for address in _ports_of_calls(one)}

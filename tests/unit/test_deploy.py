@@ -15,14 +15,14 @@ import pytest
 import yaml
 
 from tests.end_to_end.slurm import SCRIPT, write_command, write_slurm_commands
-from torchtitan_lite.fault_tolerance.lighthouse.__main__ import _parser as lighthouse_parser
+from torchtitan_lite.cli.parsers import parser
 
 ROOT = Path(__file__).parents[2]
 JOBSET = ROOT / "deploy/kubernetes/jobset.yaml"
 _PYTHON = """
 echo "$*" >>calls
 case "$*" in
-*torchtitan_lite.fault_tolerance.lighthouse*) exec sleep 100 ;;
+*"torchtitan_lite coordinator"*) exec sleep 100 ;;
 *departures*) cat >>departures ;;
 *train.py*)
   [[ "$*" =~ replica_id\\ ([0-9]+) ]] && id=${BASH_REMATCH[1]}
@@ -90,15 +90,13 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
         == ["replica_00001"] * 2 + ["replica_00002"] * 2
     )
     logs = {path.name for path in (site / "job-7").iterdir()}
-    assert {"lighthouse.log", "replica_1-generation_2-node_0.log"} <= logs
+    assert {"coordinator.log", "replica_1-generation_2-node_0.log"} <= logs
     called = (site / "calls").read_text()
     assert "--config x.toml --fault_tolerance.enable true --fault_tolerance.replica_id 2" in called
-    (lighthouse,) = re.findall(
-        r"^-m torchtitan_lite\.fault_tolerance\.lighthouse (.*)$", called, re.MULTILINE
-    )
+    (command,) = re.findall(r"^-m torchtitan_lite (coordinator .*)$", called, re.MULTILINE)
     # "localhost" resolves to a loopback address, to which other nodes cannot connect.
-    assert lighthouse_parser().parse_args(lighthouse.split()).bind == "[::]:29510"
-    assert "listens on all interfaces; set LIGHTHOUSE_BIND" in output
+    assert parser().parse_args(command.split()).bind == "[::]:29520"
+    assert "listens on all interfaces; set COORDINATOR_BIND" in output
 
 
 def test_slurm_fails_if_all_replicas_are_given_up(site: Path) -> None:
@@ -110,17 +108,15 @@ def test_slurm_fails_if_all_replicas_are_given_up(site: Path) -> None:
     assert output.count("is given up") == 3
 
 
-def test_slurm_binds_the_lighthouse_to_the_given_address(site: Path) -> None:
+def test_slurm_binds_the_coordinator_to_the_given_address(site: Path) -> None:
     for replica in range(3):
         (site / f"plan_{replica}").write_text("0.1 0\n")
-    job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, LIGHTHOUSE_BIND="10.0.0.1")
+    job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, COORDINATOR_BIND="10.0.0.1")
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
-    assert (
-        "-m torchtitan_lite.fault_tolerance.lighthouse --bind 10.0.0.1:29510 "
-        in (site / "calls").read_text()
-    )
-    assert "LIGHTHOUSE_BIND" not in output
+    called = (site / "calls").read_text()
+    assert "-m torchtitan_lite coordinator --bind 10.0.0.1:29520 " in called
+    assert "COORDINATOR_BIND" not in output
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_slurm_keeps_the_secret_in_a_file_of_the_user(site: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     secret = file.read_text()
     assert len(secret) == 32
-    # Lighthouse and replicas have it, and nothing that Slurm sees.
+    # Coordinator and replicas have it, and nothing that Slurm sees.
     assert {(site / f"token_{replica}").read_text().strip() for replica in range(3)} == {secret}
     assert secret not in (site / "bin" / "srun.env").read_text()
     assert secret not in (site / "calls").read_text()
@@ -222,14 +218,14 @@ def test_the_network_policy_selects_the_pods_of_the_jobset() -> None:
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
 
 
-def test_jobset_lighthouse_accepts_its_options() -> None:
-    command = containers()["lighthouse"]["command"]
-    assert command[:3] == ["python", "-m", "torchtitan_lite.fault_tolerance.lighthouse"]
-    inputs = lighthouse_parser().parse_args(command[3:])
-    port = containers()["lighthouse"]["ports"][0]["containerPort"]
+def test_jobset_coordinator_accepts_its_options() -> None:
+    command = containers()["coordinator"]["command"]
+    assert command[:3] == ["python", "-m", "torchtitan_lite"]
+    inputs = parser().parse_args(command[3:])
+    port = containers()["coordinator"]["ports"][0]["containerPort"]
     assert inputs.bind == f"[::]:{port}"
     train = {one["name"]: one.get("value") for one in containers()["replica"]["env"]}
-    assert train["TORCHFT_LIGHTHOUSE"].endswith(f"-lighthouse-0-0.torchtitan-lite:{port}")
+    assert train["TORCHFT_LIGHTHOUSE"].endswith(f"-coordinator-0-0.torchtitan-lite:{port}")
     # Both ends of a departure need the same secret.
     for container in containers().values():
         (token,) = (one for one in container["env"] if one["name"] == "TORCHTITAN_LITE_TOKEN")

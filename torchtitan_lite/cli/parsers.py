@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.urls import local_path
+from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
 
 PROGRAM = "torchtitan-lite"
 DTYPES = ("bf16", "fp16", "fp32")
@@ -24,6 +25,15 @@ _CHECKPOINT = (
     'CHECKPOINT is the folder of a step (".../step-1000"), or of a run or its checkpoints,\n'
     "whose newest step is used"
 )
+_SERVING = (
+    "bind",
+    "min_replicas",
+    "join_timeout_ms",
+    "heartbeat_timeout_ms",
+    "sole",
+    "serve_torchft",
+)
+"""Options of a coordinator that serves."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -214,30 +224,84 @@ def _coordinator(commands) -> None:
     coordinator = _add(
         commands,
         "coordinator",
-        "Serve the machines of a run: which of them train, and which are spare.",
-        "torchtitan-lite coordinator --bind HOST:PORT\n\n"
-        "The machines run `train --nnodes M --rdzv-endpoint HOST:PORT`. TORCHTITAN_LITE_TOKEN is\n"
-        "the secret that they share with it. It keeps nothing on disk: started again at the same\n"
-        "address, it continues. SIGTERM or Ctrl-C ends it.\n\n"
+        "Serve the machines and the replicas of a run: which of them train, and which are spare.",
+        "torchtitan-lite coordinator --bind HOST:PORT [--min-replicas N]\n"
+        "torchtitan-lite coordinator --status HOST:PORT [--json]\n\n"
+        "The machines run `train --nnodes M --rdzv-endpoint HOST:PORT`. It is the lighthouse of\n"
+        "their replicas, and of those that torchrun starts with\n"
+        "TORCHFT_LIGHTHOUSE=http://HOST:PORT: it forms the quorum of each step.\n"
+        "TORCHTITAN_LITE_TOKEN is the secret that all of them share with it. It keeps nothing on\n"
+        "disk: started again at the same address, it continues. SIGTERM or Ctrl-C ends it.\n\n"
         "If two serve a run, the one decides that a majority of the machines has acknowledged (of\n"
         "eight machines, if there are more). If more than half of them are lost at once, none\n"
         "does, and the run waits for them: --sole continues without them.",
         module="coordinator",
         former_names=("rendezvous",),
+        check=_check_coordinator,
     )
-    coordinator.add_argument(
+    default = QuorumSettings()
+    add = coordinator.add_argument
+    add(
         "--bind",
         default="127.0.0.1:29520",
         metavar="HOST:PORT",
         help="where to listen: an address that the machines reach, on a private network; port 0: a "
         "free one (default: %(default)s)",
     )
-    coordinator.add_argument(
+    add(
+        "--min-replicas",
+        type=int,
+        default=default.min_replicas,
+        metavar="N",
+        help="minimum number of replicas for a quorum (default: %(default)s)",
+    )
+    add(
+        "--join-timeout-ms",
+        type=int,
+        default=default.join_timeout_ms,
+        metavar="MS",
+        help="how long a quorum waits for live replicas that have not joined (default: "
+        "%(default)s)",
+    )
+    add(
+        "--heartbeat-timeout-ms",
+        type=int,
+        default=default.heartbeat_timeout_ms,
+        metavar="MS",
+        help="how long after its last heartbeat a replica counts as dead (default: %(default)s)",
+    )
+    add(
         "--sole",
         action="store_true",
         help="decide without a majority of the machines: safe only if no other coordinator serves "
         "the run, as with a Kubernetes StatefulSet",
     )
+    add(
+        "--serve-torchft",
+        action="store_true",
+        help="serve the managers of trainers that are written on torchft, and nothing else: "
+        "without authentication, for a private network",
+    )
+    add(
+        "--status",
+        metavar="HOST:PORT",
+        help="print what the coordinator at this address knows of machines and replicas, and exit",
+    )
+    add("--json", action="store_true", help="print the status as JSON")
+
+
+def _check_coordinator(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Exit with an error for options that cannot be combined."""
+    parser: Parser = options.parser
+    if options.status is not None:
+        for name in _SERVING:
+            if getattr(options, name) != parser.get_default(name):
+                option = "--" + name.replace("_", "-")
+                parser.error(f"--status asks another coordinator: omit {option}")
+    elif options.json:
+        parser.error("--json is the form of --status HOST:PORT, which is missing")
+    if options.serve_torchft and options.sole:
+        parser.error("--serve-torchft serves no machines, about which --sole decides: omit one")
 
 
 def _launch(commands) -> None:

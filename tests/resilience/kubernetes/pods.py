@@ -23,7 +23,7 @@ from tests.resilience.network.namespaces import Network
 from tests.resilience.scheduled_run import train_together
 
 _MANIFEST = REPOSITORY / "deploy/kubernetes/jobset.yaml"
-_LIGHTHOUSE = "lighthouse"
+_COORDINATOR = "coordinator"
 _SECRET = "0123456789abcdef" * 2
 _FILLED_IN = re.compile(r"--config configs/llama3_8b\.toml \\\n +--job\.dump_folder /data/run ")
 """The arguments for train.py in the script of a pod."""
@@ -69,11 +69,11 @@ def _container(replicated_job: dict[str, Any]) -> dict[str, Any]:
 def pods(
     folder: Path, num_replicas: int, num_nodes: int, arguments: Sequence[str]
 ) -> Iterator["Pods"]:
-    """Start the lighthouse and all pods of the replicas. On exit, all are removed."""
+    """Start the coordinator and all pods of the replicas. On exit, all are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [(replica, node) for replica in range(num_replicas) for node in range(num_nodes)]
     manifest = filled_in(num_replicas, num_nodes, arguments)
-    with Network([_LIGHTHOUSE, *map(_host, names)]) as network:
+    with Network([_COORDINATOR, *map(_host, names)]) as network:
         started = Pods(folder, network, manifest, names)
         try:
             started.start_all()
@@ -96,13 +96,13 @@ class Pods:
         self.running: dict[Pod, subprocess.Popen[bytes]] = {}
 
     def start_all(self) -> None:
-        """Start the lighthouse and all pods."""
-        lines = [self._dns_entry(_LIGHTHOUSE, f"{self._jobset}-{_LIGHTHOUSE}-0-0")]
+        """Start the coordinator and all pods."""
+        lines = [self._dns_entry(_COORDINATOR, f"{self._jobset}-{_COORDINATOR}-0-0")]
         lines += [self._dns_entry(_host(pod), self._hostname(pod)) for pod in self.names]
-        for name in (_LIGHTHOUSE, *map(_host, self.names)):
+        for name in (_COORDINATOR, *map(_host, self.names)):
             self._network.set_hosts(name, "".join(["127.0.0.1 localhost\n", *lines]))
-        lighthouse = _container(_replicated_job(self._manifest, _LIGHTHOUSE))
-        self._start(_LIGHTHOUSE, f"{self._jobset}-{_LIGHTHOUSE}-0-0", lighthouse, 0, 0)
+        coordinator = _container(_replicated_job(self._manifest, _COORDINATOR))
+        self._start(_COORDINATOR, f"{self._jobset}-{_COORDINATOR}-0-0", coordinator, 0, 0)
         for pod in self.names:
             self.start(pod)
 

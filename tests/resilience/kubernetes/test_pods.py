@@ -44,7 +44,7 @@ def test_a_lost_pod_of_a_replica_is_replaced(expected: list[float], tmp_path: Pa
         run.start((1, 1))
         run.wait_for_step(7, num_replicas=2)
         _finish(run, expected)
-        # The lighthouse was notified of the departure.
+        # The coordinator was notified of the departure.
         assert "departures.py" not in run.report()
 
 

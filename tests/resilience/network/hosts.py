@@ -98,7 +98,7 @@ class NetworkReplicas(Replicas):
             with (self.folder / f"{name}.log").open("ab") as log:
                 process = subprocess.Popen(
                     [*self.network.command(name), sys.executable,
-                     "-m", "torchtitan_lite.fault_tolerance.lighthouse",
+                     "-m", "torchtitan_lite", "coordinator",
                      f"--bind={self.network.address(name)}:{_PORT}",
                      f"--join-timeout-ms={_JOIN_TIMEOUT_MS}",
                      f"--heartbeat-timeout-ms={_HEARTBEAT_TIMEOUT_MS}"],

@@ -60,7 +60,7 @@ def test_a_replica_of_two_nodes_restarts(expected: list[float], tmp_path: Path) 
         job.wait_for_step(6, num_replicas=2)
         job.finish()
         assert not list(job.logs.glob("replica_0-generation_1-*"))
-        # The lighthouse was notified of the departure.
+        # The coordinator was notified of the departure.
         assert "Traceback" not in job.log.read_text(), job.report()
         check_losses(job.run, expected)
 
@@ -139,7 +139,7 @@ def test_only_the_user_can_read_the_secret(slurm: Cluster, tmp_path: Path) -> No
 
 
 def _check_processes(slurm: Cluster, secret: str) -> None:
-    """Check that only processes of lighthouse and training have the secret, in an environment that
+    """Check that only processes of coordinator and training have the secret, in an environment that
     no other user can read, and no command line."""
     holders = 0
     for pid in (pid for node in slurm.nodes for pid in slurm.processes(node)):
@@ -157,7 +157,7 @@ def _check_processes(slurm: Cluster, secret: str) -> None:
             assert re.match("python", program), (program, command)
             with pytest.raises(RuntimeError, match="Permission denied"):
                 _as_nobody(slurm, folder / "environ")
-    assert holders >= 5, "the lighthouse, and a torchrun and a rank of each replica"
+    assert holders >= 5, "the coordinator, and a torchrun and a rank of each replica"
 
 
 def _as_nobody(slurm: Cluster, file: Path) -> str:

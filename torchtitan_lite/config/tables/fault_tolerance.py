@@ -10,7 +10,7 @@ class FaultToleranceConfig(Section):
 
     enable: bool = False
     """Train with other replicas, which may fail and rejoin. The environment variable
-    TORCHFT_LIGHTHOUSE is the address of the lighthouse, and TORCHTITAN_LITE_TOKEN a secret shared
+    TORCHFT_LIGHTHOUSE is the address of the coordinator, and TORCHTITAN_LITE_TOKEN a secret shared
     by all replicas; `torchtitan-lite launch` sets both."""
     lighthouse: Literal["torchtitan_lite", "torchft"] = "torchtitan_lite"
     """Kind of the lighthouse. "torchft": torchft's own, for compatibility on a private network. It

@@ -1,6 +1,4 @@
-"""Client of a lighthouse for supervisors: departures and status."""
-
-from typing import Any
+"""Client of a lighthouse for supervisors."""
 
 from torchtitan_lite.core.errors import LighthouseError, RpcError, RpcStatus
 from torchtitan_lite.distributed.rpc.client import RpcClient, host_and_port
@@ -11,25 +9,13 @@ def notify_left(address: str, replica_id: str, secret: str, timeout_s: float) ->
     """Notify the lighthouse at `address` ("HOST:PORT" or a URL) that a replica has left: its id
     "NAME:FINGERPRINT:UUID", or its NAME, which must not have started again yet. Return the ids that
     no longer count. Raises LighthouseError."""
-    return _call(address, "Left", {"replica_id": replica_id}, secret, timeout_s)["replica_ids"]
-
-
-def status(address: str, secret: str, timeout_s: float) -> dict[str, Any]:
-    """Return the status of the lighthouse at `address`, see `status.describe`. Raises
-    LighthouseError."""
-    return _call(address, "Status", {}, secret, timeout_s)
-
-
-def _call(
-    address: str, name: str, content: dict[str, Any], secret: str, timeout_s: float
-) -> dict[str, Any]:
     with RpcClient(address, SERVICE, secret, PURPOSE) as client:
         try:
-            return client.call(name, content, timeout_s)
+            return client.call("Left", {"replica_id": replica_id}, timeout_s)["replica_ids"]
         except RpcError as error:
             if error.code is RpcStatus.UNIMPLEMENTED:
                 raise LighthouseError(
                     f"The lighthouse at {host_and_port(address)} is not that of torchtitan_lite, "
-                    "or was started without TORCHTITAN_LITE_TOKEN."
+                    "or was started with --serve-torchft."
                 ) from None
             raise LighthouseError(f"Lighthouse: {error}") from None

@@ -58,7 +58,6 @@ class LighthouseServicer:
             "Quorum": self._quorum,
             "Heartbeat": self._heartbeat,
             "Left": self._left,
-            "Status": self._status,
         }
         return Service(Identity(SERVICE, self._secret, PURPOSE), calls)
 
@@ -137,10 +136,6 @@ class LighthouseServicer:
 
     def _left(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"replica_ids": self.mark_left(str(request.get("replica_id")))}
-
-    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
-        del request
-        return self.status()
 
     def _serves(self, run_id: str) -> bool:
         """Return whether the lighthouse serves a run: the first one, until its replicas are

@@ -160,7 +160,8 @@ def environment() -> tuple[str, str]:
     if not lighthouse:
         raise ReplicaError(
             f"fault_tolerance.enable is true, and {LIGHTHOUSE} is not set: it names the "
-            "lighthouse, such as http://10.0.0.1:29510. `torchtitan-lite launch` starts one."
+            "lighthouse, such as http://10.0.0.1:29520: the address of `torchtitan-lite "
+            "coordinator`. `torchtitan-lite launch` sets it."
         )
     if problem := secret_problem(token):
         raise ReplicaError(

@@ -138,14 +138,13 @@ async def wait_until_it_answers(link: LighthouseLink, replica_id: str, timeout_s
 def _why_no_answer(error: RpcError) -> str:
     if error.code is RpcStatus.UNIMPLEMENTED:
         return (
-            "The lighthouse does not authenticate its replicas: it is torchft's, or was "
-            "started without TORCHTITAN_LITE_TOKEN. Start `python -m "
-            "torchtitan_lite.fault_tolerance.lighthouse` with the token, or set "
+            "The lighthouse does not authenticate its replicas: it is torchft's, or was started "
+            "with --serve-torchft. Start `torchtitan-lite coordinator` without that option, or set "
             'fault_tolerance.lighthouse = "torchft" on a private network.'
         )
     return (
-        f"No lighthouse answers at TORCHFT_LIGHTHOUSE: {error} Start one "
-        "(`torchtitan-lite launch` does) or correct the address."
+        f"No lighthouse answers at TORCHFT_LIGHTHOUSE: {error} Start one (`torchtitan-lite "
+        "coordinator`; `torchtitan-lite launch` does) or correct the address."
     )
 
 

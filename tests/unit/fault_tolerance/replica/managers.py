@@ -10,12 +10,13 @@ import torch.distributed as dist
 from tests.harness.launch import wait_until
 from tests.unit.fault_tolerance.replica.test_healing import Run
 from torchtitan_lite.config.tables.fault_tolerance import FaultToleranceConfig
-from torchtitan_lite.fault_tolerance.lighthouse.client import notify_left, status
+from torchtitan_lite.fault_tolerance.lighthouse.client import notify_left
 from torchtitan_lite.fault_tolerance.lighthouse.rules import QuorumSettings
-from torchtitan_lite.fault_tolerance.lighthouse.server import LighthouseService
 from torchtitan_lite.fault_tolerance.replica.healing import HealingTransport
 from torchtitan_lite.fault_tolerance.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.fault_tolerance.replica.torchft_manager import QuorumManager
+from torchtitan_lite.fault_tolerance.supervision.coordinator.client import coordinator_status
+from torchtitan_lite.fault_tolerance.supervision.coordinator.server import coordinator_server
 
 _HOST = "127.0.0.1"
 _TOKEN = "a secret of all replicas"
@@ -81,19 +82,23 @@ def lighthouse(num_replicas: int, bind: str = f"{_HOST}:0") -> Iterator[str]:
     settings = QuorumSettings(
         min_replicas=num_replicas, join_timeout_ms=30_000, heartbeat_timeout_ms=30_000
     )
-    with LighthouseService(bind, settings, _TOKEN) as service:
-        yield service.address
+    with coordinator_server(bind, _TOKEN, settings) as server:
+        yield server.address
 
 
 def wait_for_heartbeats(address: str, num_replicas: int) -> None:
     """Block until this many replicas send heartbeats: the lighthouse does not wait for a replica
     whose first heartbeat is in flight."""
-    wait_until(lambda: len(status(address, _TOKEN, timeout_s=30)["replicas"]) >= num_replicas, 100)
+    wait_until(lambda: len(_status(address)["replicas"]) >= num_replicas, 100)
 
 
 def wait_for_requests(address: str, num_replicas: int) -> None:
     """Block until this many replicas wait for a quorum."""
-    wait_until(lambda: len(status(address, _TOKEN, timeout_s=30)["waiting"]) >= num_replicas, 100)
+    wait_until(lambda: len(_status(address)["waiting"]) >= num_replicas, 100)
+
+
+def _status(address: str) -> dict[str, Any]:
+    return coordinator_status(address, _TOKEN, timeout_s=30)["quorum"]
 
 
 def form_quorum(replicas: list[Replica]) -> None:

@@ -3,6 +3,8 @@
 Invariant: no clock and no I/O, as its parts.
 """
 
+from typing import Any
+
 from torchtitan_lite.fault_tolerance.supervision.coordinator.leadership import Leadership
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     Answer,
@@ -32,6 +34,15 @@ class Coordinator:
     def may_decide(self, now_s: float) -> bool:
         """Return whether it leads, or no machine has ever reported."""
         return not self._knows_machines or self._leadership.leads(now_s)
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """Return whether it leads, the voters, and what it knows of replicas and machines, as JSON
+        values. Ages are in seconds before `now_s`."""
+        leadership = self._leadership.status(now_s)
+        if not self._knows_machines:
+            leadership["problem"] = "no machine has reported"
+        # Without a run: that of no machines.
+        return {**leadership, **(self._run or RunCoordinator(now_s)).status(now_s)}
 
     def report(self, report: Report, vote: Vote, now_s: float) -> tuple[Claim, Answer | None]:
         """Record a report and return the answer, none unless it leads. Raises Rejected or Busy."""

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import Claim, Vote, VoterList
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
@@ -169,6 +170,20 @@ class Leadership:
                     "another one"
                 )
         return "it has just been started"
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """Return whether it leads, and which voters have acknowledged it, as JSON values."""
+        claim, is_recent = self.claim(now_s), self._is_recent(now_s)
+        return {
+            "leads": claim.leads,
+            "problem": claim.problem,
+            "term": self.term,
+            "is_sole": self._is_sole,
+            "voters": [
+                {"machine": voter, "has_acknowledged": self._count(is_recent, [voter]) > 0}
+                for voter in sorted(self._voters.all)
+            ],
+        }
 
     def update(self, find_machines: Callable[[], Sequence[str]], now_s: float) -> None:
         """Replace voters that are lost or have left by others of the run, which `find_machines`

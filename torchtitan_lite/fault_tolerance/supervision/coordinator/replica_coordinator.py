@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.core.errors import MACHINE_FAULT, TRANSIENT
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
@@ -267,6 +268,32 @@ class ReplicaCoordinator:
     def machines(self) -> list[str]:
         """Its machines, members before spare ones."""
         return sorted(self._machines, key=lambda machine: machine not in self._node_ranks)
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """Return its state and its machines, members before spare ones, as JSON values."""
+        entries = [self._machines[machine] for machine in self.machines]
+        return {
+            "replica": self._replica,
+            "state": self._state,
+            "generation": self._generation,
+            "reason": self._reason,
+            "machines": [self._machine_status(entry, now_s) for entry in entries],
+        }
+
+    def _machine_status(self, entry: _Machine, now_s: float) -> dict[str, Any]:
+        report = entry.report
+        node_rank = self._node_ranks.get(report.machine)
+        return {
+            "machine": report.machine,
+            "name": report.name,
+            "node_rank": node_rank,
+            "is_spare": node_rank is None and self._state is RunState.RUNNING,
+            "generation": report.generation,
+            "phase": report.phase,
+            "has_progress": report.has_progress,
+            "is_stopping": report.is_stopping,
+            "report_age_s": now_s - entry.heard_s,
+        }
 
     def may_train(self, now_s: float) -> bool:
         """Return whether ranks of it may start, train, or not have returned to standby."""

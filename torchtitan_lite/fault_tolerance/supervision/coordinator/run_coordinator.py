@@ -7,6 +7,8 @@ after the other.
 Invariants: as those of `replica_coordinator`, of which each replica has one.
 """
 
+from typing import Any
+
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     Answer,
     Report,
@@ -60,6 +62,15 @@ class RunCoordinator:
     def machines(self) -> list[str]:
         """The machines that have joined, members before spare ones."""
         return [machine for replica in self._replicas for machine in replica.machines]
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """Return the run and its replicas as JSON values, see `ReplicaCoordinator.status`."""
+        reports = [report for replica in self._replicas for report in replica.reports]
+        return {
+            "run_id": reports[0].run_id if reports else "",
+            "machines_per_replica": reports[0].machines_per_replica if reports else 0,
+            "replicas": [replica.status(now_s) for replica in self._replicas] if reports else [],
+        }
 
     def report(self, report: Report, now_s: float, *, is_outage: bool = False) -> Answer:
         """Record a report and return the answer. `is_outage`: whether machines that are silent may

@@ -32,9 +32,12 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import lease_clock_s
 
 
-def coordinator_server(bind: str, secret: str, *, is_sole: bool = False) -> RpcServer:
+def coordinator_server(
+    bind: str, secret: str, settings: QuorumSettings | None = None, *, is_sole: bool = False
+) -> RpcServer:
     """Return the coordinator at `bind`, "HOST:PORT"; port 0 selects a free one. `start` listens.
-    `is_sole`: no other one may serve the run, see `Leadership`."""
+    `settings` are those of the quorums of its replicas; `is_sole`: no other one may serve the run,
+    see `Leadership`."""
     lighthouse: list[LighthouseServicer] = []
 
     def services() -> Sequence[Service]:
@@ -43,14 +46,18 @@ def coordinator_server(bind: str, secret: str, *, is_sole: bool = False) -> RpcS
         lighthouse.append(
             LighthouseServicer(
                 loop,
-                QuorumSettings(),
+                settings or QuorumSettings(),
                 secret,
                 first_quorum_id(),
                 may_decide=lambda: coordinator.may_decide(lease_clock_s()),
             )
         )
         calls = _Calls(coordinator, lighthouse[0])
-        own: dict[str, Handler] = {"Report": calls.report, "Leave": calls.leave}
+        own: dict[str, Handler] = {
+            "Report": calls.report,
+            "Leave": calls.leave,
+            "Status": calls.status,
+        }
         service = Service(Identity(SERVICE, secret, PURPOSE), own)
         return [service, lighthouse[0].service()]
 
@@ -97,6 +104,14 @@ class _Calls:
                 f" ({answer.reason})" if answer.reason else "",
             )
         return {"claim": claim.to_json(), "answer": answer.to_json()}
+
+    def status(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the status of the coordinator and of its lighthouse, as the "quorum"."""
+        del request
+        return {
+            **self._coordinator.status(lease_clock_s()),
+            "quorum": self._lighthouse.status(),
+        }
 
     def _show(self, claim: Claim) -> None:
         """Log whether this coordinator leads when that changes."""

@@ -37,9 +37,10 @@ _TORCHRUN_VARIABLES = (
 _JOIN_TIMEOUT_MS = 2000
 """Replicas on one machine join within a second or two of each other."""
 _LIGHTHOUSES = {
-    "builtin": "torchtitan_lite.fault_tolerance.lighthouse",
-    "torchft": "torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse",
+    "builtin": ("torchtitan_lite", "coordinator"),
+    "torchft": ("torchtitan_lite.fault_tolerance.supervision.launcher.torchft_lighthouse",),
 }
+"""Modules, with the command of the first."""
 _DEFAULT_DUMP_FOLDER = "./outputs"
 _OF_TRAIN = (
     *("--nproc", "--nproc_per_node", "--replicas", "--spares"),
@@ -189,7 +190,7 @@ def training_plan(
     def lighthouse_command(address: str) -> list[str]:
         options = ["--bind", address, "--min-replicas", str(min_replicas)]
         options += ["--join-timeout-ms", str(_JOIN_TIMEOUT_MS)]
-        return [sys.executable, "-m", _LIGHTHOUSES[lighthouse], *options]
+        return [sys.executable, "-m", *_LIGHTHOUSES[lighthouse], *options]
 
     def notifier_command(address: str) -> list[str]:
         return [

@@ -80,8 +80,8 @@ def test_unsupported_arguments(arguments: list[str], error: str) -> None:
 @pytest.mark.parametrize(
     ("lighthouse", "module"),
     [
-        ("builtin", "fault_tolerance.lighthouse"),
-        ("torchft", "fault_tolerance.supervision.launcher.torchft_lighthouse"),
+        ("builtin", " coordinator"),
+        ("torchft", ".fault_tolerance.supervision.launcher.torchft_lighthouse"),
     ],
 )
 def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_plan(lighthouse: str, module: str, config: str, monkeypatch: pytest.Mon
     assert command[2:5] == ["torchtitan_lite.cli.resize_check", pipelined.to_text(), "--"]
     assert " ".join(command[5:]) == own.format(0)
     options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
-    assert " ".join(plan.lighthouse_command("a:1")) == f"{program}.{module} {options}"
+    assert " ".join(plan.lighthouse_command("a:1")) == f"{program}{module} {options}"
     # torchft's lighthouse accepts no departures.
     assert (plan.notifier_command is not None) == (lighthouse == "builtin")
     assert plan.is_pipelined(pipelined) and not plan.is_pipelined(RunMesh(4))
