@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torchtitan_lite.core.addresses import in_brackets, loopback_address
 from torchtitan_lite.core.commands import torchtitan_lite, with_steps
 from torchtitan_lite.core.errors import TRANSIENT, ConfigError, UserError, is_transient
 from torchtitan_lite.core.outputs import LAUNCH_LOGS
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             max_restarts=options.max_restarts,
             max_restart_delay_s=options.max_restart_delay_s,
             grace_s=options.grace_s,
-            host=options.bind,
+            host=in_brackets(options.bind or loopback_address()),
             log_dir=options.log_dir,
             check=check_ranks,
         )
