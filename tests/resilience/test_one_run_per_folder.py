@@ -1,7 +1,9 @@
 """A second run in the folder of a live one is refused, before it reads or writes anything there."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import launch
+from tests.harness.ranks import REPOSITORY
 from torchtitan_lite.core.errors import FAILED, TRANSIENT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process ids are Linux's")
@@ -77,6 +80,42 @@ def test_a_launch_and_a_spared_run_are_refused(live: Path, tmp_path: Path) -> No
         program = ("-m", "torchtitan_lite", *options)
         output = launch.run(1, [], tmp_path / str(number), status=TRANSIENT, program=program)
         assert "is in use by process" in output and not list(live.glob("replica_*"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("first", ["launch", "train"])
+def test_of_two_that_start_at_once_one_is_refused(first: str, tmp_path: Path) -> None:
+    """A launch starts nothing, even if the other one has no replica yet."""
+    run, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
+    words = [*launch.SMALL, f"--job.dump_folder={run}", "--training.steps=100000"]
+    second = ["launch", "--replicas=2", "--nproc-per-replica=1", "--", *words]
+    commands = [["train", *words] if first == "train" else second, [*second, "--optimizer.lr=0.1"]]
+    started = [_start(command, log) for command, log in zip(commands, logs, strict=True)]
+    try:
+        launch.wait_until(lambda: any(one.poll() is not None for one in started), 60)
+        for process in started:
+            process.terminate()
+        statuses = sorted(process.wait(60) for process in started)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    texts = [log.read_text() for log in logs]
+    assert statuses == [0, TRANSIENT], texts
+    (refused,) = [text for text in texts if "is in use by process" in text]
+    assert len(refused.splitlines()) == 1 or "launch" not in commands[texts.index(refused)], refused
+    assert "Diagnosis" not in "".join(texts)
+
+
+def _start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchtitan_lite", *words],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
 
 
 @pytest.mark.matrix

@@ -8,10 +8,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torchtitan_lite.core.addresses import in_brackets, loopback_address
 from torchtitan_lite.core.commands import torchtitan_lite, with_steps
 from torchtitan_lite.core.errors import TRANSIENT, ConfigError, UserError, is_transient
 from torchtitan_lite.core.outputs import LAUNCH_LOGS
-from torchtitan_lite.core.run_lease import lease_places, supervisor_environment, wait_until_free
+from torchtitan_lite.core.run_lease import (
+    RunLease,
+    lease_places,
+    supervised_instance,
+    supervisor_environment,
+    wait_until_free,
+)
 from torchtitan_lite.core.standard_streams import make_streams_patient
 from torchtitan_lite.fault_tolerance.supervision.launcher import goodput
 from torchtitan_lite.fault_tolerance.supervision.launcher.launcher import Launcher
@@ -39,14 +46,13 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             max_restarts=options.max_restarts,
             max_restart_delay_s=options.max_restart_delay_s,
             grace_s=options.grace_s,
-            host=options.bind,
+            host=in_brackets(options.bind or loopback_address()),
             log_dir=options.log_dir,
             check=check_ranks,
         )
-        plan = replace(plan, environment={**plan.environment, **supervisor_environment()})
-        for replica in range(plan.num_replicas):
-            places = lease_places(plan.dump_folder, "", replica)
-            wait_until_free(places, waits=plan.waits_for_folder)
+        environment = supervisor_environment()
+        plan = replace(plan, environment={**plan.environment, **environment})
+        lease = _hold_folder(plan, supervised_instance(environment))
     except UserError as error:
         print(f"launch: {error}", file=sys.stderr)
         return TRANSIENT if is_transient(error) else 2
@@ -56,10 +62,27 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 1
+    finally:
+        lease.release()
     _print_end(plan, launcher, options, arguments)
     for failure in launcher.failures():
         print(failure, file=sys.stderr)
     return status
+
+
+def _hold_folder(plan: LaunchPlan, instance: str) -> RunLease:
+    """Hold the folder of the run from now on: of two launches at once, each could have the leases
+    of some of the replicas. Raises FolderInUse."""
+    for replica in range(plan.num_replicas):
+        places = lease_places(plan.dump_folder, "", replica)
+        wait_until_free(places, waits=plan.waits_for_folder, instance=instance)
+    # Not renewed, because no thread may run while processes are started: for other machines, the
+    # leases of the replicas follow it.
+    lease = RunLease(
+        lease_places(plan.dump_folder, "", None), instance, on_loss=lambda reason: None
+    )
+    lease.acquire(waits=plan.waits_for_folder, renews=False)
+    return lease
 
 
 def _print_end(

@@ -366,8 +366,7 @@ def _launch(commands) -> None:
     add("--log-dir", type=Path, help="default: launch_logs in job.dump_folder of the run")
     add(
         "--bind",
-        default="127.0.0.1",
-        help="address on which the lighthouse listens (default 127.0.0.1)",
+        help="address on which the lighthouse listens (default 127.0.0.1, or ::1 without IPv4)",
     )
     add("--grace-s", type=float, default=30.0, help="seconds to save and leave (default 30)")
 

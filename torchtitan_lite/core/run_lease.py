@@ -12,7 +12,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -131,9 +131,10 @@ def joined_instance() -> str:
     return os.environ.get(_INSTANCE, "")
 
 
-def supervised_instance() -> str:
-    """Return the instance of the run that a supervisor restarts; empty if there is none."""
-    return _supervisor()[1]
+def supervised_instance(environment: Mapping[str, str] | None = None) -> str:
+    """Return the instance of the run that a supervisor restarts; empty if there is none.
+    `environment`: that of its processes, if it is not that of this one."""
+    return _supervisor(environment)[1]
 
 
 def join_instance(instance: str) -> None:
@@ -195,11 +196,13 @@ class RunLease:
         """The leases that are held, as paths or URLs."""
         return tuple(held.file.where for held in self._held)
 
-    def acquire(self, *, waits: bool, tick: Callable[[], None] = lambda: None) -> None:
-        """Take the leases. If `waits`, block until they are free, else raise FolderInUse; none is
-        held then. `tick` is called while it blocks, and may raise to end that. If a storage cannot
-        be written, the run continues without the lease there, because a run must not end for lack
-        of it."""
+    def acquire(
+        self, *, waits: bool, renews: bool = True, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take the leases, and renew them if `renews`. If `waits`, block until they are free, else
+        raise FolderInUse; none is held then. `tick` is called while it blocks, and may raise to end
+        that. If a storage cannot be written, the run continues without the lease there, because a
+        run must not end for lack of it."""
         if self._places.missing:
             _warn(self._places.missing, "is of a storage without leases")
         while True:
@@ -210,7 +213,7 @@ class RunLease:
                 # Another run was faster.
                 continue
             self._held = [_HeldLease(file, self._holder, self._content) for file in taken]
-            for held in self._held:
+            for held in self._held if renews else ():
                 held.start(self._on_loss)
             return
 
@@ -376,10 +379,10 @@ def _is_hidden(pid: int) -> bool:
     return False
 
 
-def _supervisor() -> tuple[int, str]:
+def _supervisor(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Return the process to signal so that this run stops, and the instance of the run that it
     restarts; without a supervisor this process, and an empty one."""
-    pid, _, instance = os.environ.get(_SUPERVISOR, "").partition(" ")
+    pid, _, instance = (environment or os.environ).get(_SUPERVISOR, "").partition(" ")
     return (int(pid), instance) if pid.isdecimal() else (os.getpid(), "")
 
 

@@ -33,8 +33,11 @@ def address_for_others(host: str, port: int) -> str:
     address = address_toward(host, port)
     if not ipaddress.ip_address(address).is_loopback or names_loopback(host):
         return address
-    # The interface of the default route: no packet is sent to this address (RFC 5737).
-    return address_toward("192.0.2.1", port)
+    # The interface of the default route: no packet is sent to these addresses (RFC 5737, 3849).
+    try:
+        return address_toward("192.0.2.1", port)
+    except OSError:
+        return address_toward("2001:db8::1", port)
 
 
 def names_loopback(host: str) -> bool:

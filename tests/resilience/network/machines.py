@@ -43,13 +43,18 @@ _OWN_SHARED_MEMORY = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
 
 @contextmanager
 def machines(
-    folder: Path, *names: str, steps: int, num_training: int = 2, num_replicas: int = 1
+    folder: Path,
+    *names: str,
+    steps: int,
+    num_training: int = 2,
+    num_replicas: int = 1,
+    is_v6: bool = False,
 ) -> Iterator["Machines"]:
     """Start a coordinator for machines `names`, of which the first ones train. On exit, all
     processes and namespaces are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Network([_COORDINATOR, *names]) as network:
-        for name in names:
+    with Network([_COORDINATOR, *names], is_v6=is_v6) as network:
+        for name in () if is_v6 else names:
             # Debian's default, which no address may follow.
             network.set_hosts(name, f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         run = Machines(folder, network, steps, num_training, num_replicas)
@@ -83,7 +88,7 @@ class Machines:
 
     @property
     def endpoint(self) -> str:
-        return f"{self.network.address(_COORDINATOR)}:{PORT}"
+        return self.network.endpoint(_COORDINATOR, PORT)
 
     def start_coordinator(self) -> None:
         """Start the coordinator, or start it again."""

@@ -23,7 +23,7 @@ import psutil
 
 _PREFIX = "tlite"
 _SWITCH = "switch"
-_SUBNET = "10.213.77"
+_SUBNET, _SUBNET_V6 = "10.213.77.", "fd00:213:77::"
 _numbers = itertools.count()
 _ETC = Path("/etc/netns")
 """`ip netns exec NAME` binds the files in /etc/netns/NAME over those in /etc."""
@@ -57,9 +57,11 @@ class Network:
     """Hosts, by names of at most 12 characters, and the faults of their links. A context
     manager."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    def __init__(self, hosts: Sequence[str], *, is_v6: bool = False) -> None:
+        """`is_v6`: hosts have addresses of IPv6 only, also of themselves."""
         self._prefix = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
-        self._addresses = {name: f"{_SUBNET}.{place}" for place, name in enumerate(hosts, 10)}
+        self._is_v6, subnet = is_v6, _SUBNET_V6 if is_v6 else _SUBNET
+        self._addresses = {name: f"{subnet}{place}" for place, name in enumerate(hosts, 10)}
         self._dropped: dict[str, list[str]] = {name: [] for name in hosts}
         """Rules of nft for what a host receives."""
 
@@ -91,12 +93,17 @@ class Network:
             _run("ip", "-n", switch, "link", "add", f"to-{name}", "type", "veth",
                  "peer", "name", "eth0", "netns", own)  # fmt: skip
             _run("ip", "-n", switch, "link", "set", f"to-{name}", "master", "bridge", "up")
-            _run("ip", "-n", own, "address", "add", f"{address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _run("ip", "-n", own, "link", "set", device, "up")
+            if self._is_v6:
+                # Usable at once, without a search for duplicates.
+                _run("ip", "-n", own, "address", "add", f"{address}/64", "dev", "eth0", "nodad")
+                _run("ip", "-4", "-n", own, "address", "flush", "dev", "lo")
+            else:
+                _run("ip", "-n", own, "address", "add", f"{address}/24", "dev", "eth0")
             chain = "{ type filter hook input priority 0; }"
             _nft(own, f"add table inet faults\nadd chain inet faults received {chain}\n")
-            self.set_hosts(name, f"127.0.0.1 localhost\n{address} {name}\n")
+            self.set_hosts(name, f"{self.loopback} localhost\n{address} {name}\n")
 
     def close(self) -> None:
         """Remove all namespaces. Their processes must have ended."""
@@ -105,6 +112,16 @@ class Network:
 
     def address(self, name: str) -> str:
         return self._addresses[name]
+
+    def endpoint(self, name: str, port: int) -> str:
+        """Return HOST:PORT of a host."""
+        address = self.address(name)
+        return f"[{address}]:{port}" if self._is_v6 else f"{address}:{port}"
+
+    @property
+    def loopback(self) -> str:
+        """The address of a host for itself alone."""
+        return "::1" if self._is_v6 else "127.0.0.1"
 
     def command(self, name: str, hostname: str | None = None) -> list[str]:
         """Return the start of a command line that runs the rest on a host. The process that it

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchtitan_lite.core.addresses import loopback_address
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.machine import memory_bytes
 from torchtitan_lite.core.rank.processes import (
@@ -22,7 +23,6 @@ from torchtitan_lite.core.rank.supervised import STORE_LISTENER, rank_environmen
 
 _PROCESS_BYTES = 147 << 20
 """Memory that a process with torch shares with no other, before it has a model."""
-_ADDRESS = "127.0.0.1"
 _POLL_S = 0.1
 _LEAVE_S = 30.0
 """Time for the other ranks to leave after one has failed; then they are killed."""
@@ -92,7 +92,9 @@ def forwarded_signal(number: int) -> signal.Signals:
 def _start(command: Sequence[str], num_ranks: int, environment: Mapping[str, str]) -> list[_Rank]:
     """Start the ranks. Rank 0 inherits the listening socket of the store by which they find each
     other, so that no other process can take its port."""
-    with socket.create_server((_ADDRESS, 0)) as listener:
+    address = loopback_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
         started = []
         for number in range(num_ranks):
             own = rank_environment(
@@ -101,7 +103,7 @@ def _start(command: Sequence[str], num_ranks: int, environment: Mapping[str, str
                 machine=0,
                 num_ranks=num_ranks,
                 num_local_ranks=num_ranks,
-                store=(_ADDRESS, listener.getsockname()[1]),
+                store=(address, listener.getsockname()[1]),
                 generation=0,
             )
             if number == 0:

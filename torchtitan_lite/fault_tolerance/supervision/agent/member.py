@@ -7,6 +7,7 @@ passes a request to resize the run on, and the answers name the phase for all me
 Each call of `poll` does what can be done at once, and never waits.
 """
 
+import errno
 import logging
 import math
 import signal
@@ -277,6 +278,9 @@ class Member:
     def _take_seat(self, answer: Answer) -> None:
         """Join the generation of `answer`, and start its ranks once its store is known."""
         if answer.generation > self._generation:
+            listener = self._store_listener() if answer.node_rank == 0 else None
+            if answer.node_rank == 0 and listener is None:
+                return
             if answer.is_blamed and self._excepted in self._pool.ranks:
                 # Its state may be part of the cause. This prints its traceback, too.
                 self._pool.end(self._excepted, 1, STANDBY_S)
@@ -286,11 +290,7 @@ class Member:
             # The ranks of the former generation may have left before they could follow a signal.
             self._num_forwarded = 0
             self._close_listener()
-            if answer.node_rank == 0:
-                address = self._link.report.address
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                # At this address only, and passed on, so that no other process can take its port.
-                self._listener = socket.create_server((address, 0), family=family)
+            self._listener = listener
             self._report_joined(answer)
             if answer.reason:
                 self._log.warning(
@@ -301,6 +301,19 @@ class Member:
             self._pool.generation_started()
             self._starting = set(range(self._mesh.num_ranks))
             self.phase, self._until_s = MemberPhase.STARTING, time.monotonic() + _START_S
+
+    def _store_listener(self) -> socket.socket | None:
+        """Return the socket at which the store of a generation listens: at the address of this
+        machine only, and passed on, so that no other process can take its port. None if there is no
+        free descriptor yet. Raises OSError."""
+        address = self._link.report.address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            return socket.create_server((address, 0), family=family)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return None
 
     def _report_joined(self, answer: Answer) -> None:
         self._link.update(
@@ -332,7 +345,7 @@ class Member:
             return
         self._pool.fill(self._mesh.num_ranks)
         is_late = time.monotonic() >= self._until_s
-        for number in sorted(self._starting):
+        for number in sorted(self._starting & self._pool.ranks.keys()):
             process = self._pool.ranks[number]
             if process.state in (RankState.STANDBY, RankState.ENDED):
                 listener = self._listener if number == 0 else None

@@ -28,6 +28,10 @@ EXIT_S = 10.0
 user must correct."""
 _KILL_S = 5.0
 """Time in which a killed process must end, which a driver may delay without limit."""
+_START_AGAIN_S = 1.0
+"""Delay after a process could not be started, for lack of descriptors, processes or memory."""
+_START_WITHIN_S = 600.0
+"""Time without a start after which that is an error."""
 
 
 @dataclass
@@ -53,6 +57,11 @@ class ProcessPool:
         self._spares: list[RankProcess] = []
         self._ending: list[_Ending] = []
         self._ended_at_s = 0.0
+        self._has_started = False
+        """Whether any process was started."""
+        self._start_again_s = 0.0
+        self._failing_since_s: float | None = None
+        """Since when no process can be started; None if the last start succeeded."""
 
     @property
     def processes(self) -> list[RankProcess]:
@@ -96,10 +105,13 @@ class ProcessPool:
         self._ending = [e for e in self._ending if e.process.state is not RankState.EXITED]
 
     def fill(self, num_ranks: int) -> None:
-        """Give each rank that has no process a spare one, or else a new one."""
+        """Give each rank that has no process a spare one, or else a new one, which may have to wait
+        for a later call. Raises OSError."""
         for number in range(num_ranks):
             if number not in self.ranks:
-                self.ranks[number] = self._take_spare() or self._start()
+                process = self._take_spare() or self._start_if_possible()
+                if process is not None:
+                    self.ranks[number] = process
 
     def forget_exited(self) -> None:
         """Forget the processes of ranks that have exited."""
@@ -111,15 +123,14 @@ class ProcessPool:
         self._ended_at_s = 0.0
 
     def start_spares(self) -> None:
-        """Start the missing spare processes."""
-        while len(self._spares) < self._num_spares:
-            self._spares.append(self._start())
+        """Start the missing spare processes, if possible. Raises OSError."""
+        self._start_spares(self._num_spares)
 
     def prepare(self, num_ranks: int) -> bool:
-        """Start the processes that so many ranks need; return whether all are warm."""
+        """Start the processes that so many ranks need; return whether all are warm. Raises
+        OSError."""
         missing = num_ranks - len(self.ranks)
-        while len(self._spares) < missing:
-            self._spares.append(self._start())
+        self._start_spares(missing)
         return sum(spare.state is RankState.STANDBY for spare in self._spares) >= missing
 
     def end_surplus_ranks(self, num_ranks: int) -> None:
@@ -216,6 +227,38 @@ class ProcessPool:
         return Failure(
             f"rank {first_rank + rank}: {text}", signature, Path(os.devnull), rank, status
         )
+
+    def _start_spares(self, number: int) -> None:
+        while len(self._spares) < number:
+            process = self._start_if_possible()
+            if process is None:
+                return
+            self._spares.append(process)
+
+    def _start_if_possible(self) -> RankProcess | None:
+        """Start a process; None if it cannot be started yet, because those that run must not end
+        for lack of another one. Raises OSError if none was ever started, or none for long."""
+        now_s = time.monotonic()
+        if now_s < self._start_again_s:
+            return None
+        try:
+            process = self._start()
+        except OSError as error:
+            since_s = self._failing_since_s
+            if not self._has_started or (since_s and now_s - since_s > _START_WITHIN_S):
+                raise
+            if since_s is None:
+                self._failing_since_s = now_s
+                self._log.error(
+                    "No process can be started: %s. Retried every %g s, for at most %g s.",
+                    error,
+                    _START_AGAIN_S,
+                    _START_WITHIN_S,
+                )
+            self._start_again_s = now_s + _START_AGAIN_S
+            return None
+        self._has_started, self._failing_since_s = True, None
+        return process
 
     def _take_spare(self) -> RankProcess | None:
         """Return a spare, one on standby if possible."""

@@ -24,6 +24,8 @@ _LOCAL_ADDRESS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 """Addresses at which replicas on this machine reach a lighthouse that listens on all interfaces."""
 _READ_BYTES = 1 << 16
 _FIRST_DELAY_S = 0.1
+_START_AGAIN_S = 1.0
+"""Delay after it could not be started again, for lack of descriptors, processes or memory."""
 
 
 class LighthouseProcess:
@@ -51,6 +53,8 @@ class LighthouseProcess:
         interleave with lines of the other."""
         self._file: BinaryIO | None = None
         self._restart_at_s: float | None = None
+        self._is_delayed = False
+        """Whether the last restart was not possible."""
         self._port = 0
         self.is_listening = False
         self.num_restarts = 0
@@ -105,9 +109,7 @@ class LighthouseProcess:
     def poll(self, now_s: float) -> None:
         """Read its output, and restart it when its delay is over."""
         if self._restart_at_s is not None and now_s >= self._restart_at_s:
-            self._restart_at_s = None
-            self.num_restarts += 1
-            self.start()
+            self._start_again(now_s)
         if self._process is None:
             return
         has_ended = self._process.poll() is not None
@@ -128,6 +130,19 @@ class LighthouseProcess:
             kill_process_group(self._process.pid)
             self._process.wait()
             self._close()
+
+    def _start_again(self, now_s: float) -> None:
+        """Start it again, or later if that is not possible now: the replicas wait for it."""
+        try:
+            self.start()
+        except OSError as error:
+            self._close()
+            if not self._is_delayed:
+                self._report_event(f"lighthouse: cannot be started: {error}; it is tried again")
+            self._restart_at_s, self._is_delayed = now_s + _START_AGAIN_S, True
+        else:
+            self._restart_at_s, self._is_delayed = None, False
+            self.num_restarts += 1
 
     def _handle_exit(self, now_s: float) -> None:
         assert self._process is not None

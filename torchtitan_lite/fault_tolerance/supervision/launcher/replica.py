@@ -118,6 +118,9 @@ class Replica:
         self._hang_monitor: HangMonitor | None = None
         self._generation = self._num_generations = 0
         """Number of the present generation of its member, and of all generations."""
+        self._num_folders = 0
+        """Log folders of generations, also of earlier launches. Counted once: later, the launcher
+        may have no free descriptor."""
         self._is_stopping = self._leaves_to_resize = self._is_leave_broken = False
         self._read_at_s = 0.0
         self._failure: Failure | None = None
@@ -277,7 +280,9 @@ class Replica:
         self._generation, self._failure, self._hang = generation, None, None
         self.num_restarts += self.state is ReplicaState.RESTARTING
         self._num_generations += 1
-        self.folder = make_log_folder(_next_folder(self.log_folder))
+        self._num_folders = self._num_folders or _num_folders(self.log_folder)
+        self._num_folders += 1
+        self.folder = make_log_folder(self.log_folder / f"generation_{self._num_folders - 1:02d}")
         self._close_hang_monitor()
         self._hang_monitor = HangMonitor(self)
         self.leader_log = rank_log(self.folder, 0)
@@ -451,8 +456,9 @@ def process_log(folder: Path) -> Path:
     return folder / "processes.log"
 
 
-def _next_folder(folder: Path) -> Path:
-    """Return the log folder of the next generation. Folders of an earlier launch are kept."""
+def _num_folders(folder: Path) -> int:
+    """Return the number of the log folder of the next generation. Folders of an earlier launch are
+    kept."""
     endings = (path.name.rpartition("_")[2] for path in folder.glob("generation_*"))
     taken = (int(ending) for ending in endings if ending.isdigit())
-    return folder / f"generation_{max(taken, default=-1) + 1:02d}"
+    return max(taken, default=-1) + 1
