@@ -19,11 +19,20 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after, restart_may_help
 from torchtitan_lite.core.imports import imports_without_gc
 from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0, logger
-from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
+from torchtitan_lite.core.rank.supervised import LIGHTHOUSE, RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
     from torchtitan_lite.fault_tolerance.supervision.agent.worker import RecoveryHooks
+
+_IMPORTED_LATER = (
+    "torchtitan_lite.training.checks.constraints",
+    "torchtitan_lite.cli.train_rank",
+    "tokenizers",
+    # Imports torchft.
+    "torchtitan_lite.fault_tolerance.replica.joining",
+)
+"""What a rank imports when it needs it; the last only if there are other replicas."""
 
 
 def run_train(argv: Sequence[str]) -> int:
@@ -132,10 +141,5 @@ def _serve(argv: Sequence[str]) -> int:
 def _import_rank() -> None:
     """Import what `train_rank` does."""
     with imports_without_gc():
-        # The data imports tokenizers when it opens one.
-        for name in (
-            "torchtitan_lite.training.checks.constraints",
-            "torchtitan_lite.cli.train_rank",
-            "tokenizers",
-        ):
+        for name in _IMPORTED_LATER if LIGHTHOUSE in os.environ else _IMPORTED_LATER[:-1]:
             import_module(name)
