@@ -20,7 +20,8 @@ import psutil
 
 CHECKOUT = Path(__file__).parent.parent
 THREADS = 1
-ENVIRONMENT = {"OMP_NUM_THREADS": str(THREADS)}
+ENVIRONMENT = {"OMP_NUM_THREADS": str(THREADS), "PYTHONDONTWRITEBYTECODE": ""}
+"""Of every process. An installed package has its bytecode, so a checkout keeps its own, too."""
 TRAINER = ("train.py",)
 """The product's entry point; a module is `("-m", NAME)`."""
 TRAINER_ARGUMENTS = (

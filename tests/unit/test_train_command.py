@@ -1,7 +1,9 @@
 """What `train` checks before it starts processes and before it resizes a run, and its ranks."""
 
 import signal
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,29 @@ def test_a_config_is_checked_for_all_numbers_of_ranks(capsys: pytest.CaptureFixt
 def test_a_spare_imports_training() -> None:
     command._import_rank()
     assert "torchtitan_lite.training.trainer" in sys.modules
+
+
+def test_a_rank_starts_without_the_compiler(tmp_path: Path) -> None:
+    """Importing it takes half a second, which a restarted rank would add to its recovery."""
+    compiler = ("torch._dynamo", "torch._inductor", "torch.distributed.pipelining")
+    arguments = [
+        "train",
+        *("--config", "configs/llama3_debug.toml", "--job.device", "cpu"),
+        *("--model.flavor", "tiny", "--training.steps", "1", "--training.seq_len", "32"),
+        *("--training.dataset_path", "tests/assets/fixture.jsonl"),
+        *("--training.held_out_fraction", "0", "--validation.enable", "false"),
+        *("--metrics.enable_tensorboard", "false", "--job.dump_folder", str(tmp_path)),
+    ]
+    code = (
+        "import sys; from torchtitan_lite.cli import main; "
+        "import torchtitan_lite.fault_tolerance.replica.joining; "
+        f"status = main({arguments!r}); assert status == 0; "
+        f"assert not {set(compiler)!r} & sys.modules.keys(), sys.modules.keys() & {set(compiler)!r}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_sigterm_does_not_cut_short_the_report_of_an_error() -> None:

@@ -17,12 +17,22 @@ from torchtitan_lite.cli.train_options import TrainOptions, checked_config, spli
 from torchtitan_lite.cli.train_processes import die_with_nproc, run_local_ranks
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.errors import ConfigError, UserError, exit_status_after, restart_may_help
+from torchtitan_lite.core.imports import imports_without_gc
 from torchtitan_lite.core.log import configure_logging, log_error_on_rank_0, logger
-from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
+from torchtitan_lite.core.rank.supervised import LIGHTHOUSE, RANK_CHANNEL
 from torchtitan_lite.core.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
     from torchtitan_lite.fault_tolerance.supervision.agent.worker import RecoveryHooks
+
+_IMPORTED_LATER = (
+    "torchtitan_lite.training.checks.constraints",
+    "torchtitan_lite.cli.train_rank",
+    "tokenizers",
+    # Imports torchft.
+    "torchtitan_lite.fault_tolerance.replica.joining",
+)
+"""What a rank imports when it needs it; the last only if there are other replicas."""
 
 
 def run_train(argv: Sequence[str]) -> int:
@@ -100,7 +110,8 @@ def train_rank(argv: Sequence[str], recovery: "RecoveryHooks | None" = None) -> 
     except UserError as error:
         log_error_on_rank_0(error)
         return _end_with(error, recovery)
-    from torchtitan_lite.cli.train_rank import run_rank
+    with imports_without_gc():
+        from torchtitan_lite.cli.train_rank import run_rank
 
     try:
         run_rank(config, argv, recovery)
@@ -121,13 +132,14 @@ def _end_with(error: UserError, recovery: "RecoveryHooks | None") -> int:
 def _serve(argv: Sequence[str]) -> int:
     """Train as the rank that the agent assigns to this process. Returns the exit status."""
     die_with_nproc()
-    from torchtitan_lite.fault_tolerance.supervision.agent.worker import serve
+    with imports_without_gc():
+        from torchtitan_lite.fault_tolerance.supervision.agent.worker import serve
 
     return serve(lambda recovery, changed: train_rank([*argv, *changed], recovery), _import_rank)
 
 
 def _import_rank() -> None:
     """Import what `train_rank` does."""
-    # The data imports tokenizers when it opens one.
-    for name in ("torchtitan_lite.cli.train_rank", "tokenizers"):
-        import_module(name)
+    with imports_without_gc():
+        for name in _IMPORTED_LATER if LIGHTHOUSE in os.environ else _IMPORTED_LATER[:-1]:
+            import_module(name)

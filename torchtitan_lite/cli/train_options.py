@@ -9,6 +9,7 @@ from torchtitan_lite.cli.parsers import similar_option, train_parser
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.problems import tables_with
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.imports import imports_without_gc
 from torchtitan_lite.fault_tolerance.supervision.launcher.plan import refuse_keys_of_replicas
 from torchtitan_lite.fault_tolerance.supervision.launcher.start_command import replica_arguments
 from torchtitan_lite.fault_tolerance.supervision.local_ranks import check_process_count
@@ -154,7 +155,8 @@ def checked_config(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
     Raises ConfigError."""
     config, file = parse_command_line(argv, usage=lambda: train_parser().format_help())
     # Imports torch, so typos in the file are reported before.
-    from torchtitan_lite.training.checks.constraints import check_against
+    with imports_without_gc():
+        from torchtitan_lite.training.checks.constraints import check_against
 
     check_against(config, world_size)
     return config, file

@@ -6,6 +6,7 @@ Each docstring states why the public API is not sufficient, and until when the f
 
 import ctypes
 import hashlib
+import inspect
 import itertools
 import json
 import sys
@@ -216,6 +217,32 @@ def foreach_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_norm(list(tensors), 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def keep_compiler_out_of_optimizers() -> None:
+    """Let torch's optimizers be built without importing the compiler, which takes half a second.
+
+    `add_param_group` is never compiled: its first call asks the compiler for such a function, and
+    keeps it as an attribute (2.11 to 2.13). Here it is the function itself; without that attribute,
+    nothing changes but the time. Needed until torch.optim imports the compiler only to compile.
+    """
+    function: Any = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    function.__dynamo_disable = function
+
+
+def step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
+    """Call `step` of an optimizer in a block without gradients, not importing the compiler.
+
+    torch's own optimizers wrap it in a function that imports the compiler, to end a graph there,
+    and calls hooks, of which there are none here (2.11 to 2.13). Needed until torch.optim imports
+    the compiler only to compile.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        optimizer.step()
+        return
+    with torch.profiler.record_function(f"Optimizer.step#{kind.__name__}.step"):
+        inspect.unwrap(kind.step)(optimizer)
+
+
 class RepeatableRecomputation:
     """Recomputation context of selective activation checkpointing, for regions that are recomputed
     more than once.
@@ -333,7 +360,8 @@ def with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Wrap a shard as `as_dtensor` does."""
     if spec.mesh.get_coordinate() is None:
         local = local.new_zeros((0,) * spec.ndim)
-    return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+    # Without `__init__`, which does nothing but import the compiler, half a second (2.13).
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 @lru_cache(maxsize=8192)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from torchtitan_lite.core.rng import generator
 from torchtitan_lite.distributed.redistribute import Box, local_box
@@ -62,10 +64,24 @@ def on_meta(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     dtype_before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutInit():
             return build()
     finally:
         torch.set_default_dtype(dtype_before)
+
+
+class _WithoutInit(TorchFunctionMode):
+    """Skips `torch.nn.init`. On the meta device it runs in Python, and the first call imports the
+    compiler, which takes half a second (torch 2.13)."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the tensor of an initialization as it is; other functions run."""
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def allocate_memory(

@@ -19,7 +19,13 @@ from torchtitan_lite.config.tables.optimizer import OPTIMIZERS, OptimizerConfig
 from torchtitan_lite.core.errors import ConfigError
 from torchtitan_lite.core.registry import REGISTRY, unknown_name
 from torchtitan_lite.distributed.device import Device
-from torchtitan_lite.distributed.torch_compat import as_dtensor, foreach_mul_, local_tensor
+from torchtitan_lite.distributed.torch_compat import (
+    as_dtensor,
+    foreach_mul_,
+    keep_compiler_out_of_optimizers,
+    local_tensor,
+    step_without_compiler,
+)
 from torchtitan_lite.optim.muon import Muon, Orthogonalization, sharded_orthogonalization
 from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.registered import registered_optimizer
@@ -214,6 +220,7 @@ class ShardedOptimizer:
         }
         # Their parameters are this rank's parts.
         self.inner: list[torch.optim.Optimizer] = []
+        keep_compiler_out_of_optimizers()
         self._inner_of: dict[nn.Parameter, torch.optim.Optimizer] = {}
         for make, groups in made:
             parameters = [parameter for group in groups for parameter in group["params"]]
@@ -248,7 +255,7 @@ class ShardedOptimizer:
         else:
             foreach_mul_([gradient for gradient in gradients if gradient.numel()], gradient_factor)
             for inner in self.inner:
-                inner.step()
+                step_without_compiler(inner)
         if not self._is_state_checked:
             self._check_state()
         self._update_averages(1 - self._ema_decay)
@@ -321,7 +328,7 @@ class ShardedOptimizer:
         for inner in self.inner:
             inner.grad_scale = grad_scale  # type: ignore[attr-defined]
             inner.found_inf = found_inf  # type: ignore[attr-defined]
-            inner.step()
+            step_without_compiler(inner)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -17,7 +17,6 @@ from torchtitan_lite.nn.spec import (
 )
 from torchtitan_lite.parallel.context import SequenceSharding, sequence_sharding
 from torchtitan_lite.parallel.fsdp import reshard
-from torchtitan_lite.parallel.pipeline import Pipeline
 from torchtitan_lite.parallel.pipeline_stages import plan_stages
 
 
@@ -39,6 +38,9 @@ def build_pipeline_schedule(
     if mesh.degrees.pp == 1:
         depth = len(spec.prediction_units)
         return GradientAccumulation(parts[0], loss, mesh, sharding, depth, training_loss)
+    # torch's pipelines import the compiler, which takes half a second.
+    from torchtitan_lite.parallel.pipeline import Pipeline
+
     return Pipeline(
         parts,
         plan_stages(spec, parallelism),

@@ -145,9 +145,11 @@ def _set_determinism(config: Config) -> None:
     if config.debug.deterministic:
         # cuBLAS reads it at its first call; without it, cuBLAS is not deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(
-        config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
-    )
+    # Each call imports the compiler, half a second, and it is off in a new process.
+    if config.debug.deterministic or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(
+            config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+        )
     rng.seed_everything(config.debug.seed or 0)
 
 

@@ -7,7 +7,6 @@ unwinds like any failed one, which leaves its snapshots in shared memory, and th
 standby.
 """
 
-import gc
 import os
 import signal
 import socket
@@ -133,9 +132,6 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
     except Exception as error:
         recovery.report(error)
         raise
-    # Freeze imported objects, so that later collections skip them.
-    gc.collect()
-    gc.freeze()
     lease = Lease()
     threading.Thread(target=_receive, args=(channel, recovery, lease, orders), daemon=True).start()
     channel.send(standby=True)
