@@ -232,11 +232,17 @@ def step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
     """Call `step` of an optimizer in a block without gradients, not importing the compiler.
 
     torch's own optimizers wrap it in a function that imports the compiler, to end a graph there,
-    and calls hooks, of which there are none here (2.11 to 2.13). Needed until torch.optim imports
-    the compiler only to compile.
+    and calls hooks (2.11 to 2.13). Without hooks, that function is left out. Needed until
+    torch.optim imports the compiler only to compile.
     """
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim."):
+    kind, module = type(optimizer), torch.optim.optimizer
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        module._global_optimizer_pre_hooks,
+        module._global_optimizer_post_hooks,
+    )
+    if any(hooks) or not kind.__module__.startswith("torch.optim."):
         optimizer.step()
         return
     with torch.profiler.record_function(f"Optimizer.step#{kind.__name__}.step"):

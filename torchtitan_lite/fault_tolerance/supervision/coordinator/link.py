@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
+from torchtitan_lite.core.addresses import loopback_address
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     MAX_CHARS,
     Answer,
@@ -89,7 +90,7 @@ class LocalLink(Link):
             machine=secrets.token_hex(16),
             sequence=0,
             name=f"replica {replica}" if num_replicas > 1 else "this machine",
-            address="127.0.0.1",
+            address=loopback_address(),
             run_id="",
             num_machines=num_replicas,
             num_replicas=num_replicas,
