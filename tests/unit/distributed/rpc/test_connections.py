@@ -61,7 +61,7 @@ def _connections(server: RpcServer) -> list[Any]:
     return [one for one in found if one.laddr.port == port and one.raddr]
 
 
-@pytest.mark.parametrize("content", [b"", _OPENING[:20], _OPENING])
+@pytest.mark.parametrize("content", [b"", _OPENING[:20], _OPENING], ids=["none", "part", "opening"])
 def test_strangers_are_bounded_and_disturb_nobody(server: RpcServer, content: bytes) -> None:
     with _client(server) as client:
         client.call("Echo", {}, 30)
@@ -75,7 +75,7 @@ def test_strangers_are_bounded_and_disturb_nobody(server: RpcServer, content: by
                 assert another.call("Echo", {"a": 2}, 30) == {"a": 2}
 
 
-@pytest.mark.parametrize("content", [b"", _OPENING])
+@pytest.mark.parametrize("content", [b"", _OPENING], ids=["none", "opening"])
 def test_a_stranger_is_cut_in_time(
     content: bytes, server: RpcServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,9 @@ A request contains a `Report` and a `Vote`, a response a `Claim` and, if the coo
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cache
 from typing import Any, Self
 
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
@@ -48,18 +49,24 @@ class FailureKind(StrEnum):
 class _Message:
     def to_json(self) -> dict[str, Any]:
         """Return the message as an object of JSON."""
-        return asdict(self)
+        # Flat, so that it need not be copied deeply.
+        return dict(vars(self))
 
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Self:
         """Parse an object. Raises ValueError."""
-        kinds = {field.name: field.type for field in fields(cls)}
+        kinds = _kinds(cls)
         if content.keys() != kinds.keys():
             raise ValueError(f"its fields are not those of a {cls.__name__}")
         values = {}
         for name, kind in kinds.items():
             values[name] = _checked(name, content[name], kind)
         return cls(**values)
+
+
+@cache
+def _kinds(message: type[_Message]) -> dict[str, Any]:
+    return {field.name: field.type for field in fields(message)}
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
