@@ -390,7 +390,7 @@ def listen(bind: str, name: str) -> list[socket.socket]:
     """Listen at all addresses of `bind`, at one port. Raises RpcError."""
     host, _, port = bind.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _LAST_PORT:
-        raise RpcError(f"{bind!r} is not HOST:PORT, such as 127.0.0.1:29510.")
+        raise RpcError(f"{bind!r} is not HOST:PORT, such as 127.0.0.1:29520.")
     try:
         places = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:

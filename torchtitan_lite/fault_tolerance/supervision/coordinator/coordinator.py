@@ -3,6 +3,7 @@
 Invariant: no clock and no I/O, as its parts.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 from torchtitan_lite.fault_tolerance.supervision.coordinator.leadership import Leadership
@@ -30,6 +31,10 @@ class Coordinator:
     def states(self) -> list[RunState]:
         """The state of each replica; empty if it does not lead."""
         return [] if self._run is None else self._run.states
+
+    def news(self, replica: int) -> Hashable:
+        """See `ReplicaCoordinator.news`."""
+        return None if self._run is None else self._run.news(replica)
 
     def may_decide(self, now_s: float) -> bool:
         """Return whether it leads, or no machine has ever reported."""

@@ -30,6 +30,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     CALL_S,
     LEASE_S,
     REPORT_S,
+    WAIT_S,
     lease_clock_s,
 )
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
@@ -82,12 +83,17 @@ class RemoteLink(Link):
         self._leased_s = self._beat_s = self._connected_s = 0.0
         self._wake = threading.Event()
         self._ended = False
+        self._revision: tuple[int, int] | None = None
+        """Replica and revision of the last answer; None if it has been waited for."""
+        self._answered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._waiter = threading.Thread(target=self._wait_for_news, name="news", daemon=True)
 
     def start(self) -> None:
         """Start to report."""
         self.beat()
         self._thread.start()
+        self._waiter.start()
 
     def beat(self) -> None:
         self._beat_s = time.monotonic()
@@ -125,12 +131,29 @@ class RemoteLink(Link):
                 self._send(lease_clock_s())
             self._wake.wait(REPORT_S)
 
+    def _wait_for_news(self) -> None:
+        """Report at once whenever the coordinator has decided something about the replica."""
+        while not self._ended and not self.rejection:
+            self._answered.wait(REPORT_S)
+            revision, self._revision = self._revision, None
+            self._answered.clear()
+            if revision is None:
+                continue
+            request = {"replica": revision[0], "revision": revision[1]}
+            try:
+                self._client.call("Wait", request, WAIT_S + CALL_S)
+            except RpcError:
+                # The reports say why.
+                continue
+            self._wake.set()
+
     def _send(self, now_s: float) -> None:
         try:
             response = self._client.call("Report", self._request(), CALL_S)
             claim = Claim.parse(response["claim"])
             voters = VoterList.parse(claim.voters)
             answer = Answer.parse(response["answer"]) if claim.leads else None
+            revision = int(response["revision"]) if claim.leads else 0
         except RpcError as error:
             # Once it has answered, an error may be due to its restart, after which a machine of
             # another run may have reached it first. A status without a proof decides nothing,
@@ -158,6 +181,8 @@ class RemoteLink(Link):
         if answer is not None:
             self.problem, self._reported = "", None
             self.answer, self._leased_s = answer, now_s
+            self._revision = answer.replica, revision
+            self._answered.set()
         elif not is_new:
             self._fail(claim.problem, "leads")
             self._reconnect(now_s)

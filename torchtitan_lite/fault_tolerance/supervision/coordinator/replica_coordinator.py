@@ -14,7 +14,7 @@ survive a restart is in the reports, so that none of it is stored.
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -253,6 +253,14 @@ class ReplicaCoordinator:
     @property
     def state(self) -> RunState:
         return self._state
+
+    @property
+    def news(self) -> Hashable:
+        """What its machines should learn of at once; a value that differs whenever that does."""
+        resize = self._resizes.resize
+        first = self._machines.get(self._members[0]) if self._members else None
+        port = 0 if first is None else (first.report.store_port, first.report.generation)
+        return self._state, self._generation, port, resize and (resize.id, resize.state)
 
     @property
     def not_before_s(self) -> float:

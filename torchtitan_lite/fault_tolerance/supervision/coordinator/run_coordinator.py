@@ -7,6 +7,7 @@ after the other.
 Invariants: as those of `replica_coordinator`, of which each replica has one.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
@@ -53,6 +54,10 @@ class RunCoordinator:
     def states(self) -> list[RunState]:
         """The state of each replica."""
         return [replica.state for replica in self._replicas]
+
+    def news(self, replica: int) -> Hashable:
+        """See `ReplicaCoordinator.news`."""
+        return self._replicas[replica].news
 
     def restart_s(self, replica: int) -> float:
         """Return when the next generation of a replica may start (time.monotonic())."""

@@ -3,7 +3,8 @@ run of several replicas."""
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from random import SystemRandom
 from typing import Any
 
@@ -29,7 +30,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
     Busy,
     Rejected,
 )
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import lease_clock_s
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import WAIT_S, lease_clock_s
 
 
 def coordinator_server(
@@ -56,6 +57,7 @@ def coordinator_server(
         own: dict[str, Handler] = {
             "Report": calls.report,
             "Leave": calls.leave,
+            "Wait": calls.wait,
             "Status": calls.status,
         }
         service = Service(Identity(SERVICE, secret, PURPOSE), own)
@@ -67,6 +69,10 @@ def coordinator_server(
     return RpcServer(bind, services, name="coordinator", on_stop=fail_calls)
 
 
+_PASS_S = 0.1
+"""Interval at which the news of all replicas are compared."""
+
+
 class _Calls:
     """Handlers of the calls, all on one event loop."""
 
@@ -76,6 +82,12 @@ class _Calls:
         self._shown: dict[int, tuple[RunState, int, int]] = {}
         self._claim: Claim | None = None
         """The last one."""
+        self._news: dict[int, Hashable] = {}
+        self._revisions: Counter[int] = Counter()
+        """Number of changes of the news of each replica."""
+        self._waiting: dict[int, set[asyncio.Future[None]]] = {}
+        """Machines that wait for the next change, by replica."""
+        self._next_pass_s = 0.0
 
     def report(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record the report of a machine, and return the answer to it."""
@@ -91,6 +103,7 @@ class _Calls:
         self._show(claim)
         if answer is None:
             return {"claim": claim.to_json()}
+        self._announce(answer.replica)
         shown = answer.state, answer.generation, answer.num_joined
         if self._shown.get(answer.replica) != shown:
             self._shown[answer.replica] = shown
@@ -103,7 +116,41 @@ class _Calls:
                 answer.joined,
                 f" ({answer.reason})" if answer.reason else "",
             )
-        return {"claim": claim.to_json(), "answer": answer.to_json()}
+        revision = self._revisions[answer.replica]
+        return {"claim": claim.to_json(), "answer": answer.to_json(), "revision": revision}
+
+    async def wait(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Wait until a machine should report because its replica has changed since the revision of
+        its last answer, or for a while."""
+        replica, revision = request.get("replica"), request.get("revision")
+        if type(replica) is not int or revision != self._revisions.get(replica, 0):
+            return {}
+        change = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(replica, set()).add(change)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await change
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting.get(replica, set()).discard(change)
+        return {}
+
+    def _announce(self, replica: int) -> None:
+        """Let the machines of this replica report if its news have changed; those of all replicas
+        now and then, because a report may change others, too."""
+        now_s, replicas = lease_clock_s(), [replica]
+        if now_s >= self._next_pass_s:
+            self._next_pass_s = now_s + _PASS_S
+            replicas = range(len(self._coordinator.states))
+        for number in replicas:
+            news = self._coordinator.news(number)
+            if self._news.get(number) != news:
+                self._news[number] = news
+                self._revisions[number] += 1
+                for change in self._waiting.pop(number, set()):
+                    if not change.done():
+                        change.set_result(None)
 
     def status(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the status of the coordinator and of its lighthouse, as the "quorum"."""

@@ -38,6 +38,8 @@ LEARN_S = ACKNOWLEDGED_S + LOST_S
 """Time after its election in which a coordinator gives away no place of a machine that it has not
 heard: the last answer of its predecessor may be ACKNOWLEDGED_S later than the election, and a lease
 is lost LOST_S after it."""
+WAIT_S = 20.0
+"""Longest time for which a machine waits for news in one call."""
 CALL_S = 2.0
 """Timeout of a report. A report per lease may fail."""
 BLOCKED_S = 2.0

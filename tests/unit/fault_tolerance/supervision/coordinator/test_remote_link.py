@@ -14,6 +14,7 @@ from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError, RpcStatus
 from torchtitan_lite.distributed.rpc.client import RpcClient
 from torchtitan_lite.distributed.rpc.server import RpcServer
+from torchtitan_lite.fault_tolerance.supervision.coordinator import leadership, replica_coordinator
 from torchtitan_lite.fault_tolerance.supervision.coordinator import remote_link as link_module
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     PURPOSE,
@@ -21,6 +22,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     Answer,
     Claim,
     Report,
+    RunState,
     Vote,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.remote_link import RemoteLink
@@ -31,14 +33,14 @@ _SECRET = "a secret of the tests"
 _ANSWER = tuple(field.name for field in fields(Answer))
 
 
-def _link(endpoint: str, run_id: str = "run") -> RemoteLink:
+def _link(endpoint: str, run_id: str = "run", num_machines: int = 1) -> RemoteLink:
     return RemoteLink(
         endpoint,
         _SECRET,
         address="127.0.0.1",
         name="a",
         run_id=run_id,
-        num_machines=1,
+        num_machines=num_machines,
         num_ranks=1,
         fingerprint="1-abc",
     )
@@ -231,3 +233,28 @@ def test_a_status_without_a_proof_does_not_end_a_machine(caplog: pytest.LogCaptu
             launch.wait_until(lambda: (link.beat(), link.answer)[1], 20)
             assert not link.rejection
             link.leave()
+
+
+def test_a_decision_reaches_all_machines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with their next report."""
+    monkeypatch.setattr(link_module, "REPORT_S", 5.0)
+    monkeypatch.setattr(leadership, "ACKNOWLEDGED_S", 60.0)
+    monkeypatch.setattr(replica_coordinator, "LEARN_S", 0.5)
+    with coordinator_server("127.0.0.1:0", _SECRET) as server:
+        links = [_link(server.address, num_machines=2) for _ in range(2)]
+        for link in links:
+            link.start()
+        launch.wait_until(lambda: all(link.answer for link in links), 10)
+        # They know the revision, and wait for the next one.
+        time.sleep(0.6)
+        began_s = time.monotonic()
+        links[0].update(name="another name")
+        for link in links:
+            launch.wait_until(lambda link=link: _state(link) is RunState.RUNNING, 3)
+        assert time.monotonic() < began_s + 3
+        for link in links:
+            link.leave()
+
+
+def _state(link: RemoteLink) -> RunState | None:
+    return None if link.answer is None else link.answer.state
