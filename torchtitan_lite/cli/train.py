@@ -25,15 +25,6 @@ from torchtitan_lite.core.standard_streams import make_streams_patient
 if TYPE_CHECKING:
     from torchtitan_lite.fault_tolerance.supervision.agent.worker import RecoveryHooks
 
-_IMPORTED_LATER = (
-    "torchtitan_lite.training.checks.constraints",
-    "torchtitan_lite.cli.train_rank",
-    "tokenizers",
-    # Imports torchft.
-    "torchtitan_lite.fault_tolerance.replica.joining",
-)
-"""What a rank imports when it needs it; the last only if there are other replicas."""
-
 
 def run_train(argv: Sequence[str]) -> int:
     """Train according to `argv`, in this process or in --nproc processes. Returns the exit
@@ -139,7 +130,14 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _import_rank() -> None:
-    """Import what `train_rank` does."""
+    """Import what `train_rank` does, some of it only when it needs it."""
     with imports_without_gc():
-        for name in _IMPORTED_LATER if LIGHTHOUSE in os.environ else _IMPORTED_LATER[:-1]:
+        for name in (
+            "torchtitan_lite.training.checks.constraints",
+            "torchtitan_lite.cli.train_rank",
+            "tokenizers",
+        ):
             import_module(name)
+        if LIGHTHOUSE in os.environ:
+            # With torchft.
+            import_module("torchtitan_lite.fault_tolerance.replica.joining")

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.torch_version import TorchVersion
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -235,12 +236,12 @@ def step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
     and calls hooks (2.11 to 2.13). Without hooks, that function is left out. Needed until
     torch.optim imports the compiler only to compile.
     """
-    kind, module = type(optimizer), torch.optim.optimizer
+    kind = type(optimizer)
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
-        module._global_optimizer_pre_hooks,
-        module._global_optimizer_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
     )
     if any(hooks) or not kind.__module__.startswith("torch.optim."):
         optimizer.step()
