@@ -4,6 +4,7 @@ Invariant: no clock and no I/O, as its parts.
 """
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 from torchtitan_lite.fault_tolerance.supervision.coordinator.leadership import Leadership
@@ -15,6 +16,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     Vote,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import report_interval_s
 
 
 class Coordinator:
@@ -59,7 +61,20 @@ class Coordinator:
         leads = self._leadership.leads(now_s)
         answer = run.report(report, now_s, is_outage=not leads)
         self._leadership.update(lambda: run.machines, now_s)
-        return self._leadership.claim(now_s), answer if leads else None
+        claim = self._leadership.claim(now_s)
+        if not self._leadership.is_voter(report.machine):
+            claim = replace(claim, report_s=report_interval_s(report.num_machines))
+        return claim, answer if leads else None
+
+    def restart_s(self, replica: int) -> float:
+        """See `RunCoordinator.restart_s`; 0 if it does not lead."""
+        return 0.0 if self._run is None else self._run.restart_s(replica)
+
+    def advance(self, replica: int, now_s: float) -> None:
+        """See `RunCoordinator.advance`; without effect if it does not lead."""
+        run = self._run if self._leadership.leads(now_s) else None
+        if run is not None and replica < len(run.states):
+            run.advance(replica, now_s)
 
     def leave(self, report: Report, vote: Vote, reason: str, now_s: float) -> None:
         """Forget a machine, see `ReplicaCoordinator.leave`."""

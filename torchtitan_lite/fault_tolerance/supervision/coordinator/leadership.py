@@ -121,6 +121,10 @@ class Leadership:
         if machine in self._voters.all and vote.term <= self.term:
             self._left.add(machine)
 
+    def is_voter(self, machine: str) -> bool:
+        """Return whether the acknowledgments of a machine count."""
+        return machine in self._voters.all
+
     def leads(self, now_s: float) -> bool:
         """Return whether it may decide, and grant leases."""
         return self.is_elected and self._has_acknowledgments(now_s)

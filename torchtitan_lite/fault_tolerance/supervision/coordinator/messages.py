@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Self
 
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import REPORT_S
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 SERVICE = "torchtitan_lite.Coordinator"
@@ -237,6 +238,8 @@ class Claim(_Message):
     """Whether the answer counts, and is a lease."""
     answered_s: float
     """Time of the answer by its own clock."""
+    report_s: float = REPORT_S
+    """Interval at which this machine should report."""
     voters: str = ""
     problem: str = ""
     """Why it does not lead."""

@@ -29,6 +29,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     BLOCKED_S,
     CALL_S,
     LEASE_S,
+    MAX_REPORT_S,
     REPORT_S,
     WAIT_S,
     lease_clock_s,
@@ -76,6 +77,7 @@ class RemoteLink(Link):
         )
         self._sequence = 0
         self._vote = Vote()
+        self._report_s = REPORT_S
         self.problem = "it has not answered yet"
         self._reported: object = RpcStatus.UNAVAILABLE
         """Status of the last failure that was logged; before the first answer, not that of a
@@ -129,7 +131,7 @@ class RemoteLink(Link):
             self._wake.clear()
             if time.monotonic() - self._beat_s <= BLOCKED_S:
                 self._send(lease_clock_s())
-            self._wake.wait(REPORT_S)
+            self._wake.wait(self._report_s)
 
     def _wait_for_news(self) -> None:
         """Report at once whenever the coordinator has decided something about the replica."""
@@ -178,6 +180,7 @@ class RemoteLink(Link):
             answered_s=claim.answered_s,
             voters=claim.voters if is_newer else self._vote.voters,
         )
+        self._report_s = min(max(REPORT_S, claim.report_s), MAX_REPORT_S)
         if answer is not None:
             self.problem, self._reported = "", None
             self.answer, self._leased_s = answer, now_s

@@ -77,6 +77,10 @@ class RunCoordinator:
             "replicas": [replica.status(now_s) for replica in self._replicas] if reports else [],
         }
 
+    def advance(self, replica: int, now_s: float) -> None:
+        """Decide what follows for a replica from the time alone."""
+        self._replicas[replica].advance(now_s)
+
     def report(self, report: Report, now_s: float, *, is_outage: bool = False) -> Answer:
         """Record a report and return the answer. `is_outage`: whether machines that are silent may
         be so because of the network of this coordinator. Raises Rejected or Busy."""

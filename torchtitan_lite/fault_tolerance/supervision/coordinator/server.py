@@ -20,6 +20,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.leadership import n
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     PURPOSE,
     SERVICE,
+    Answer,
     Claim,
     Report,
     RunState,
@@ -88,6 +89,8 @@ class _Calls:
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         """Machines that wait for the next change, by replica."""
         self._next_pass_s = 0.0
+        self._delayed: set[int] = set()
+        """Replicas about which is decided when their delay is over."""
 
     def report(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record the report of a machine, and return the answer to it."""
@@ -104,6 +107,7 @@ class _Calls:
         if answer is None:
             return {"claim": claim.to_json()}
         self._announce(answer.replica)
+        self._schedule(answer)
         shown = answer.state, answer.generation, answer.num_joined
         if self._shown.get(answer.replica) != shown:
             self._shown[answer.replica] = shown
@@ -135,6 +139,19 @@ class _Calls:
         finally:
             self._waiting.get(replica, set()).discard(change)
         return {}
+
+    def _schedule(self, answer: Answer) -> None:
+        """Decide about a replica when the delay of its next generation is over, and not only with
+        the next report."""
+        left_s = self._coordinator.restart_s(answer.replica) - lease_clock_s()
+        if answer.state is RunState.FORMING and left_s > 0 and answer.replica not in self._delayed:
+            self._delayed.add(answer.replica)
+            asyncio.get_running_loop().call_later(left_s, self._decide, answer.replica)
+
+    def _decide(self, replica: int) -> None:
+        self._delayed.discard(replica)
+        self._coordinator.advance(replica, lease_clock_s())
+        self._announce(replica)
 
     def _announce(self, replica: int) -> None:
         """Let the machines of this replica report if its news have changed; those of all replicas

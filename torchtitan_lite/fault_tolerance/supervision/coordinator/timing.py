@@ -15,6 +15,10 @@ import time
 
 REPORT_S = 0.5
 """Interval of the reports of a machine."""
+MAX_REPORT_S = 1.5
+"""The same for machines of a large run that are not voters."""
+REPORTS_PER_S = 2000
+"""Reports that a coordinator receives at most, up to the run for which that takes MAX_REPORT_S."""
 LEASE_S = 4.0
 """Time without an answer after which a machine must stop its ranks. Counted from when the last
 answered report was sent."""
@@ -44,6 +48,11 @@ CALL_S = 2.0
 """Timeout of a report. A report per lease may fail."""
 BLOCKED_S = 2.0
 """Time after which an agent whose main loop does not run stops to report."""
+
+
+def report_interval_s(num_machines: int) -> float:
+    """Return the interval of the reports of a machine that is not a voter."""
+    return min(max(REPORT_S, num_machines / REPORTS_PER_S), MAX_REPORT_S)
 
 
 def lease_clock_s() -> float:

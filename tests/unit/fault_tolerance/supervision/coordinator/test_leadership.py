@@ -3,8 +3,19 @@
 import pytest
 
 from tests.unit.fault_tolerance.supervision.coordinator.several_coordinators import World
-from torchtitan_lite.fault_tolerance.supervision.coordinator.leadership import Leadership
-from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import Vote, VoterList
+from torchtitan_lite.fault_tolerance.supervision.coordinator.coordinator import Coordinator
+from torchtitan_lite.fault_tolerance.supervision.coordinator.leadership import (
+    Leadership,
+)
+from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import Report, Vote, VoterList
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
+    ACKNOWLEDGED_S,
+    CALL_S,
+    LEASE_S,
+    MAX_REPORT_S,
+    REPORT_S,
+    report_interval_s,
+)
 
 _SHAPES = ((2, 1, 1), (2, 1, 2), (3, 2, 1), (4, 2, 2), (12, 3, 3))
 """Numbers of machines that train, of spare ones and of replicas."""
@@ -218,3 +229,29 @@ def test_a_claim_names_what_is_missing() -> None:
 def test_a_malformed_list_of_voters_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a list of voters|invalid literal"):
         VoterList.parse(text)
+
+
+def test_machines_of_a_large_run_report_less_often() -> None:
+    assert report_interval_s(100) == REPORT_S and report_interval_s(2000) == 1.0
+    # A report may fail within a lease, and what a voter acknowledges twice must not be too old.
+    assert report_interval_s(10**6) + CALL_S < LEASE_S and 3 * REPORT_S < ACKNOWLEDGED_S
+
+
+def test_voters_of_a_large_run_report_as_often_as_ever() -> None:
+    coordinator = Coordinator(5 << 20, is_sole=True)
+    intervals = []
+    for name in ("a", "b"):
+        report = Report(
+            machine=name,
+            sequence=1,
+            name=name,
+            address="10.0.0.1",
+            run_id="run",
+            num_machines=4000,
+            num_ranks=8,
+            mesh="8",
+            fingerprint="2-abc",
+        )
+        intervals.append(coordinator.report(report, Vote(), 10.0)[0].report_s)
+    # The first one is the only voter yet.
+    assert intervals == [REPORT_S, MAX_REPORT_S]

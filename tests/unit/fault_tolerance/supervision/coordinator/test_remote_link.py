@@ -21,6 +21,8 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     SERVICE,
     Answer,
     Claim,
+    FailureKind,
+    NodeState,
     Report,
     RunState,
     Vote,
@@ -258,3 +260,25 @@ def test_a_decision_reaches_all_machines_at_once(monkeypatch: pytest.MonkeyPatch
 
 def _state(link: RemoteLink) -> RunState | None:
     return None if link.answer is None else link.answer.state
+
+
+def test_the_next_generation_does_not_wait_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the delay of a restart, the coordinator decides by itself."""
+    monkeypatch.setattr(link_module, "REPORT_S", 5.0)
+    monkeypatch.setattr(leadership, "ACKNOWLEDGED_S", 60.0)
+    monkeypatch.setattr(replica_coordinator, "LEARN_S", 0.5)
+    with coordinator_server("127.0.0.1:0", _SECRET) as server:
+        link = _link(server.address)
+        link.start()
+        launch.wait_until(lambda: link.answer, 10)
+        time.sleep(0.6)
+        link.update(name="another name")
+        launch.wait_until(lambda: _state(link) is RunState.RUNNING, 3)
+        joined = {"generation": 1, "replica": 0, "node_rank": 0, "seen_generation": 1}
+        link.update(phase=NodeState.JOINED, **joined)
+        time.sleep(0.3)
+        link.update(phase=NodeState.FAILED, failure=FailureKind.DEATH, failure_text="killed")
+        launch.wait_until(lambda: _state(link) is RunState.FORMING, 3)
+        link.update(phase=NodeState.STANDBY)
+        launch.wait_until(lambda: link.answer is not None and link.answer.generation == 2, 3)
+        link.leave()
