@@ -77,6 +77,10 @@ TITLES = {
         "A lost machine",
         "none; most of the time is the lease of the machine",
     ),
+    "control_plane": (
+        "The coordinator with many machines",
+        "none; simulated machines, all in one process at one address",
+    ),
     "gpu": ("A step on a GPU", "torchtitan 0.2.2's own trainer, on one GPU"),
     "convert": (
         "Hugging Face conversion",

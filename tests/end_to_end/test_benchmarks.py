@@ -22,6 +22,7 @@ _NUM_ROWS = {
     "buddies": 2,
     "lost_machine": 2,
     "failures": 3,
+    "control_plane": 7,
 }
 _NEEDS_ROOT = {"buddies", "lost_machine"}
 _KEYS = ["case", "metric", "unit", "ours", "floor", "peer", "goal", "met", "kind"]
