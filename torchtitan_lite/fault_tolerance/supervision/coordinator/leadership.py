@@ -80,9 +80,10 @@ class Leadership:
         if vote.term > self.term and (not self._acknowledged or not vote.has_lease):
             # This coordinator has just been started, or the other one does not serve the machine.
             self._resign((vote.term // _SALTS + 1) * _SALTS + self.term % _SALTS)
-        self._learn_voters(machine, VoterList.parse(vote.voters), now_s)
+        reported = VoterList.parse(vote.voters)
+        self._learn_voters(machine, reported, now_s)
         if vote.term == self.term:
-            self._acknowledge(machine, vote)
+            self._acknowledge(machine, vote.answered_s, reported.version)
         if not self.is_elected and self._has_acknowledgments(now_s):
             self._elected_s = now_s
 
@@ -104,10 +105,10 @@ class Leadership:
         if is_newer or machine in self._voters.all:
             self._heard_s = now_s
 
-    def _acknowledge(self, machine: str, vote: Vote) -> None:
+    def _acknowledge(self, machine: str, answered_s: float, voters: tuple[int, int]) -> None:
         known = self._acknowledged.setdefault(machine, _Acknowledgment(0.0, (0, 0)))
-        known.answered_s = max(known.answered_s, vote.answered_s)
-        known.voters = max(known.voters, VoterList.parse(vote.voters).version)
+        known.answered_s = max(known.answered_s, answered_s)
+        known.voters = max(known.voters, voters)
 
     def _resign(self, term: int) -> None:
         """End the leadership, and offer `term`."""

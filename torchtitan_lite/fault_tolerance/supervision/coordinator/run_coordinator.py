@@ -27,13 +27,11 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     LEASE_S,
     LOST_S,
     OUTAGE_S,
+    PASS_S,
 )
 
 _MAX_REPLICAS = 1024
 _FEW_MACHINES = 64
-_PASS_S = 0.1
-"""Interval of the decisions that concern all machines, if there are more: a report that says
-nothing new must not cost more the more there are."""
 
 
 class RunCoordinator:
@@ -138,7 +136,7 @@ class RunCoordinator:
             for replica in self._replicas:
                 replica.end_with_run(report.machines_per_replica)
         num_machines = sum(len(replica.reports) for replica in self._replicas)
-        self._next_pass_s = now_s + (_PASS_S if num_machines > _FEW_MACHINES else 0.0)
+        self._next_pass_s = now_s + (PASS_S if num_machines > _FEW_MACHINES else 0.0)
 
     def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, see `ReplicaCoordinator.leave`."""

@@ -31,7 +31,11 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
     Busy,
     Rejected,
 )
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import WAIT_S, lease_clock_s
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
+    PASS_S,
+    WAIT_S,
+    lease_clock_s,
+)
 
 
 def coordinator_server(
@@ -68,10 +72,6 @@ def coordinator_server(
         lighthouse[0].close()
 
     return RpcServer(bind, services, name="coordinator", on_stop=fail_calls)
-
-
-_PASS_S = 0.1
-"""Interval at which the news of all replicas are compared."""
 
 
 class _Calls:
@@ -158,7 +158,7 @@ class _Calls:
         now and then, because a report may change others, too."""
         now_s, replicas = lease_clock_s(), [replica]
         if now_s >= self._next_pass_s:
-            self._next_pass_s = now_s + _PASS_S
+            self._next_pass_s = now_s + PASS_S
             replicas = range(len(self._coordinator.states))
         for number in replicas:
             news = self._coordinator.news(number)

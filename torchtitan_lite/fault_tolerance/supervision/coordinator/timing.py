@@ -42,6 +42,9 @@ LEARN_S = ACKNOWLEDGED_S + LOST_S
 """Time after its election in which a coordinator gives away no place of a machine that it has not
 heard: the last answer of its predecessor may be ACKNOWLEDGED_S later than the election, and a lease
 is lost LOST_S after it."""
+PASS_S = 0.1
+"""Interval at which all replicas of a large run are looked at: a report that says nothing new must
+not cost more the more there are."""
 WAIT_S = 20.0
 """Longest time for which a machine waits for news in one call."""
 CALL_S = 2.0
