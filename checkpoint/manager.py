@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.core.output_fence import withholds_outputs
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_earlier_writers
 from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
@@ -108,7 +109,9 @@ class CheckpointManager:
         """Load the state that this run resumes from and return its location; None to start from
         scratch. Raises as `Restorer.restore` does."""
         has_snapshots = not self._discard_superseded_snapshots() and self._may_be_async
-        restorer = Restorer(self._context, repairs=self._can_save, has_snapshots=has_snapshots)
+        # The writer of a machine that is probably lost may still commit.
+        repairs = self._can_save and not withholds_outputs()
+        restorer = Restorer(self._context, repairs=repairs, has_snapshots=has_snapshots)
         restored = restorer.restore()
         self.stored_before = restorer.newest_seen
         if restored is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.core.output_fence import wait_for_outputs
 from torchtitan_lite.checkpoint.background.save import (
     SINGLE_REPLICA,
     WriterGroup,
@@ -122,6 +123,7 @@ class SynchronousSaver:
         Raises CheckpointError on all ranks if one of them cannot write; its files are removed, and
         older checkpoints are unaffected.
         """
+        wait_for_outputs()
         context, state = self._context, self._context.state
         mesh, storage, step = context.mesh, context.storage, state.step
         if self._is_first and mesh.is_leader and not context.is_shared:

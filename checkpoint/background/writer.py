@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.core.output_fence import wait_for_outputs
 from torchtitan_lite.checkpoint.background.channel import WriterChannel, WriterSettings
 from torchtitan_lite.checkpoint.background.flush import (
     GracePeriod,
@@ -83,6 +84,7 @@ class Writer:
 
     def run(self) -> None:
         """Work until the trainer stops or dies, and finish saves in progress."""
+        wait_for_outputs()
         if self._save.about.is_leader and self._settings.recovers:
             try:
                 attempts.recover(self._storage, self._save.about.generation_id)

@@ -1,7 +1,8 @@
 """Output files that never end training.
 
 If a disk is full, read-only or gone, records wait in bounded memory and are written in their order
-when the disk accepts them again. Invariant: a file holds whole records, each once.
+when the disk accepts them again. So do those of a generation that must not write yet, see
+`output_fence`. Invariant: a file holds whole records, each once.
 """
 
 import errno
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import wait_for_outputs, withholds_outputs
 
 _MAX_WAITING_BYTES = 4 << 20
 """Limit of the records of a file that wait in memory. Beyond it, the oldest are lost."""
@@ -146,6 +148,8 @@ class RecordFile:
 
     def flush(self) -> None:
         """Write the records that wait."""
+        if withholds_outputs():
+            return
         num_late = len(self._waiting)
         try:
             self._open()
@@ -163,6 +167,8 @@ class RecordFile:
 
     def close(self) -> None:
         """Write what waits, if possible, and close the file."""
+        if self._waiting:
+            wait_for_outputs()
         self.flush()
         self._close()
 

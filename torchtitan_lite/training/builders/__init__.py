@@ -15,11 +15,13 @@ from torchtitan_lite.core import rng
 from torchtitan_lite.core.diagnosis import recording_diagnoses, report_text
 from torchtitan_lite.core.errors import UserError
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import wait_for_outputs
 from torchtitan_lite.core.output_files import OutputFaults
 from torchtitan_lite.core.outputs import output_folder
 from torchtitan_lite.core.phases import PhaseListener, Phases
 from torchtitan_lite.core.preemption import StopRequest
 from torchtitan_lite.core.rank.supervised import announce, is_restarted
+from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.data import OpenedData, open_data, share_streams_on_node
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
@@ -106,6 +108,8 @@ def build(
             phases=phases,
             stack=stack,
         )
+        if _has_prompt_outputs(config):
+            wait_for_outputs()
         metrics = stack.enter_context(_open_metrics(run, restored))
         has_samples = config.validation.enable and config.validation.samples > 0
         text_generator = build_text_generator(config, spec, data, mesh) if has_samples else None
@@ -206,6 +210,23 @@ def _build_data(config: Config, spec: ModelSpec, mesh: Mesh, stack: ExitStack) -
     if node is not None:
         stack.callback(node.stop)
     return data
+
+
+def _has_prompt_outputs(config: Config) -> bool:
+    """Whether the run has outputs that can neither wait in memory nor be delayed: replicas commit
+    steps together, and the others are read while it trains, or written by code of users."""
+    metrics, profiling = config.metrics, config.profiling
+    return bool(
+        config.fault_tolerance.enable
+        or config.publish.enable
+        or metrics.enable_wandb
+        or metrics.prometheus_port
+        or config.debug.sample_ledger
+        or profiling.enable_profiling
+        or profiling.enable_memory_snapshot
+        or REGISTRY.hooks
+        or REGISTRY.sinks
+    )
 
 
 def _open_metrics(run: RunContext, restored: RestoredState) -> Metrics:

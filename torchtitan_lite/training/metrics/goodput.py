@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import withholds_outputs
 from torchtitan_lite.core.output_files import OutputFaults
 from torchtitan_lite.core.outputs import EARLIER_GOODPUT_FILE, GOODPUT_FILE
 from torchtitan_lite.core.phases import Phase
@@ -273,6 +274,8 @@ class GoodputTracker:
     def _write(self) -> None:
         """Replace the file in one rename, with the current attempt as if it ended here."""
         self._written_ns = self._since_ns
+        if withholds_outputs():
+            return
         attempt = self._attempt_if_ended_now()
         step = max(self._step, self._time_by_step.highest)
         content = {

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Set
 
+from torchtitan_lite.core.output_fence import lease_clock_s
 from torchtitan_lite.core.rank.processes import (
     Subreaper,
     become_subreaper,
@@ -19,7 +20,6 @@ from torchtitan_lite.core.rank.processes import (
     is_writer,
     signal_process,
 )
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import lease_clock_s
 
 _CHECK_S = 0.1
 _REAP_S = 0.5

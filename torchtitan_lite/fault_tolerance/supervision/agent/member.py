@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import OUTPUTS_AFTER, lease_clock_s
 from torchtitan_lite.core.rank.supervised import GENERATION, GENERATION_STARTED, rank_environment
 from torchtitan_lite.fault_tolerance.supervision.agent.lease import Writers
 from torchtitan_lite.fault_tolerance.supervision.agent.process_pool import (
@@ -45,7 +46,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     LEASE_S,
     STANDBY_S,
     STOP_S,
-    lease_clock_s,
+    WITHHELD_S,
 )
 from torchtitan_lite.fault_tolerance.supervision.local_ranks import forwarded_signal
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
@@ -125,6 +126,9 @@ class Member:
         """Address of the store of the generation."""
         self._listener: socket.socket | None = None
         """Where rank 0 opens the store of the generation."""
+        self._outputs_after_s = 0.0
+        """When the ranks of the generation may write what others see, unless an answer allows it
+        before (`lease_clock_s`)."""
         self._starting: set[int] = set()
         """Ranks that have not been ordered to train in this generation."""
         self._until_s = 0.0
@@ -287,6 +291,9 @@ class Member:
             self._excepted = None
             self._pool.forget_exited()
             self._generation = answer.generation
+            self._outputs_after_s = 0.0
+            if answer.withholds_outputs:
+                self._outputs_after_s = lease_clock_s() + WITHHELD_S
             # The ranks of the former generation may have left before they could follow a signal.
             self._num_forwarded = 0
             self._close_listener()
@@ -377,6 +384,7 @@ class Member:
                 generation=generation,
             ),
             GENERATION: str(generation),
+            OUTPUTS_AFTER: str(self._outputs_after_s),
             **({GENERATION_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
             **self._generation_environment(self._generation),
         }
@@ -413,6 +421,7 @@ class Member:
         self._resizing.answer_request(answer, is_spare=self._is_spare(answer))
         if self._finishes():
             return
+        self._allow_outputs(answer)
         self._resizing.prepare(answer, is_stopping=bool(self._requests))
         self._forward_signals()
         ranks = self._pool.ranks.values()
@@ -423,7 +432,7 @@ class Member:
                 self._report_failure(failure)
         elif all(process.state is RankState.ENDED for process in ranks):
             self._report_end()
-        elif all(process.has_progress for process in ranks):
+        elif self._outputs_after_s == 0 and all(process.has_progress for process in ranks):
             self._report_progress()
             # Only now, because their imports would compete with the start of the ranks.
             self._pool.start_spares()
@@ -464,6 +473,16 @@ class Member:
                 "whether those of the others have: see their logs."
             )
             self._end_processes()
+
+    def _allow_outputs(self, answer: Answer) -> None:
+        """Let the ranks write what they have withheld, once no machine has a lease of an earlier
+        generation."""
+        is_present = answer.generation == self._generation and answer.state is RunState.RUNNING
+        is_allowed = is_present and not answer.withholds_outputs
+        if self._outputs_after_s and (is_allowed or lease_clock_s() >= self._outputs_after_s):
+            are_accepted = [process.allow_outputs() for process in self._pool.ranks.values()]
+            if all(are_accepted):
+                self._outputs_after_s = 0.0
 
     def _report_progress(self) -> None:
         """Report that all ranks have committed a step."""

@@ -120,6 +120,11 @@ class RankProcess:
             has_listener=listener is not None,
         )
 
+    def allow_outputs(self) -> bool:
+        """Let the process write what it has withheld, see `core.output_fence`. Returns whether the
+        message was accepted: a process that does not read must not block the agent."""
+        return self._channel.offer(outputs=True)
+
     def renew_lease(self, until_s: float) -> None:
         """Allow the process to train until then (`lease_clock_s`). Without a call, forever. A
         process that does not read must not block the agent: it misses renewals."""

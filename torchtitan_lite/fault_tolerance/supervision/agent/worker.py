@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from torchtitan_lite.core.errors import UserError, is_transient
+from torchtitan_lite.core.output_fence import OUTPUTS_AFTER, allow_outputs
 from torchtitan_lite.core.preemption import TrainingAborted
 from torchtitan_lite.core.rank.supervised import (
     RANK_CHANNEL,
@@ -195,7 +196,12 @@ def _receive(
                 recovery.order_to_leave()
             elif "lease" in order:
                 lease.renew(float(order["lease"]))
+            elif "outputs" in order:
+                allow_outputs()
             else:
+                if "start" in order:
+                    # Here, because outputs may be allowed before the main thread has the order.
+                    os.environ[OUTPUTS_AFTER] = order["start"].pop(OUTPUTS_AFTER)
                 orders.put(order)
     orders.put(None)
 

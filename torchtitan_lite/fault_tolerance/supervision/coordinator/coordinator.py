@@ -76,6 +76,17 @@ class Coordinator:
         if run is not None and replica < len(run.states):
             run.advance(replica, now_s)
 
+    def disconnected(self, machine: str, now_s: float) -> None:
+        """See `RunCoordinator.disconnected`."""
+        if self._run is not None:
+            self._run.disconnected(machine, now_s)
+
+    def check(self, now_s: float) -> None:
+        """See `RunCoordinator.check`; without effect if it does not lead."""
+        run = self._run if self._leadership.leads(now_s) else None
+        if run is not None:
+            run.check(now_s)
+
     def leave(self, report: Report, vote: Vote, reason: str, now_s: float) -> None:
         """Forget a machine, see `ReplicaCoordinator.leave`."""
         self._leadership.leave(report.machine, vote, now_s)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan_lite.core.addresses import loopback_address
+from torchtitan_lite.core.output_fence import lease_clock_s
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     MAX_CHARS,
     Answer,
@@ -19,7 +20,6 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
     Rejected,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import lease_clock_s
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
 _REPORT_S = 0.05

@@ -202,6 +202,9 @@ class Answer(_Message):
     """Names of the machines that have joined the replica."""
     mesh: str = ""
     """Mesh of the generation."""
+    withholds_outputs: bool = False
+    """Whether the generation must not write what others see yet: a machine that was probably lost
+    may still have a lease."""
     resize: str = ""
     """Id of the present resize; empty if there is none."""
     resize_mesh: str = ""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError, RpcStatus
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import lease_clock_s
 from torchtitan_lite.distributed.rpc.client import RpcClient
 from torchtitan_lite.fault_tolerance.supervision.coordinator.link import Link
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
@@ -32,7 +33,6 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     MAX_REPORT_S,
     REPORT_S,
     WAIT_S,
-    lease_clock_s,
 )
 from torchtitan_lite.fault_tolerance.supervision.resize_request import RunMesh
 
@@ -141,12 +141,14 @@ class RemoteLink(Link):
             self._answered.clear()
             if revision is None:
                 continue
-            request = {"replica": revision[0], "revision": revision[1]}
-            try:
+            request = {
+                "replica": revision[0],
+                "revision": revision[1],
+                "machine": self.report.machine,
+            }
+            # The next report says why it fails; a machine whose connection broke must send it soon.
+            with suppress(RpcError):
                 self._client.call("Wait", request, WAIT_S + CALL_S)
-            except RpcError:
-                # The reports say why.
-                continue
             self._wake.set()
 
     def _send(self, now_s: float) -> None:

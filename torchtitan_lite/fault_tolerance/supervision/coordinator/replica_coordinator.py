@@ -14,7 +14,7 @@ survive a restart is in the reports, so that none of it is stored.
 
 import math
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     ALL_LOST_S,
     LEARN_S,
     LOST_S,
+    QUIET_S,
+    REPORT_S,
+    SUSPECT_S,
+    report_interval_s,
 )
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import (
@@ -127,6 +131,8 @@ class ReplicaCoordinator:
         self._policy = self._rules.policy(self._replica)
         self._state = RunState.REBUILDING
         self._learn_s = learn_s
+        self._leases_until_s = 0.0
+        """When the leases of all machines whose places were given away have certainly ended."""
         self._first_report_s: float | None = None
         self._first_member_s: float | None = None
         """Time of the first report of a member of the last generation, while it is learned."""
@@ -245,9 +251,11 @@ class ReplicaCoordinator:
         """Whether its ranks have taken the last step of the run."""
         return self._state is RunState.ENDED and not self._status
 
-    def end_with_run(self, size: int) -> None:
+    def end_with_run(self) -> None:
         """End it, if it waits for machines, because another replica has finished the run."""
-        if self._state is RunState.FORMING and self.num_missing(size) > 0:
+        reports = self.reports
+        is_short = not reports or self.num_missing(reports[0].machines_per_replica) > 0
+        if self._state is RunState.FORMING and is_short:
             self._end(0, "another replica has finished the run")
 
     @property
@@ -307,10 +315,15 @@ class ReplicaCoordinator:
         """Return whether ranks of it may start, train, or not have returned to standby."""
         # Machines that have not reached a restarted coordinator yet may have leases.
         is_unknown = self._state is RunState.REBUILDING and now_s < self._started_s + LEARN_S
-        joins = any(entry.report.sequence < entry.joins_until for entry in self._machines.values())
+        joins = any(map(self._may_join, self._machines.values()))
         is_running = self._state is RunState.RUNNING
         is_busy = any(report.is_busy for report in self.reports)
-        return is_unknown or is_running or joins or is_busy
+        return is_unknown or is_running or joins or is_busy or now_s < self._leases_until_s
+
+    def _may_join(self, entry: _Machine) -> bool:
+        """Return whether a machine may have joined the generation without having reported it."""
+        report = entry.report
+        return report.generation < self._generation and report.sequence < entry.joins_until
 
     def training_members(self) -> list[Report] | None:
         """Return the members of its generation, none if it waits for machines; None unless all
@@ -367,6 +380,41 @@ class ReplicaCoordinator:
                 if machine in self._members:
                     self._lost.append(entry.report.name)
 
+    def suspect(
+        self, now_s: float, *, except_for: str, breaks: Mapping[str, float], steady_since_s: float
+    ) -> None:
+        """Forget members that are probably lost, if spare machines can take their places at once.
+        `breaks` are the times at which connections broke, by machine; the silence of one counts
+        from `steady_since_s`. The next generation must wait with what others see."""
+        if self._state not in (RunState.RUNNING, RunState.FORMING):
+            return
+        suspects = [
+            machine
+            for machine in self._node_ranks
+            if machine in self._machines
+            and machine != except_for
+            and (machine in breaks or self._is_silent(machine, now_s, steady_since_s))
+        ]
+        spares = [
+            machine
+            for machine in self._ranked()
+            if machine not in self._node_ranks and now_s - self._machines[machine].heard_s < QUIET_S
+        ]
+        while len(spares) < len(suspects) and (borrowed := self._borrow(self)):
+            spares += borrowed
+        if len(spares) < len(suspects):
+            return
+        for machine in suspects:
+            entry = self._machines.pop(machine)
+            self._lost.append(entry.report.name)
+            self._leases_until_s = max(self._leases_until_s, entry.heard_s + LOST_S)
+
+    def _is_silent(self, machine: str, now_s: float, steady_since_s: float) -> bool:
+        """Return whether a machine has not reported for so long that it is probably lost."""
+        entry = self._machines[machine]
+        interval_s = report_interval_s(entry.report.num_machines)
+        return now_s - max(entry.heard_s, steady_since_s) > SUSPECT_S + interval_s - REPORT_S
+
     def advance(self, now_s: float) -> None:
         """Decide what follows from the reports and from the time."""
         self._joined = ", ".join(sorted(report.name for report in self.reports))[:1000]
@@ -376,6 +424,13 @@ class ReplicaCoordinator:
             self._watch(now_s)
         if self._state is RunState.FORMING and self._machines:
             self._form(now_s)
+        # Members of an earlier generation that another coordinator has given up, and that this one
+        # did not know when it renewed their leases.
+        for entry in self._machines.values():
+            report = entry.report
+            is_own = report.is_busy and report.replica == self._replica
+            if is_own and report.generation < self._generation:
+                self._leases_until_s = max(self._leases_until_s, entry.heard_s + LOST_S)
 
     def _rebuild(self, now_s: float) -> None:
         """Learn the last generation from the reports."""
@@ -471,7 +526,7 @@ class ReplicaCoordinator:
     def _form(self, now_s: float) -> None:
         """Start the next generation if there are enough machines, all of them on standby."""
         former = [self._machines[m] for m in self._members if m in self._machines]
-        if any(report.is_busy for report in self.reports):
+        if any(entry.report.is_busy or self._may_join(entry) for entry in self._machines.values()):
             return
         if not self._is_judged:
             self._is_judged = True
@@ -654,7 +709,7 @@ class ReplicaCoordinator:
     def _end(self, status: int, reason: str) -> None:
         self._state, self._status, self._reason = RunState.ENDED, status, reason
 
-    def answer(self, machine: str) -> Answer:
+    def answer(self, machine: str, now_s: float) -> Answer:
         """Return the answer to the last report of a machine."""
         members, entry = self._members, self._machines.get(machine)
         is_seated = self._state is RunState.RUNNING and machine in self._node_ranks
@@ -682,6 +737,8 @@ class ReplicaCoordinator:
             num_joined=len(self._machines),
             joined=self._joined,
             mesh=self._resizes.mesh,
+            # Machines of which a restarted coordinator knows nothing may have leases, too.
+            withholds_outputs=now_s < max(self._leases_until_s, self._started_s + self._learn_s),
             resize=resize.id if resize else "",
             resize_mesh=resize.mesh if resize else "",
             resize_state=resize.state if resize else ResizeState.ACCEPTED,

@@ -7,6 +7,7 @@ after the other.
 Invariants: as those of `replica_coordinator`, of which each replica has one.
 """
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -24,10 +25,12 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.resize_coordinator 
     ResizeCoordinator,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
+    BROKEN_S,
     LEASE_S,
     LOST_S,
     OUTAGE_S,
     PASS_S,
+    QUIET_S,
 )
 
 _MAX_REPLICAS = 1024
@@ -45,6 +48,12 @@ class RunCoordinator:
         """Replicas of machines when they were last looked for."""
         self._contact_s = self._outage_ended_s = now_s
         """When a machine that may train last reported, and when such a report ended an outage."""
+        self._steady_since_s = now_s
+        """When such a report ended a silence of all of them."""
+        self._breaks: dict[str, float] = {}
+        """When the connections of machines broke that have not reported since."""
+        self._many_broke_s = -math.inf
+        """When those of several machines were broken last."""
         self._next_pass_s = now_s
         self._add_replica(now_s)
 
@@ -90,8 +99,11 @@ class RunCoordinator:
                 f"is at most {_MAX_REPLICAS}."
             )
         is_known, is_pass = self._owner_of(report.machine) is not None, now_s >= self._next_pass_s
+        self._breaks.pop(report.machine, None)
         if not is_known or is_pass:
-            self._expire(report, now_s, is_outage=is_outage)
+            for replica in self._replicas:
+                replica.check_welcome(report, now_s)
+            self._expire(now_s, except_for=report.machine, is_outage=is_outage)
         if not is_known and not any(replica.reports for replica in self._replicas):
             self._begin(report.num_replicas, now_s)
         owner = self._replica_of(report)
@@ -99,12 +111,23 @@ class RunCoordinator:
         if owner.record(report, now_s) or is_pass:
             owner.advance(now_s)
         if is_pass:
-            self._advance_all(owner, report, now_s)
-        return owner.answer(report.machine)
+            self._advance_all(now_s, done=owner)
+        return owner.answer(report.machine, now_s)
 
-    def _expire(self, report: Report, now_s: float, *, is_outage: bool) -> None:
-        """Forget the machines that are lost when one reports. Raises Rejected if that may not take
-        part any more."""
+    def disconnected(self, machine: str, now_s: float) -> None:
+        """Record that the connection of a machine has ended. One that lives reports at once."""
+        self._breaks = {m: s for m, s in self._breaks.items() if self._owner_of(m) is not None}
+        self._breaks[machine] = now_s
+        if len(self._breaks) > 1:
+            self._many_broke_s = now_s
+
+    def check(self, now_s: float) -> None:
+        """Decide what follows from the time alone."""
+        self._expire(now_s)
+        self._advance_all(now_s)
+
+    def _expire(self, now_s: float, *, except_for: str = "", is_outage: bool = False) -> None:
+        """Forget the machines that are lost, or probably so, but not one that reports now."""
         is_outage = (
             is_outage
             or now_s - self._contact_s > OUTAGE_S
@@ -113,9 +136,20 @@ class RunCoordinator:
                 now_s - self._outage_ended_s <= LOST_S
             )
         )
+        # Several break at once because of the network, or of a machine between.
+        breaks = {
+            m: s for m, s in self._breaks.items() if self._many_broke_s < s <= now_s - BROKEN_S
+        }
+        is_steady = not is_outage and now_s - self._contact_s <= QUIET_S
         for replica in self._replicas:
-            replica.check_welcome(report, now_s)
-            replica.expire(now_s, except_for=report.machine, is_outage=is_outage)
+            replica.expire(now_s, except_for=except_for, is_outage=is_outage)
+            if is_steady:
+                replica.suspect(
+                    now_s,
+                    except_for=except_for,
+                    breaks=breaks,
+                    steady_since_s=self._steady_since_s,
+                )
 
     def _record_contact(self, is_member: bool, now_s: float) -> None:
         """Record that machines of the run can reach the coordinator. A spare, which may be the only
@@ -123,9 +157,11 @@ class RunCoordinator:
         if is_member or sum(replica.num_members for replica in self._replicas) < 2:
             if now_s - self._contact_s > OUTAGE_S:
                 self._outage_ended_s = now_s
+            if now_s - self._contact_s > QUIET_S:
+                self._steady_since_s = now_s
             self._contact_s = now_s
 
-    def _advance_all(self, done: ReplicaCoordinator, report: Report, now_s: float) -> None:
+    def _advance_all(self, now_s: float, done: ReplicaCoordinator | None = None) -> None:
         """Decide what follows for all replicas but one that is `done`, and for all together."""
         for replica in self._replicas:
             if replica is not done:
@@ -134,12 +170,13 @@ class RunCoordinator:
             self._resizes.follow(now_s)
         if any(replica.has_finished for replica in self._replicas):
             for replica in self._replicas:
-                replica.end_with_run(report.machines_per_replica)
+                replica.end_with_run()
         num_machines = sum(len(replica.reports) for replica in self._replicas)
         self._next_pass_s = now_s + (PASS_S if num_machines > _FEW_MACHINES else 0.0)
 
     def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, see `ReplicaCoordinator.leave`."""
+        self._breaks.pop(report.machine, None)
         owner = self._owner_of(report.machine)
         # A coordinator that was restarted does not know it yet.
         if owner is None and 0 <= report.replica < len(self._replicas):
@@ -155,7 +192,7 @@ class RunCoordinator:
         while len(self._replicas) < num_replicas:
             self._add_replica(now_s)
         self._resizes.start()
-        self._contact_s = self._outage_ended_s = now_s
+        self._contact_s = self._outage_ended_s = self._steady_since_s = now_s
         for replica in self._replicas:
             if replica.state is not RunState.REBUILDING:
                 replica.start(now_s, learn_s=0.0 if self.rules.is_local else LEASE_S)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_lite.core.errors import RpcStatus
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import lease_clock_s
 from torchtitan_lite.core.outputs import quorum_name
 from torchtitan_lite.distributed.rpc.protocol import Identity
 from torchtitan_lite.distributed.rpc.server import CallError, Handler, RpcServer, Service
@@ -32,10 +33,12 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
     Rejected,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
+    BROKEN_S,
     PASS_S,
     WAIT_S,
-    lease_clock_s,
 )
+
+_MARGIN_S = 0.01
 
 
 def coordinator_server(
@@ -127,6 +130,7 @@ class _Calls:
         """Wait until a machine should report because its replica has changed since the revision of
         its last answer, or for a while."""
         replica, revision = request.get("replica"), request.get("revision")
+        machine = str(request.get("machine", ""))
         if type(replica) is not int or revision != self._revisions.get(replica, 0):
             return {}
         change = asyncio.get_running_loop().create_future()
@@ -136,9 +140,23 @@ class _Calls:
                 await change
         except TimeoutError:
             pass
+        except asyncio.CancelledError:
+            self._disconnected(machine)
+            raise
         finally:
             self._waiting.get(replica, set()).discard(change)
         return {}
+
+    def _disconnected(self, machine: str) -> None:
+        """Decide whether a machine is lost when it has had time to connect again."""
+        self._coordinator.disconnected(machine, lease_clock_s())
+        asyncio.get_running_loop().call_later(BROKEN_S + _MARGIN_S, self._check)
+
+    def _check(self) -> None:
+        before = self._coordinator.states
+        self._coordinator.check(lease_clock_s())
+        self._notify(before)
+        self._announce(*range(len(self._coordinator.states)))
 
     def _schedule(self, answer: Answer) -> None:
         """Decide about a replica when the delay of its next generation is over, and not only with
@@ -153,13 +171,13 @@ class _Calls:
         self._coordinator.advance(replica, lease_clock_s())
         self._announce(replica)
 
-    def _announce(self, replica: int) -> None:
-        """Let the machines of this replica report if its news have changed; those of all replicas
-        now and then, because a report may change others, too."""
-        now_s, replicas = lease_clock_s(), [replica]
+    def _announce(self, *replicas: int) -> None:
+        """Let the machines of these replicas report if their news have changed; those of all
+        replicas now and then, because a report may change others, too."""
+        now_s = lease_clock_s()
         if now_s >= self._next_pass_s:
             self._next_pass_s = now_s + PASS_S
-            replicas = range(len(self._coordinator.states))
+            replicas = (*range(len(self._coordinator.states)),)
         for number in replicas:
             news = self._coordinator.news(number)
             if self._news.get(number) != news:

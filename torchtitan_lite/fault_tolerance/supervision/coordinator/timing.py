@@ -9,9 +9,11 @@ Leases are measured with `lease_clock_s`, because CLOCK_MONOTONIC excludes the t
 machine is suspended. Assumptions: clocks of two machines differ in rate by much less than the
 margin of LOST_S, and after a suspension a process checks its lease before it writes anything; the
 kernel does not guarantee that order.
-"""
 
-import time
+A machine is probably lost earlier: after SUSPECT_S of silence, or BROKEN_S after its connection
+broke. If a spare machine can take its place, the next generation starts then, but writes nothing
+that others see until LOST_S (`core.output_fence`): a firewall ends connections, too.
+"""
 
 REPORT_S = 0.5
 """Interval of the reports of a machine."""
@@ -29,6 +31,14 @@ STANDBY_S = STOP_S * 2 / 3
 LOST_S = LEASE_S + STOP_S + 1.0
 """Time without a report after which a machine is lost. Counted from when the coordinator received
 the last report, and that is later than it was sent; the last second is a margin."""
+SUSPECT_S = 3.0
+"""Time without a report, at intervals of REPORT_S, after which a machine is probably lost. Agents
+that are paused for a second, and a report that is lost, are no reason."""
+BROKEN_S = 0.5
+"""Time in which an agent whose connection broke must report again: it does so at once."""
+QUIET_S = 1.25
+"""Time without a report of any machine that trains after which the silence of one means nothing:
+the coordinator itself, or its network, may have been paused."""
 ALL_LOST_S = 60.0
 """The same if all machines were silent, which is more likely an outage of the coordinator or its
 network: then no machine is replaced before it is certain."""
@@ -42,6 +52,9 @@ LEARN_S = ACKNOWLEDGED_S + LOST_S
 """Time after its election in which a coordinator gives away no place of a machine that it has not
 heard: the last answer of its predecessor may be ACKNOWLEDGED_S later than the election, and a lease
 is lost LOST_S after it."""
+WITHHELD_S = LEARN_S + LOST_S
+"""Time after the start of a generation that must wait with its outputs, after which no coordinator
+is needed to allow them."""
 PASS_S = 0.1
 """Interval at which all replicas of a large run are looked at: a report that says nothing new must
 not cost more the more there are."""
@@ -56,8 +69,3 @@ BLOCKED_S = 2.0
 def report_interval_s(num_machines: int) -> float:
     """Return the interval of the reports of a machine that is not a voter."""
     return min(max(REPORT_S, num_machines / REPORTS_PER_S), MAX_REPORT_S)
-
-
-def lease_clock_s() -> float:
-    """Return the time by which leases are measured, the same in all processes of a machine."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -16,6 +16,7 @@ from tests.harness import launch
 from tests.unit.fault_tolerance.supervision.agent.conftest import FakeProcess
 from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.core.errors import ConfigError
+from torchtitan_lite.core.output_fence import lease_clock_s
 from torchtitan_lite.core.rank.processes import WRITER_MODULE, ExitStatus, Subreaper, command_line
 from torchtitan_lite.fault_tolerance.supervision.agent import lease
 from torchtitan_lite.fault_tolerance.supervision.agent import member as member_module
@@ -40,7 +41,6 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     BLOCKED_S,
     LEASE_S,
     STANDBY_S,
-    lease_clock_s,
 )
 from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     RequestInbox,

@@ -14,13 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.ranks import FORK_SERVER
+from torchtitan_lite.core.output_fence import lease_clock_s
 from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
 from torchtitan_lite.fault_tolerance.supervision.agent.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.agent.worker import (
     RecoveryHooks,
     serve,
 )
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import lease_clock_s
 
 
 def _serve(there: socket.socket, train_s: float, module: str) -> None:

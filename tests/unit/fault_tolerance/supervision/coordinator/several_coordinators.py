@@ -1,5 +1,5 @@
-"""Machines and several coordinators on a clock: messages are delayed, links are cut, coordinators
-are paused, killed and started at any time."""
+"""Machines and several coordinators on a clock: messages are delayed, links are cut and connections
+end, coordinators and agents are paused, killed and started at any time."""
 
 import heapq
 from collections.abc import Callable
@@ -23,10 +23,12 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
     Rejected,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
+    BROKEN_S,
     CALL_S,
     LEASE_S,
     REPORT_S,
     STOP_S,
+    WITHHELD_S,
 )
 
 _TICK_S = 0.25
@@ -55,6 +57,8 @@ class _Machine:
     """End of the lease."""
     place: tuple[int, int, int] | None = None
     """Replica, generation and node rank for which its ranks train."""
+    writes_after_s: float = 0.0
+    """When its ranks may write what others see."""
     joined_s: float = 0.0
     served_s: float = 0.0
     next_report_s: float = 0.0
@@ -132,12 +136,31 @@ class World:
         return places
 
     def check(self) -> None:
-        """Check that no two generations of a replica train at once, and no two machines in one
+        """Check that no two generations of a replica write at once, and no two machines in one
         place."""
-        generations = [replica for replica, _ in self.places()]
-        assert len(generations) == len({*generations}), self.places()
-        places = [machine.place for machine in self.machines.values() if machine.place]
+        places = [
+            machine.place
+            for machine in self.machines.values()
+            if machine.place is not None and machine.writes_after_s <= self.now_s
+        ]
+        generations = {place[:2] for place in places}
+        assert len(generations) == len({replica for replica, _ in generations}), self.places()
         assert len(places) == len({*places}), places
+
+    def disconnect(self, name: str) -> None:
+        """End the connection of a machine, of which its coordinator learns."""
+        server = self.servers.get(self.machines[name].server)
+        if server is None:
+            return
+
+        def process() -> None:
+            if server.is_paused:
+                server.queue.append(process)
+                return
+            server.coordinator.disconnected(name, self.now_s)
+            self._after(BROKEN_S + _TICK_S, lambda: server.coordinator.check(self.now_s))
+
+        process()
 
     def _act(self, machine: _Machine) -> None:
         if machine.place is not None and self.now_s >= machine.leased_s + STOP_S:
@@ -216,12 +239,15 @@ class World:
         )
         is_member = answer.state is RunState.RUNNING and answer.node_rank >= 0
         place = (answer.replica, answer.generation, answer.node_rank) if is_member else None
+        if place is not None and place == machine.place and not answer.withholds_outputs:
+            machine.writes_after_s = 0.0
         if machine.place is not None:
             is_rebuilt = answer.state is RunState.REBUILDING
             if place != machine.place and not is_rebuilt:
                 self._stand_by(machine, has_lost_lease=False)
         elif place is not None and answer.generation > report.generation:
             machine.place, machine.joined_s = place, self.now_s
+            machine.writes_after_s = self.now_s + WITHHELD_S if answer.withholds_outputs else 0.0
             machine.report = replace(
                 machine.report,
                 phase=NodeState.JOINED,
