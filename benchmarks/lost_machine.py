@@ -2,12 +2,14 @@
 
 python -m benchmarks.lost_machine [--quick] [--json PATH]
 
-Three machines, each a namespace with a network and shared memory of its own, run a job for two.
-All processes of one that trains are killed (SIGKILL), and it is started again as a spare machine.
-The state comes from the copy in the memory of its buddy, which is made every two steps and is all
-that there is, or from a checkpoint, which is saved every five steps. A recovery is the time from
-the kill to the first step that is recorded by the next generation; most of it is the lease of the
-lost machine. The same job without faults gives the losses to compare with.
+Three machines of two ranks, each a namespace with a network and shared memory of its own, run a job
+for two. All processes of one that trains are killed (SIGKILL), so that its connections end, or
+after its link was cut, so that it falls silent; and it is started again as a spare machine. The
+state comes from the copy in the memory of its buddy, which is made every two steps and is all that
+there is, or from a checkpoint, which is saved every five steps. A recovery is the time from the
+kill to the first step that the next generation has computed. It is visible later, because outputs
+wait for the end of the lost machine's lease. The same job without faults gives the losses to
+compare with.
 
 The exit status is 1 if a process fails or losses differ. Needs root.
 """
@@ -20,12 +22,16 @@ from pathlib import Path
 
 from benchmarks.harness import Comparison, Result, formatted, main
 from benchmarks.processes import ChildFailed
+from tests.harness.launch import events_of, steps_of
 from tests.resilience.network.machines import BUDDIES, Machines, machines, undisturbed_losses
 from tests.resilience.network.namespaces import unavailable_reason
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LOST_S
 
 _STEPS_PER_KILL = 40
 _NAMES = ("a", "b", "c")
+_RANKS = 2
+"""Ranks of a machine."""
+_MAX_S = {"its connections end": 3.0, "it falls silent": 5.0}
+"""Goals of a recovery from memory, by what the others see of a loss."""
 _GOALS = {"buddy": 4, "storage": 10}
 """Steps of two copies or checkpoints: one is in flight at the kill. By the source of the state."""
 
@@ -44,51 +50,70 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     if reason := unavailable_reason():
         raise ChildFailed(reason)
     steps = _STEPS_PER_KILL * (plan.num_kills + 1)
-    expected = undisturbed_losses(folder / "undisturbed", steps)
+    expected = undisturbed_losses(folder / "undisturbed", steps, num_ranks=2 * _RANKS)
     for source, arguments in plan.sources.items():
-        yield from _measure(plan, folder / source, source, arguments, expected)
+        for loss in _MAX_S:
+            place = folder / f"{source}-{loss.replace(' ', '-')}"
+            yield from _measure(plan, place, source, loss, arguments, expected)
 
 
 def _measure(
-    plan: Plan, folder: Path, source: str, arguments: tuple[str, ...], expected: list[float]
+    plan: Plan,
+    folder: Path,
+    source: str,
+    loss: str,
+    arguments: tuple[str, ...],
+    expected: list[float],
 ) -> Iterator[Result]:
     """Measure recoveries with the state from `source`."""
-    seconds, repeated = [], []
-    with machines(folder, *_NAMES, steps=len(expected)) as run:
+    seconds, visible, repeated = [], [], []
+    with machines(folder, *_NAMES, steps=len(expected), num_ranks=_RANKS) as run:
         run.train(*_NAMES, more=arguments)
         for index in range(plan.num_kills):
             run.wait_for_step(_STEPS_PER_KILL * index + 5)
             # Also the machine of rank 0, whose writer leads the saves.
-            recovery_s, lost_steps = _lose(run, arguments, rank=1 - index % 2)
+            rank = _RANKS * (1 - index % 2)
+            is_silent = loss == "it falls silent"
+            recovery_s, visible_s, lost_steps = _lose(run, arguments, rank, is_silent=is_silent)
             if source == "buddy" and list(run.output.glob("checkpoint/step-*")):
                 raise ChildFailed("a checkpoint was saved: the state may come from storage")
             seconds.append(recovery_s)
+            visible.append(visible_s)
             repeated.append(lost_steps)
         actual = run.finish()
     comparison = Comparison(
-        f"1 of 2 machines killed, 1 spare, state from {source}", other="without faults"
+        f"1 of 2 machines lost, 1 spare, state from {source}: {loss}", other="without faults"
     )
-    comparison.note(f"recoveries {formatted(seconds)} s, of which {LOST_S:g} s are the lease")
+    comparison.note(f"recoveries {formatted(seconds)} s")
     comparison.note(f"steps repeated {formatted(repeated)}")
     comparison.close_losses(actual, expected, shown=4)
     name = f"until training again, median of {plan.num_kills}"
-    yield comparison.value(name, "s", statistics.median(seconds))
+    goal = _MAX_S[loss] if source == "buddy" else None
+    yield comparison.value(name, "s", statistics.median(seconds), goal=goal)
+    yield comparison.value("until training is visible, median", "s", statistics.median(visible))
     yield comparison.value("steps repeated at most", "steps", max(repeated), goal=_GOALS[source])
 
 
-def _lose(run: Machines, arguments: tuple[str, ...], *, rank: int) -> tuple[float, int]:
-    """Kill the machine of a rank. Return the seconds until the first step afterwards, and the steps
-    that were repeated."""
+def _lose(
+    run: Machines, arguments: tuple[str, ...], rank: int, *, is_silent: bool
+) -> tuple[float, float, int]:
+    """Kill the machine of a rank. Return the seconds until the first step afterwards, those until
+    its record is there, and the steps that were repeated."""
     name = next(name for name in _NAMES if rank in run.ranks_with_writers(name))
-    before, num_resumes, began_s = run.last_step(), len(run.resumes()), time.monotonic()
+    before, num_resumes, began_s = run.last_step(), len(run.resumes()), time.time()
+    if is_silent:
+        run.network.unplug(name)
     run.kill(name)
     run.wait(lambda: len(run.resumes()) > num_resumes)
-    resumed = run.resumes()[-1]
-    run.wait(lambda: run.last_step() > resumed)
-    recovery_s = time.monotonic() - began_s
+    resumed = [event for event in events_of(run.output) if event["event"] == "resume"][-1]
+    run.wait(lambda: run.last_step() > resumed["step"])
+    visible_s = time.time() - began_s
+    first = next(line for line in steps_of(run.output) if line["time"] > resumed["time"])
+    if is_silent:
+        run.network.plug(name)
     run.start(name, *arguments)
-    run.wait(lambda: run.processes(name))
-    return recovery_s, max(0, before - resumed)
+    run.wait(lambda: len(run.processes(name)) == _RANKS)
+    return first["time"] - began_s, visible_s, max(0, before - resumed["step"])
 
 
 if __name__ == "__main__":

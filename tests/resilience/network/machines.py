@@ -48,6 +48,7 @@ def machines(
     steps: int,
     num_training: int = 2,
     num_replicas: int = 1,
+    num_ranks: int = 1,
     is_v6: bool = False,
 ) -> Iterator["Machines"]:
     """Start a coordinator for machines `names`, of which the first ones train. On exit, all
@@ -57,7 +58,7 @@ def machines(
         for name in () if is_v6 else names:
             # Debian's default, which no address may follow.
             network.set_hosts(name, f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-        run = Machines(folder, network, steps, num_training, num_replicas)
+        run = Machines(folder, network, steps, num_training, num_replicas, num_ranks)
         try:
             run.start_coordinator()
             yield run
@@ -75,9 +76,11 @@ class Machines:
         steps: int,
         num_training: int = 2,
         num_replicas: int = 1,
+        num_ranks: int = 1,
     ) -> None:
         self.folder, self.network, self.steps = folder, network, steps
         self._num_training, self._num_replicas = num_training, num_replicas
+        self._num_ranks = num_ranks
         self.dump_folder = folder / "run"
         # That of the first replica.
         self.output = self.dump_folder / "replica_000" if num_replicas > 1 else self.dump_folder
@@ -97,7 +100,7 @@ class Machines:
     def start(self, name: str, *more: str, **variables: str) -> subprocess.Popen[bytes]:
         """Start the agent of a machine, with more arguments and variables."""
         command = [
-            *("train", "--nproc=1", f"--nnodes={self._num_training}"),
+            *("train", f"--nproc={self._num_ranks}", f"--nnodes={self._num_training}"),
             *(f"--rdzv-endpoint={self.endpoint}", f"--replicas={self._num_replicas}"),
             *(*ARGUMENTS, f"--job.dump_folder={self.dump_folder}"),
             f"--training.steps={self.steps}",
@@ -265,9 +268,10 @@ def losses(output: Path, steps: int) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
-def undisturbed_losses(folder: Path, steps: int, *more: str) -> list[float]:
-    """Return the losses of a run without faults, of two ranks on one machine."""
-    command = [sys.executable, "-m", "torchtitan_lite", "train", "--nproc=2", *ARGUMENTS, *more]
+def undisturbed_losses(folder: Path, steps: int, *more: str, num_ranks: int = 2) -> list[float]:
+    """Return the losses of a run without faults, of `num_ranks` ranks on one machine."""
+    command = [sys.executable, "-m", "torchtitan_lite", "train", f"--nproc={num_ranks}"]
+    command += [*ARGUMENTS, *more]
     done = subprocess.run(
         [*command, f"--job.dump_folder={folder}", f"--training.steps={steps}"],
         cwd=REPOSITORY,

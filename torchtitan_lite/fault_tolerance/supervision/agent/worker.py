@@ -201,7 +201,7 @@ def _receive(
             else:
                 if "start" in order:
                     # Here, because outputs may be allowed before the main thread has the order.
-                    os.environ[OUTPUTS_AFTER] = order["start"].pop(OUTPUTS_AFTER)
+                    os.environ[OUTPUTS_AFTER] = order["start"].pop(OUTPUTS_AFTER, "0")
                 orders.put(order)
     orders.put(None)
 

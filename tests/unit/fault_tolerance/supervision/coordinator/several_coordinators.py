@@ -70,10 +70,18 @@ class World:
     """A run on `num_machines` machines and some spare ones."""
 
     def __init__(
-        self, seed: int, *, num_machines: int, num_spares: int, num_replicas: int, is_sole: bool
+        self,
+        seed: int,
+        *,
+        num_machines: int,
+        num_spares: int,
+        num_replicas: int,
+        is_sole: bool,
+        has_fence: bool = True,
     ) -> None:
         self.random, self.now_s = Random(seed), 1000.0
         self._is_sole, self._num = is_sole, count()
+        self._has_fence = has_fence
         self._num_machines, self._num_replicas = num_machines, num_replicas
         self.servers: dict[int, _Server] = {}
         self.machines: dict[str, _Machine] = {}
@@ -247,7 +255,8 @@ class World:
                 self._stand_by(machine, has_lost_lease=False)
         elif place is not None and answer.generation > report.generation:
             machine.place, machine.joined_s = place, self.now_s
-            machine.writes_after_s = self.now_s + WITHHELD_S if answer.withholds_outputs else 0.0
+            is_withheld = answer.withholds_outputs and self._has_fence
+            machine.writes_after_s = self.now_s + WITHHELD_S if is_withheld else 0.0
             machine.report = replace(
                 machine.report,
                 phase=NodeState.JOINED,

@@ -23,6 +23,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     ALL_LOST_S,
     BLOCKED_S,
+    BROKEN_S,
     CALL_S,
     LEARN_S,
     LEASE_S,
@@ -31,6 +32,7 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     REPORT_S,
     STANDBY_S,
     STOP_S,
+    SUSPECT_S,
 )
 from torchtitan_lite.fault_tolerance.supervision.restart_policy import HEALTHY_S
 
@@ -43,7 +45,14 @@ def test_a_lease_ends_before_a_machine_counts_as_lost() -> None:
 
 def test_the_first_machines_train_and_the_next_is_a_spare() -> None:
     rig = Rig("a", "b")
-    waiting = Answer(state=RunState.REBUILDING, generation=0, num_joined=1, joined="a", mesh="1")
+    waiting = Answer(
+        state=RunState.REBUILDING,
+        generation=0,
+        num_joined=1,
+        joined="a",
+        mesh="1",
+        withholds_outputs=True,
+    )
     assert rig.send("a") == waiting
     # Machines of an earlier run may report until then.
     rig.now_s += LEARN_S - 0.5
@@ -66,22 +75,127 @@ def test_too_few_machines_are_named() -> None:
     assert answer.state is RunState.FORMING and (answer.num_joined, answer.joined) == (1, "a")
 
 
-def test_a_spare_takes_the_place_of_a_lost_machine_only_after_its_lease() -> None:
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_spare_takes_the_place_of_a_lost_machine_and_writes_only_after_its_lease(
+    is_broken: bool,
+) -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     rig.silent.add("b")
-    silent_since_s = rig.now_s - REPORT_S
+    silent_since_s, limit_s = rig.now_s - REPORT_S, SUSPECT_S
+    if is_broken:
+        rig.coordinator.disconnected("b", rig.now_s)
+        silent_since_s, limit_s = rig.now_s, BROKEN_S
     rig.run(60, until=lambda: rig.generation() == 2)
-    assert rig.now_s - silent_since_s > LEASE_S + STOP_S
-    assert rig.now_s - silent_since_s < LOST_S + 3
+    assert limit_s <= rig.now_s - silent_since_s <= limit_s + 4 * REPORT_S
+    while rig.now_s - silent_since_s < LOST_S - 2 * REPORT_S:
+        assert rig.answers["a"].withholds_outputs and rig.answers["c"].withholds_outputs
+        rig.run(REPORT_S)
     rig.run(2)
-    assert rig.places() == {"a": 0, "b": 1, "c": 1}
+    assert rig.places() == {"a": 0, "b": 1, "c": 1} and rig.generation() == 2
     assert "lost b" in rig.answers["a"].reason
+    assert not rig.answers["a"].withholds_outputs
     # It returns, and neither is a member nor ends the generation.
     rig.silent.clear()
     rig.machines["b"] = replace(rig.machines["b"], phase=NodeState.STANDBY)
     rig.run(5)
     assert rig.places() == {"a": 0, "c": 1} and rig.generation() == 2
+
+
+def test_a_machine_without_a_spare_is_lost_only_after_its_lease() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    rig.silent.add("b")
+    rig.coordinator.disconnected("b", rig.now_s)
+    silent_since_s = rig.now_s - REPORT_S
+    rig.run(60, until=lambda: rig.answers["a"].state is RunState.FORMING)
+    assert LEASE_S + STOP_S < rig.now_s - silent_since_s < LOST_S + 3 * REPORT_S
+
+
+@pytest.mark.parametrize("pause_s", [1.0, SUSPECT_S - 2 * REPORT_S])
+def test_a_machine_that_was_paused_keeps_its_place(pause_s: float) -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.silent.add("b")
+    rig.run(pause_s)
+    rig.silent.clear()
+    rig.run(2 * LOST_S)
+    assert rig.generation() == 1 and not rig.answers["a"].withholds_outputs
+
+
+def test_a_machine_whose_connection_broke_keeps_its_place_if_it_reports() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.coordinator.disconnected("b", rig.now_s)
+    rig.send("b")
+    rig.run(2 * LOST_S)
+    assert rig.generation() == 1
+
+
+def test_connections_of_several_machines_that_break_at_once_are_no_reason() -> None:
+    rig = Rig("a", "b", "c", num_machines=2)
+    rig.start()
+    for name in "abc":
+        rig.coordinator.disconnected(name, rig.now_s)
+    rig.silent.add("b")
+    rig.run(SUSPECT_S - 2 * REPORT_S)
+    assert rig.generation() == 1
+    rig.run(3 * REPORT_S + 1)
+    assert rig.generation() == 2
+
+
+def test_a_pause_of_the_coordinator_is_no_silence_of_its_machines() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.now_s += SUSPECT_S + 1
+    rig.coordinator.check(rig.now_s)
+    rig.send("a")
+    rig.coordinator.check(rig.now_s)
+    assert rig.send("c").generation == 1
+    rig.run(5)
+    assert rig.generation() == 1
+
+
+def test_a_silent_spare_replaces_no_machine() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.silent |= {"b", "c"}
+    silent_since_s = rig.now_s - REPORT_S
+    rig.run(60, until=lambda: rig.answers["a"].state is RunState.FORMING)
+    assert rig.now_s - silent_since_s > LEASE_S + STOP_S
+
+
+def test_a_probably_lost_machine_that_reports_again_returns_as_a_spare() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.silent.add("b")
+    rig.run(60, until=lambda: rig.generation() == 2)
+    rig.silent.clear()
+    # Its ranks train until it has the answer.
+    assert rig.machines["b"].phase is NodeState.JOINED
+    assert rig.send("b").node_rank == -1
+    stand_by(rig, "b")
+    rig.run(2 * LOST_S)
+    assert rig.places() == {"a": 0, "c": 1} and rig.generation() == 2
+    assert not rig.answers["a"].withholds_outputs
+
+
+def test_outputs_wait_for_a_machine_whose_lease_a_new_coordinator_has_renewed() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.silent.add("b")
+    rig.run(60, until=lambda: rig.generation() == 2)
+    rig.restart_server()
+    rig.run(LEARN_S + 1)
+    # It was cut off from the others' coordinator.
+    rig.silent.clear()
+    before = rig.machines["b"]
+    rig.send("b")
+    rig.machines["b"] = before
+    rig.silent.add("b")
+    assert rig.send("a").withholds_outputs
+    rig.run(LOST_S + 1)
+    assert not rig.send("a").withholds_outputs and rig.generation() == 2
 
 
 def test_a_dead_rank_keeps_all_machines_in_their_places() -> None:
@@ -125,8 +239,8 @@ def test_an_exception_that_a_lost_machine_explains_blames_nobody() -> None:
     rig.start()
     rig.silent.add("b")
     fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed by peer", "closed")
-    # A decision before the lease of b has ended would not know the cause.
-    rig.run(LEASE_S)
+    # A decision before b is probably lost would not know the cause.
+    rig.run(SUSPECT_S - REPORT_S)
     assert rig.generation() == 1
     rig.run(LEARN_S)
     assert rig.generation() == 2 and rig.places()["c"] == 1

@@ -20,9 +20,8 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.replica_coordinator
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     ALL_LOST_S,
     LEARN_S,
-    LEASE_S,
     LOST_S,
-    STOP_S,
+    SUSPECT_S,
 )
 
 
@@ -82,7 +81,7 @@ def test_a_spare_machine_is_for_whichever_replica_needs_it(lost: str, left: list
     others = {"b": "cd", "d": "ab"}[lost]
     before = _generations(rig, others)
     waited_s = _lose(rig, lost)
-    assert LEASE_S + STOP_S < waited_s < LOST_S + 3
+    assert SUSPECT_S < waited_s < SUSPECT_S + 3
     assert sorted(map(sorted, _members(rig))) == sorted([sorted([*left, "e"]), [*others]])
     # The other replica trains on.
     assert _generations(rig, others) == before
