@@ -30,6 +30,8 @@ _STEPS_PER_KILL = 40
 _NAMES = ("a", "b", "c")
 _RANKS = 2
 """Ranks of a machine."""
+_BATCH = "--training.local_batch_size=1"
+"""One sample per rank."""
 _MAX_S = {"its connections end": 3.0, "it falls silent": 5.0}
 """Goals of a recovery from memory, by what the others see of a loss."""
 _GOALS = {"buddy": 4, "storage": 10}
@@ -50,7 +52,7 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     if reason := unavailable_reason():
         raise ChildFailed(reason)
     steps = _STEPS_PER_KILL * (plan.num_kills + 1)
-    expected = undisturbed_losses(folder / "undisturbed", steps, num_ranks=2 * _RANKS)
+    expected = undisturbed_losses(folder / "undisturbed", steps, _BATCH, num_ranks=2 * _RANKS)
     for source, arguments in plan.sources.items():
         for loss in _MAX_S:
             place = folder / f"{source}-{loss.replace(' ', '-')}"
@@ -120,6 +122,6 @@ if __name__ == "__main__":
     main(
         "A lost machine, whose place a spare machine takes.",
         measure,
-        full=Plan(num_kills=3, sources={"buddy": BUDDIES, "storage": ()}),
-        quick=Plan(num_kills=1, sources={"buddy": BUDDIES}),
+        full=Plan(num_kills=3, sources={"buddy": (*BUDDIES, _BATCH), "storage": (_BATCH,)}),
+        quick=Plan(num_kills=1, sources={"buddy": (*BUDDIES, _BATCH)}),
     )
