@@ -30,6 +30,8 @@ _STEPS_PER_KILL = 40
 _NAMES = ("a", "b", "c")
 _RANKS = 2
 """Ranks of a machine."""
+_SLOW = "slow=0.1"
+"""Time added to each step, so that a fault meets a running training."""
 _BATCH = "--training.local_batch_size=1"
 """One sample per rank."""
 _MAX_S = {"its connections end": 3.0, "it falls silent": 5.0}
@@ -70,7 +72,7 @@ def _measure(
     """Measure recoveries with the state from `source`."""
     seconds, visible, repeated = [], [], []
     with machines(folder, *_NAMES, steps=len(expected), num_ranks=_RANKS) as run:
-        run.train(*_NAMES, more=arguments)
+        run.train(*_NAMES, more=arguments, RANK_FAULTS=_SLOW)
         for index in range(plan.num_kills):
             run.wait_for_step(_STEPS_PER_KILL * index + 5)
             # Also the machine of rank 0, whose writer leads the saves.
@@ -113,7 +115,7 @@ def _lose(
     first = next(line for line in steps_of(run.output) if line["time"] > resumed["time"])
     if is_silent:
         run.network.plug(name)
-    run.start(name, *arguments)
+    run.start(name, *arguments, RANK_FAULTS=_SLOW)
     run.wait(lambda: len(run.processes(name)) == _RANKS)
     return first["time"] - began_s, visible_s, max(0, before - resumed["step"])
 

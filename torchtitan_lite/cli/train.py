@@ -126,7 +126,17 @@ def _serve(argv: Sequence[str]) -> int:
     with imports_without_gc():
         from torchtitan_lite.fault_tolerance.supervision.agent.worker import serve
 
-    return serve(lambda recovery, changed: train_rank([*argv, *changed], recovery), _import_rank)
+    return serve(
+        lambda recovery, changed: train_rank([*argv, *changed], recovery),
+        _import_rank,
+        _import_compiler,
+    )
+
+
+def _import_compiler() -> None:
+    """Import torch's compiler, which FSDP imports when it shards the first module."""
+    with imports_without_gc():
+        import_module("torch._dynamo")
 
 
 def _import_rank() -> None:

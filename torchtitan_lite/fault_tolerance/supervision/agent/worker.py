@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -33,6 +33,8 @@ from torchtitan_lite.fault_tolerance.supervision.agent.lease import Lease
 
 _INTERRUPT = signal.SIGRTMIN + 2
 _INTERRUPT_EVERY_S = 0.2
+_IDLE_S = 1.0
+"""Time without an order after which a new process is a spare one."""
 _RAISE_AGAIN_S = 1.0
 """Time in which the main thread leaves the training once the exception is raised. It may be lost in
 a callback of torch, which swallows exceptions, and is raised again then."""
@@ -119,9 +121,15 @@ class RecoveryHooks:
             raise TrainingAborted
 
 
-def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[], None]) -> int:
+def serve(
+    train: Callable[[RecoveryHooks, list[str]], int],
+    warm_up: Callable[[], None],
+    use_idle_time: Callable[[], None],
+) -> int:
     """Train whenever the agent gives this process a rank, until it orders to exit. `train` receives
-    the arguments that the agent adds. Returns the exit status."""
+    the arguments that the agent adds. `warm_up` imports what every training needs, and
+    `use_idle_time` what a process should import only if it waits for its first one. Returns the
+    exit status."""
     end = socket.socket(fileno=int(os.environ.pop(RANK_CHANNEL)))
     end.set_inheritable(False)
     channel = AgentChannel(end)
@@ -137,7 +145,7 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
     threading.Thread(target=_receive, args=(channel, recovery, lease, orders), daemon=True).start()
     channel.send(standby=True)
     failure = ""
-    while (order := orders.get()) is not None:
+    for order in _until_the_end(orders, use_idle_time):
         if "exit" in order:
             if order["exit"]:
                 print(failure, end="", flush=True)
@@ -169,6 +177,21 @@ def serve(train: Callable[[RecoveryHooks, list[str]], int], warm_up: Callable[[]
         lease.is_training = False
         channel.send(**outcome)
     return 1
+
+
+def _until_the_end(
+    orders: SimpleQueue[dict[str, Any] | None], use_idle_time: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    """Yield the orders until the channel is closed. Calls `use_idle_time` if the first one does not
+    arrive soon."""
+    try:
+        order = orders.get(timeout=_IDLE_S)
+    except Empty:
+        use_idle_time()
+        order = orders.get()
+    while order is not None:
+        yield order
+        order = orders.get()
 
 
 def _take_listener(channel: AgentChannel | None) -> None:

@@ -121,7 +121,7 @@ def test_after_a_training_the_process_is_as_before(monkeypatch: pytest.MonkeyPat
     handler, thread = signal.getsignal(number), threading.Thread(target=agent)
     thread.start()
     try:
-        assert serve(train, lambda: None) == 3
+        assert serve(train, lambda: None, lambda: None) == 3
     finally:
         signal.signal(number, handler)
         thread.join()
