@@ -74,7 +74,7 @@ def _measure(
     with machines(folder, *_NAMES, steps=len(expected), num_ranks=_RANKS) as run:
         run.train(*_NAMES, more=arguments, RANK_FAULTS=_SLOW)
         for index in range(plan.num_kills):
-            run.wait_for_step(_STEPS_PER_KILL * index + 5)
+            run.wait_for_step(_STEPS_PER_KILL * index + 20)
             # Also the machine of rank 0, whose writer leads the saves.
             rank = _RANKS * (1 - index % 2)
             is_silent = loss == "it falls silent"
