@@ -42,7 +42,7 @@ class FakeProcess:
         self.ends = self.may_restart = False
         self.was_stopped = False
         self.failed_at_s = 0.0
-        self.is_ordered_to_leave = self.is_started = False
+        self.is_ordered_to_leave = self.is_started = self.may_write = False
         self.signals: list[object] = []
         self.environment: Mapping[str, str] = {}
         self.has_listener = self.stays = False
@@ -50,6 +50,11 @@ class FakeProcess:
 
     def poll(self) -> None:
         """Nothing has changed."""
+
+    def allow_outputs(self) -> bool:
+        """Return whether it reads its messages."""
+        self.may_write = not self.stays
+        return not self.stays
 
     def renew_lease(self, until_s: float) -> None:
         """It needs none."""

@@ -16,7 +16,7 @@ from tests.harness import launch
 from tests.unit.fault_tolerance.supervision.agent.conftest import FakeProcess
 from torchtitan_lite.config import check_resize_arguments
 from torchtitan_lite.core.errors import ConfigError
-from torchtitan_lite.core.output_fence import lease_clock_s
+from torchtitan_lite.core.output_fence import OUTPUTS_AFTER, lease_clock_s
 from torchtitan_lite.core.rank.processes import WRITER_MODULE, ExitStatus, Subreaper, command_line
 from torchtitan_lite.fault_tolerance.supervision.agent import lease
 from torchtitan_lite.fault_tolerance.supervision.agent import member as member_module
@@ -40,7 +40,9 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.server import coord
 from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
     BLOCKED_S,
     LEASE_S,
+    LOST_S,
     STANDBY_S,
+    WITHHELD_S,
 )
 from torchtitan_lite.fault_tolerance.supervision.resize_request import (
     RequestInbox,
@@ -158,6 +160,11 @@ class _Member(Member):
         """Return whether it waits while no rank trains."""
         return self._stop_waits(answer)
 
+    @property
+    def outputs_after_s(self) -> float:
+        """Time of which its ranks are told."""
+        return float(self._environment(0)[OUTPUTS_AFTER])
+
     def arguments(self) -> list[str]:
         """Return what the ranks of the generation get beside their own arguments."""
         return list(self._arguments)
@@ -264,6 +271,31 @@ def test_the_ranks_are_of_the_replica_that_the_coordinator_names(
     assert member.joined((answer, True)) == 0
     assert member.current_report.replica == 3
     assert member.arguments() == ["--replica=3", *mesh.arguments]
+
+
+def test_outputs_are_withheld_until_an_answer_allows_them(member: _Member) -> None:
+    withheld = replace(_QUIET, store_address="10.0.0.2", store_port=29001, withholds_outputs=True)
+    assert member.joined((withheld, True)) == 0
+    until_s = member.outputs_after_s
+    assert LOST_S < until_s - lease_clock_s() <= WITHHELD_S
+    rank, blocked = FakeProcess(), FakeProcess()
+    blocked.stays = True
+    member.trained(rank, blocked)
+    assert not rank.may_write and not member.current_report.has_progress
+    # An answer about another generation allows nothing.
+    member.answered(replace(withheld, state=RunState.REBUILDING, withholds_outputs=False))
+    member.trained(rank, blocked)
+    assert not rank.may_write
+    member.answered(replace(withheld, withholds_outputs=False))
+    member.trained(rank, blocked)
+    # It has not read the message, and is sent another one.
+    assert rank.may_write and not blocked.may_write
+    assert not member.current_report.has_progress
+    blocked.stays = False
+    member.trained(rank, blocked)
+    assert blocked.may_write and member.current_report.has_progress
+    # The next generation starts without a fence.
+    assert member.outputs_after_s == 0
 
 
 @pytest.mark.parametrize("phase", [NodeState.STANDBY, NodeState.ENDED])

@@ -4,18 +4,21 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests.harness.ranks import FORK_SERVER
-from torchtitan_lite.core.output_fence import lease_clock_s
+from torchtitan_lite.core.output_fence import OUTPUTS_AFTER, lease_clock_s, wait_for_outputs
 from torchtitan_lite.core.rank.supervised import RANK_CHANNEL
+from torchtitan_lite.fault_tolerance.supervision.agent import worker
 from torchtitan_lite.fault_tolerance.supervision.agent.channel import AgentChannel
 from torchtitan_lite.fault_tolerance.supervision.agent.worker import (
     RecoveryHooks,
@@ -32,6 +35,8 @@ def _serve(there: socket.socket, train_s: float, module: str) -> None:
         if changed == ["wrong"]:
             recovery.end_reason = "a wrong setting"
             return 1
+        if changed == ["writes"]:
+            wait_for_outputs()
         recovery.was_stopped = recovery.was_stopped or changed == ["stopped"]
         if changed == ["swallow"]:
             # As a callback of torch does.
@@ -49,7 +54,7 @@ def _serve(there: socket.socket, train_s: float, module: str) -> None:
         import_module(module)
 
     os.environ[RANK_CHANNEL] = str(there.detach())
-    sys.exit(serve(train, warm_up))
+    sys.exit(serve(train, warm_up, lambda: None))
 
 
 @contextmanager
@@ -116,6 +121,45 @@ def test_an_error_before_the_process_groups_exist_is_reported(
     assert channel.receive(wait=True) == [
         {"ended": 1, "reason": "a wrong setting", "stopped": False, "may_restart": False}
     ]
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+def test_outputs_are_withheld_until_the_agent_allows_them(
+    pause_s: float, quick: tuple[AgentChannel, Any]
+) -> None:
+    channel, _ = quick
+    environment = {OUTPUTS_AFTER: str(lease_clock_s() + 600)}
+    channel.send(start=environment, has_listener=False, arguments=["writes"])
+    time.sleep(pause_s)
+    assert channel.receive(wait=False) == []
+    # Also if the main thread has not read the order yet.
+    channel.send(outputs=True)
+    assert "ended" in channel.receive(wait=True)[0]
+    # The next generation is told anew.
+    channel.send(start=environment, has_listener=False, arguments=["writes"])
+    time.sleep(0.5)
+    assert channel.receive(wait=False) == []
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_only_a_process_without_a_rank_uses_its_idle_time(
+    is_idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_IDLE_S", 0.1)
+    orders: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    uses: list[str] = []
+
+    def give() -> None:
+        for number in range(2):
+            orders.put({"start": number})
+        orders.put(None)
+
+    if is_idle:
+        threading.Timer(0.4, give).start()
+    else:
+        give()
+    taken = list(worker._until_the_end(orders, lambda: uses.append("used")))
+    assert taken == [{"start": 0}, {"start": 1}] and uses == ["used"] * is_idle
 
 
 def test_an_error_of_the_imports_is_reported() -> None:
