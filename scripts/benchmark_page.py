@@ -75,7 +75,13 @@ TITLES = {
     ),
     "lost_machine": (
         "A lost machine",
-        "none; most of the time is the lease of the machine",
+        "none; a machine that falls silent is replaced after 3 s, one whose connections end after "
+        "0.5 s, and outputs are visible when its lease has ended, after 8 s",
+    ),
+    "paused_agents": (
+        "Machines that are lost falsely",
+        "none; an agent or the coordinator is paused for a second, one after the other, beside two "
+        "busy loops per core",
     ),
     "control_plane": (
         "The coordinator with many machines",

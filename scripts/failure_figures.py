@@ -34,7 +34,7 @@ class Origin:
 
 _RANKS = "1 of 4 ranks killed, FSDP-4"
 _AGAIN = "until training again, median"
-_LOST = "1 of 2 machines killed, 1 spare, state from buddy"
+_LOST = "1 of 2 machines lost, 1 spare, state from buddy: it falls silent"
 _REPLICAS = "ours, builtin lighthouse"
 _SAVES = "1 proc, 474 MB"
 _BYTES = "bytes read, unique bytes"

@@ -20,11 +20,12 @@ _NUM_ROWS = {
     "convert": 15,
     "rank_recovery": 2,
     "buddies": 2,
-    "lost_machine": 2,
+    "lost_machine": 6,
+    "paused_agents": 3,
     "failures": 3,
     "control_plane": 7,
 }
-_NEEDS_ROOT = {"buddies", "lost_machine"}
+_NEEDS_ROOT = {"buddies", "lost_machine", "paused_agents"}
 _KEYS = ["case", "metric", "unit", "ours", "floor", "peer", "goal", "met", "kind"]
 
 

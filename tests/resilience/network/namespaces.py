@@ -157,6 +157,12 @@ class Network:
         self.block(one, other)
         self.block(other, one)
 
+    def reset(self, name: str, other: str) -> None:
+        """End all connections between two hosts, also new ones, as a firewall before the first one
+        does: the other one receives resets, and the first one nothing."""
+        source = f"ip saddr {self.address(other)} ip protocol tcp"
+        self._filter(name, f"{source} reject with tcp reset")
+
     def lose(self, name: str, percent: int) -> None:
         """Drop a part of the packets that a host receives, at random."""
         self._filter(name, f'iifname "eth0" numgen random mod 100 < {percent} drop')
