@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.core.output_fence import withholds_outputs
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_earlier_writers
 from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
@@ -39,6 +38,7 @@ from torchtitan_lite.config.tables.checkpoint import CheckpointConfig
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.events import StepEvent
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import withholds_outputs
 from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.distributed.on_all_ranks import run_on_all_ranks
 from torchtitan_lite.nn.spec import ModelSpec

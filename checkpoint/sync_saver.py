@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.core.output_fence import wait_for_outputs
 from torchtitan_lite.checkpoint.background.save import (
     SINGLE_REPLICA,
     WriterGroup,
@@ -39,6 +38,7 @@ from torchtitan_lite.checkpoint.tensors import (
 )
 from torchtitan_lite.core.errors import CheckpointError
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import wait_for_outputs
 
 _PATIENCE_S = 60.0
 """Seconds that the leader waits for the parts of other replicas, during which the others wait for

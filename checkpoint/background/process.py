@@ -20,6 +20,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.save import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import withholds_outputs
 
 _MODULE = "torchtitan_lite.checkpoint.background"
 _READ_BYTES = 1 << 16
@@ -187,6 +188,18 @@ class WriterProcess(BackgroundProcess):
         )
         self._inherited = (signals_read,)
         os.set_blocking(self.signals_fd, False)
+        self._is_withheld = False
+        """Whether it waits until outputs are allowed."""
+
+    def start(self) -> None:
+        self._is_withheld = withholds_outputs()
+        super().start()
+
+    def responses(self) -> list[dict[str, Any]]:
+        if self._is_withheld and not withholds_outputs():
+            self._is_withheld = False
+            self._send({"outputs": True})
+        return super().responses()
 
     def save(
         self,

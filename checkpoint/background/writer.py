@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.core.output_fence import wait_for_outputs
 from torchtitan_lite.checkpoint.background.channel import WriterChannel, WriterSettings
 from torchtitan_lite.checkpoint.background.flush import (
     GracePeriod,
@@ -35,6 +34,7 @@ from torchtitan_lite.checkpoint.storage import attempts
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
 from torchtitan_lite.core.errors import CheckpointError, WriteAbandoned
+from torchtitan_lite.core.output_fence import allow_outputs, withholds_outputs
 
 _WAITING_S = 0.05
 _IDLE_S = 0.2
@@ -84,7 +84,8 @@ class Writer:
 
     def run(self) -> None:
         """Work until the trainer stops or dies, and finish saves in progress."""
-        wait_for_outputs()
+        if not self._may_ever_write():
+            return
         if self._save.about.is_leader and self._settings.recovers:
             try:
                 attempts.recover(self._storage, self._save.about.generation_id)
@@ -105,6 +106,20 @@ class Writer:
             self._commit_complete()
             self._act_without_orders()
 
+    def _may_ever_write(self) -> bool:
+        """Wait until outputs are allowed. Return False if the trainer stops or dies before: its
+        snapshots stay in shared memory, from which the next generation resumes."""
+        while withholds_outputs():
+            orders = self._channel.poll(_IDLE_S)
+            if any("outputs" in order for order in orders):
+                allow_outputs()
+            elif self._channel.ended:
+                return False
+            elif any("stop" in order for order in orders):
+                self._finish(free=any(order.get("free") for order in orders))
+                return False
+        return True
+
     def _carry_out(self, order: dict[str, Any]) -> None:
         if "save" in order:
             save = order["save"]
@@ -124,6 +139,9 @@ class Writer:
         elif "writer_group" in order:
             # For what is written without an order, such as the flush after the trainer's death.
             self._save.writer_group = WriterGroup.from_json(order["writer_group"]).alone
+        elif "outputs" in order:
+            # They are allowed already.
+            pass
         elif "abandon" in order:
             step, token = int(order["abandon"]), None
             for attempt in [a for a in self._pending.values() if a.step == step]:

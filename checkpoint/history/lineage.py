@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import withholds_outputs
 from torchtitan_lite.distributed.host_collectives import broadcast_bytes
 from torchtitan_lite.distributed.mesh import Mesh
 
@@ -99,4 +100,6 @@ class SnapshotLineage:
                 )
             self._failed_segment = self.segment
             return
-        self._unwritten = b""
+        if not withholds_outputs():
+            # Else once more with the next snapshot: a machine that is probably lost may write, too.
+            self._unwritten = b""

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from torchtitan_lite.config import Config
+from torchtitan_lite.core.output_fence import wait_for_outputs
 from torchtitan_lite.core.preemption import StopRequest, stop_on_signals
 from torchtitan_lite.distributed.device import detect_device
 from torchtitan_lite.distributed.mesh import start_mesh
@@ -40,6 +41,7 @@ def run_rank(config: Config, argv: Sequence[str], recovery: RecoveryHooks | None
                 print_start(built, config)
             with report_at_exit(built), interruptible():
                 finished = train(_reporting(built.job, recovery))
+                wait_for_outputs()
             if recovery is not None:
                 recovery.was_stopped = not finished
             print_end(built, config, argv, finished=finished)

@@ -7,11 +7,15 @@ allows outputs before if the coordinator does.
 """
 
 import os
+import threading
 import time
+
+from torchtitan_lite.core.preemption import TrainingAborted
 
 OUTPUTS_AFTER = "TORCHTITAN_LITE_OUTPUTS_AFTER"
 """Environment variable: the time by `lease_clock_s` after which this generation may write."""
 _POLL_S = 0.05
+_is_aborted = threading.Event()
 
 
 def lease_clock_s() -> float:
@@ -19,17 +23,30 @@ def lease_clock_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def withholds_outputs() -> bool:
-    """Whether this process must not write what others see yet."""
-    return lease_clock_s() < float(os.environ.get(OUTPUTS_AFTER, "0"))
-
-
-def wait_for_outputs() -> None:
-    """Block until this process may write what others see."""
-    while withholds_outputs():
-        time.sleep(_POLL_S)
+def begin_generation(outputs_after_s: str) -> None:
+    """Withhold the outputs of this process, and of those that it starts, until then."""
+    _is_aborted.clear()
+    os.environ[OUTPUTS_AFTER] = outputs_after_s
 
 
 def allow_outputs() -> None:
     """Let this process, and those that it starts, write from now on."""
     os.environ[OUTPUTS_AFTER] = "0"
+
+
+def abort_waits() -> None:
+    """Let `wait_for_outputs` raise TrainingAborted until the next generation."""
+    _is_aborted.set()
+
+
+def withholds_outputs() -> bool:
+    """Return whether this process must not write what others see yet."""
+    return lease_clock_s() < float(os.environ.get(OUTPUTS_AFTER, "0"))
+
+
+def wait_for_outputs() -> None:
+    """Block until this process may write what others see. Raises TrainingAborted if the agent
+    aborts the training."""
+    while withholds_outputs():
+        if _is_aborted.wait(_POLL_S):
+            raise TrainingAborted

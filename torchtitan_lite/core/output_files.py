@@ -2,7 +2,7 @@
 
 If a disk is full, read-only or gone, records wait in bounded memory and are written in their order
 when the disk accepts them again. So do those of a generation that must not write yet, see
-`output_fence`. Invariant: a file holds whole records, each once.
+`output_fence`, whatever their size. Invariant: a file holds whole records, each once.
 """
 
 import errno
@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.core.log import logger
-from torchtitan_lite.core.output_fence import wait_for_outputs, withholds_outputs
+from torchtitan_lite.core.output_fence import withholds_outputs
 
 _MAX_WAITING_BYTES = 4 << 20
 """Limit of the records of a file that wait in memory. Beyond it, the oldest are lost."""
+
+_WITHHELD: "set[RecordFile]" = set()
+"""Files of this process that wait until outputs are allowed."""
+_LEFT: "dict[Path, tuple[Callable[[], None], list[bytes]]]" = {}
+"""What the last file at a path could not do because outputs were withheld: its preparation, and its
+records."""
 
 
 @dataclass
@@ -116,6 +122,12 @@ class OutputFaults:
         ]
 
 
+def flush_withheld() -> None:
+    """Write the records that were withheld, if outputs are allowed now."""
+    for file in [*_WITHHELD] if _WITHHELD and not withholds_outputs() else ():
+        file.flush()
+
+
 class RecordFile:
     """Appends records to a file. A record has reached the operating system when `append` returns,
     so that it survives a killed process, unless the disk fails."""
@@ -127,9 +139,11 @@ class RecordFile:
         prepare: Callable[[], None] = lambda: None,
         *,
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
+        keeps: Callable[[bytes], bool] = lambda record: True,
     ) -> None:
         """`prepare` is called before the file is opened for the first time, and again if it raises
-        OSError."""
+        OSError. `keeps` returns whether a record that an aborted training of this process could not
+        write is still valid."""
         self._path, self._faults, self._prepare = path, faults, prepare
         self._max_waiting_bytes = max_waiting_bytes
         self._file: FileIO | None = None
@@ -138,7 +152,24 @@ class RecordFile:
         """Inode of the file, and its size after the last record."""
         self._waiting: deque[bytes] = deque()
         self._num_waiting_bytes = 0
+        self._take_over(keeps)
         self.flush()
+
+    def _take_over(self, keeps: Callable[[bytes], bool]) -> None:
+        """Continue a file that was closed while outputs were withheld, as if it had been written
+        and then opened."""
+        prepare_former, records = _LEFT.pop(self._path, (None, []))
+        if prepare_former is not None:
+            prepare = self._prepare
+
+            def prepare_both() -> None:
+                prepare_former()
+                prepare()
+
+            self._prepare = prepare_both
+        for record in filter(keeps, records):
+            self._waiting.append(record)
+            self._num_waiting_bytes += len(record)
 
     def append(self, record: bytes) -> None:
         """Write a record, after those that wait; or keep it in memory."""
@@ -149,7 +180,9 @@ class RecordFile:
     def flush(self) -> None:
         """Write the records that wait."""
         if withholds_outputs():
+            _WITHHELD.add(self)
             return
+        _WITHHELD.discard(self)
         num_late = len(self._waiting)
         try:
             self._open()
@@ -166,11 +199,13 @@ class RecordFile:
             self._faults.works(self._path.name, late=num_late)
 
     def close(self) -> None:
-        """Write what waits, if possible, and close the file."""
-        if self._waiting:
-            wait_for_outputs()
+        """Write what waits, if possible, and close the file. If outputs are still withheld, the
+        training was aborted, and records that wait are for the next file at this path."""
         self.flush()
         self._close()
+        if self in _WITHHELD:
+            _WITHHELD.discard(self)
+            _LEFT[self._path] = self._prepare, [*self._waiting]
 
     def _drop_oldest(self) -> int:
         num_lost = 0

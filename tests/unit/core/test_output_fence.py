@@ -10,12 +10,15 @@ import pytest
 
 from torchtitan_lite.core.output_fence import (
     OUTPUTS_AFTER,
+    abort_waits,
     allow_outputs,
+    begin_generation,
     lease_clock_s,
     wait_for_outputs,
     withholds_outputs,
 )
-from torchtitan_lite.core.output_files import OutputFaults, RecordFile
+from torchtitan_lite.core.output_files import OutputFaults, RecordFile, flush_withheld
+from torchtitan_lite.core.preemption import TrainingAborted
 from torchtitan_lite.training.metrics.goodput import GOODPUT_FILE, open_goodput_tracker
 from torchtitan_lite.training.metrics.jsonl import JsonLines
 from torchtitan_lite.training.metrics.record import Event
@@ -65,18 +68,50 @@ def test_records_wait_and_the_file_is_as_it_was(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("has_records", [False, True])
-def test_a_file_with_records_is_closed_only_when_they_are_written(
-    has_records: bool, withhold: Callable[[float], None], tmp_path: Path
+def test_an_aborted_training_leaves_its_records_to_the_next_one(
+    withhold: Callable[[float], None], tmp_path: Path
 ) -> None:
-    withhold(0.5)
+    path = tmp_path / "metrics.jsonl"
+    steps = [{"step": step, "event": "first", "time": 0.0} for step in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in steps))
+    withhold(600)
+    lines = JsonLines(path, resume_step=2)
+    for step in (3, 4, 5):
+        lines.event(Event(name="second", step=step, values={}))
+    lines.close()
+    # It resumes from the snapshot of a step that the aborted one has taken.
+    lines = JsonLines(path, resume_step=4)
+    lines.event(Event(name="third", step=5, values={}))
+    allow_outputs()
+    lines.close()
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["event"], line["step"]) for line in written] == [
+        ("first", 0), ("first", 1), ("first", 2), ("second", 3), ("second", 4), ("third", 5)
+    ]  # fmt: skip
+
+
+def test_records_are_written_when_outputs_are_allowed(
+    withhold: Callable[[float], None], tmp_path: Path
+) -> None:
+    withhold(600)
     file = RecordFile(tmp_path / "records", OutputFaults())
-    if has_records:
-        file.append(b"one\n")
-    began_s = time.monotonic()
+    file.append(b"one\n")
+    flush_withheld()
+    assert not (tmp_path / "records").exists()
+    allow_outputs()
+    flush_withheld()
+    assert (tmp_path / "records").read_bytes() == b"one\n"
     file.close()
-    assert (time.monotonic() - began_s > 0.3) is has_records
-    assert (tmp_path / "records").exists() is has_records
+
+
+def test_an_abort_ends_the_wait(withhold: Callable[[float], None]) -> None:
+    withhold(600)
+    threading.Timer(0.2, abort_waits).start()
+    with pytest.raises(TrainingAborted):
+        wait_for_outputs()
+    # The next generation waits again.
+    begin_generation(str(lease_clock_s() + 0.2))
+    wait_for_outputs()
 
 
 def test_time_accounting_waits(withhold: Callable[[float], None], tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def build(
             phases=phases,
             stack=stack,
         )
-        if _has_prompt_outputs(config):
+        if _has_unbuffered_outputs(config):
             wait_for_outputs()
         metrics = stack.enter_context(_open_metrics(run, restored))
         has_samples = config.validation.enable and config.validation.samples > 0
@@ -212,9 +212,9 @@ def _build_data(config: Config, spec: ModelSpec, mesh: Mesh, stack: ExitStack) -
     return data
 
 
-def _has_prompt_outputs(config: Config) -> bool:
-    """Whether the run has outputs that can neither wait in memory nor be delayed: replicas commit
-    steps together, and the others are read while it trains, or written by code of users."""
+def _has_unbuffered_outputs(config: Config) -> bool:
+    """Return whether the run has outputs that can neither wait in memory nor be delayed: replicas
+    commit steps together, and the others are read while it trains, or written by users' code."""
     metrics, profiling = config.metrics, config.profiling
     return bool(
         config.fault_tolerance.enable
@@ -222,6 +222,7 @@ def _has_prompt_outputs(config: Config) -> bool:
         or metrics.enable_wandb
         or metrics.prometheus_port
         or config.debug.sample_ledger
+        or config.debug.trace_communication
         or profiling.enable_profiling
         or profiling.enable_memory_snapshot
         or REGISTRY.hooks

@@ -33,7 +33,12 @@ class JsonLines:
         records failures of the disk."""
         continues = resume_step > 0 if continues is None else continues
         prepare = partial(_prepare, path, resume_step, continues=continues)
-        self._file = RecordFile(path, faults or OutputFaults(), prepare)
+        self._file = RecordFile(
+            path,
+            faults or OutputFaults(),
+            prepare,
+            keeps=lambda line: (_step_of(line) or 0) <= resume_step,
+        )
 
     def step(self, record: StepRecord) -> None:
         self._append(record.to_json())

@@ -480,8 +480,8 @@ class Member:
         is_present = answer.generation == self._generation and answer.state is RunState.RUNNING
         is_allowed = is_present and not answer.withholds_outputs
         if self._outputs_after_s and (is_allowed or lease_clock_s() >= self._outputs_after_s):
-            are_accepted = [process.allow_outputs() for process in self._pool.ranks.values()]
-            if all(are_accepted):
+            has_read = [process.allow_outputs() for process in self._pool.ranks.values()]
+            if all(has_read):
                 self._outputs_after_s = 0.0
 
     def _report_progress(self) -> None:

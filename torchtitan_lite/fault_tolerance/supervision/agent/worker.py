@@ -20,7 +20,13 @@ from types import FrameType
 from typing import Any
 
 from torchtitan_lite.core.errors import UserError, is_transient
-from torchtitan_lite.core.output_fence import OUTPUTS_AFTER, allow_outputs
+from torchtitan_lite.core.log import logger
+from torchtitan_lite.core.output_fence import (
+    OUTPUTS_AFTER,
+    abort_waits,
+    allow_outputs,
+    begin_generation,
+)
 from torchtitan_lite.core.preemption import TrainingAborted
 from torchtitan_lite.core.rank.supervised import (
     RANK_CHANNEL,
@@ -34,7 +40,7 @@ from torchtitan_lite.fault_tolerance.supervision.agent.lease import Lease
 _INTERRUPT = signal.SIGRTMIN + 2
 _INTERRUPT_EVERY_S = 0.2
 _IDLE_S = 1.0
-"""Time without an order after which a new process is a spare one."""
+"""Time without an order after which a new process uses its idle time."""
 _RAISE_AGAIN_S = 1.0
 """Time in which the main thread leaves the training once the exception is raised. It may be lost in
 a callback of torch, which swallows exceptions, and is raised again then."""
@@ -145,7 +151,7 @@ def serve(
     threading.Thread(target=_receive, args=(channel, recovery, lease, orders), daemon=True).start()
     channel.send(standby=True)
     failure = ""
-    for order in _until_the_end(orders, use_idle_time):
+    for order in _orders_of(orders, use_idle_time):
         if "exit" in order:
             if order["exit"]:
                 print(failure, end="", flush=True)
@@ -179,7 +185,7 @@ def serve(
     return 1
 
 
-def _until_the_end(
+def _orders_of(
     orders: SimpleQueue[dict[str, Any] | None], use_idle_time: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     """Yield the orders until the channel is closed. Calls `use_idle_time` if the first one does not
@@ -187,7 +193,11 @@ def _until_the_end(
     try:
         order = orders.get(timeout=_IDLE_S)
     except Empty:
-        use_idle_time()
+        try:
+            use_idle_time()
+        except Exception as error:
+            # Training meets it again, if it matters.
+            logger.warning("A process on standby could not prepare: %r", error)
         order = orders.get()
     while order is not None:
         yield order
@@ -224,7 +234,7 @@ def _receive(
             else:
                 if "start" in order:
                     # Here, because outputs may be allowed before the main thread has the order.
-                    os.environ[OUTPUTS_AFTER] = order["start"].pop(OUTPUTS_AFTER, "0")
+                    begin_generation(order["start"].pop(OUTPUTS_AFTER, "0"))
                 orders.put(order)
     orders.put(None)
 
@@ -233,6 +243,7 @@ def _abort(recovery: RecoveryHooks) -> None:
     # Interrupt first, so that the main thread does not continue with the result of an aborted
     # collective: on a GPU the wait for it returns without an error.
     _interrupt(recovery)
+    abort_waits()
     abort_all_groups()
     pause = threading.Event()
     while recovery.is_interruptible:

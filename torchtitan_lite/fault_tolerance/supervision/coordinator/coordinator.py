@@ -81,11 +81,11 @@ class Coordinator:
         if self._run is not None:
             self._run.disconnected(machine, now_s)
 
-    def check(self, now_s: float) -> None:
-        """See `RunCoordinator.check`; without effect if it does not lead."""
+    def check_breaks(self, now_s: float) -> None:
+        """See `RunCoordinator.check_breaks`; without effect if it does not lead."""
         run = self._run if self._leadership.leads(now_s) else None
         if run is not None:
-            run.check(now_s)
+            run.check_breaks(now_s)
 
     def leave(self, report: Report, vote: Vote, reason: str, now_s: float) -> None:
         """Forget a machine, see `ReplicaCoordinator.leave`."""

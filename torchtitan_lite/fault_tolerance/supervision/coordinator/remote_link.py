@@ -167,6 +167,9 @@ class RemoteLink(Link):
                 self.rejection = self.problem = str(error)
             else:
                 self._fail(str(error), error.code)
+                if error.code is RpcStatus.DEADLINE_EXCEEDED:
+                    # The path of this connection may drop everything.
+                    self._replace_client()
             return
         except (KeyError, TypeError, ValueError) as error:
             self.rejection = f"The coordinator answers with a malformed message: {error}."
@@ -199,8 +202,12 @@ class RemoteLink(Link):
         coordinators, of which a connection reaches one."""
         if now_s - max(self._leased_s, self._connected_s) > _RECONNECT_S:
             self._connected_s = now_s
-            self._client.close()
-            self._client = self._connect()
+            self._replace_client()
+
+    def _replace_client(self) -> None:
+        self._client.close()
+        self._client = self._connect()
+        self._wake.set()
 
     def _fail(self, problem: str, kind: object) -> None:
         """Report once that the lease is not renewed; `kind` distinguishes failures."""

@@ -14,7 +14,7 @@ survive a restart is in the reports, so that none of it is stored.
 
 import math
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class ReplicaCoordinator:
         *,
         rules: RunRules,
         resizes: ResizeCoordinator,
-        borrow: Callable[["ReplicaCoordinator"], list[str]],
+        borrow: Callable[["ReplicaCoordinator", float], list[str]],
     ) -> None:
         """`resizes` decides about the mesh; `borrow` lets a spare machine of another replica, if
         there is one, become this one's."""
@@ -119,6 +119,8 @@ class ReplicaCoordinator:
         """Machines at fault, which must not train again."""
         self._left_s: dict[str, float] = {}
         """Machines that have left, until no earlier report of them can arrive any more."""
+        self._leases_until_s = 0.0
+        """When the leases of all machines whose places were given away have certainly ended."""
         self._is_alone = True
         """Whether the run ends with this replica's."""
         # Machines may train that were members before a restart of this process.
@@ -131,8 +133,6 @@ class ReplicaCoordinator:
         self._policy = self._rules.policy(self._replica)
         self._state = RunState.REBUILDING
         self._learn_s = learn_s
-        self._leases_until_s = 0.0
-        """When the leases of all machines whose places were given away have certainly ended."""
         self._first_report_s: float | None = None
         self._first_member_s: float | None = None
         """Time of the first report of a member of the last generation, while it is learned."""
@@ -151,7 +151,7 @@ class ReplicaCoordinator:
         """Names of those that have left it because they were asked to stop."""
         self._was_stopped = False
         """Whether ranks of a machine that has left ended it before the last step."""
-        self._suspects: dict[str, int] = {}
+        self._num_failures: dict[str, int] = {}
         """Failures since the run was last healthy, by machine."""
         self._progress_since_s: float | None = None
         self._is_judged = True
@@ -358,12 +358,12 @@ class ReplicaCoordinator:
         """Number of machines that have a place, as long as the replica has not ended."""
         return 0 if self._state is RunState.ENDED else len(self._members)
 
-    def free_spare(self, size: int) -> str | None:
+    def free_spare(self, size: int, now_s: float) -> str | None:
         """Return a spare machine that it does not need, the one that has failed least; None if it
         needs all."""
         if self.num_missing(size) >= 0:
             return None
-        return next((m for m in self._ranked() if m not in self._members), None)
+        return next((m for m in self._ranked() if self._is_free(m, now_s)), None)
 
     def pass_on(self, machine: str, receiver: "ReplicaCoordinator") -> None:
         """Let a spare machine be for another replica."""
@@ -380,34 +380,36 @@ class ReplicaCoordinator:
                 if machine in self._members:
                     self._lost.append(entry.report.name)
 
-    def suspect(
-        self, now_s: float, *, except_for: str, breaks: Mapping[str, float], steady_since_s: float
+    def expire_early(
+        self, now_s: float, *, except_for: str, breaks: Collection[str], steady_since_s: float
     ) -> None:
-        """Forget members that are probably lost, if spare machines can take their places at once.
-        `breaks` are the times at which connections broke, by machine; the silence of one counts
-        from `steady_since_s`. The next generation must wait with what others see."""
-        if self._state not in (RunState.RUNNING, RunState.FORMING):
+        """Forget members that are probably lost, if spare machines can take their places at once:
+        those of `breaks`, whose connections broke, and those that are silent. Silence counts from
+        `steady_since_s`. The next generation must wait with what others see."""
+        if self._rules.is_local or self._state not in (RunState.RUNNING, RunState.FORMING):
             return
-        suspects = [
+        lost = [
             machine
             for machine in self._node_ranks
             if machine in self._machines
             and machine != except_for
             and (machine in breaks or self._is_silent(machine, now_s, steady_since_s))
         ]
-        spares = [
-            machine
-            for machine in self._ranked()
-            if machine not in self._node_ranks and now_s - self._machines[machine].heard_s < QUIET_S
-        ]
-        while len(spares) < len(suspects) and (borrowed := self._borrow(self)):
+        spares = [m for m in self._ranked() if self._is_free(m, now_s)]
+        while len(spares) < len(lost) and (borrowed := self._borrow(self, now_s)):
             spares += borrowed
-        if len(spares) < len(suspects):
+        if len(spares) < len(lost):
             return
-        for machine in suspects:
+        for machine in lost:
             entry = self._machines.pop(machine)
             self._lost.append(entry.report.name)
             self._leases_until_s = max(self._leases_until_s, entry.heard_s + LOST_S)
+
+    def _is_free(self, machine: str, now_s: float) -> bool:
+        """Return whether a machine is a spare one that is not silent."""
+        entry = self._machines[machine]
+        longest_s = QUIET_S + report_interval_s(entry.report.num_machines) - REPORT_S
+        return machine not in self._node_ranks and now_s - entry.heard_s < longest_s
 
     def _is_silent(self, machine: str, now_s: float, steady_since_s: float) -> bool:
         """Return whether a machine has not reported for so long that it is probably lost."""
@@ -565,7 +567,7 @@ class ReplicaCoordinator:
     def _ranked(self) -> Iterable[str]:
         """Return the machines that were not asked to stop, those first that have not failed."""
         staying = [report.machine for report in self.reports if not report.is_stopping]
-        return sorted(staying, key=lambda machine: self._suspects.get(machine, 0))
+        return sorted(staying, key=lambda machine: self._num_failures.get(machine, 0))
 
     def _judge(self, former: list[_Machine], now_s: float) -> None:
         """Find why the generation ended, and whether there is a next one."""
@@ -680,18 +682,18 @@ class ReplicaCoordinator:
         repeatedly, as long as there are spare ones. Returns whether it did."""
         since_s = self._progress_since_s
         if since_s is not None and now_s - since_s >= HEALTHY_S:
-            self._suspects = {}
+            self._num_failures = {}
         for machine in machines:
-            self._suspects[machine] = self._suspects.get(machine, 0) + 1
+            self._num_failures[machine] = self._num_failures.get(machine, 0) + 1
         is_at_fault = failure.status == MACHINE_FAULT
         spares = [machine for machine in self._ranked() if machine not in self._members]
         is_replaced = False
         for machine in machines:
-            num_failures = self._suspects[machine]
+            num_failures = self._num_failures[machine]
             if not is_at_fault and num_failures < _FAILURES_OF_A_MACHINE:
                 continue
-            spares = spares or self._borrow(self)
-            if not spares or self._suspects.get(spares[0], 0) >= num_failures:
+            spares = spares or self._borrow(self, now_s)
+            if not spares or self._num_failures.get(spares[0], 0) >= num_failures:
                 continue
             del spares[0]
             self._seat(["" if member == machine else member for member in self._members])

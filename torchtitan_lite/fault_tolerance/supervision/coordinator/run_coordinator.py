@@ -8,7 +8,7 @@ Invariants: as those of `replica_coordinator`, of which each replica has one.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
@@ -51,9 +51,9 @@ class RunCoordinator:
         self._steady_since_s = now_s
         """When such a report ended a silence of all of them."""
         self._breaks: dict[str, float] = {}
-        """When the connections of machines broke that have not reported since."""
-        self._many_broke_s = -math.inf
-        """When those of several machines were broken last."""
+        """When the connections of members broke that have not reported since."""
+        self._broke_s = -math.inf
+        """When one of a member broke last."""
         self._next_pass_s = now_s
         self._add_replica(now_s)
 
@@ -115,18 +115,33 @@ class RunCoordinator:
         return owner.answer(report.machine, now_s)
 
     def disconnected(self, machine: str, now_s: float) -> None:
-        """Record that the connection of a machine has ended. One that lives reports at once."""
-        self._breaks = {m: s for m, s in self._breaks.items() if self._owner_of(m) is not None}
-        self._breaks[machine] = now_s
-        if len(self._breaks) > 1:
-            self._many_broke_s = now_s
+        """Record that the connection of a machine has ended. One that lives reports at once. Those
+        of several end because of the network, or of a machine between, and mean nothing."""
+        owner = self._owner_of(machine)
+        if owner is None or not owner.is_member(machine):
+            return
+        is_single, self._broke_s = now_s - self._broke_s > 2 * BROKEN_S, now_s
+        if is_single:
+            self._breaks[machine] = now_s
+        else:
+            self._breaks.clear()
 
-    def check(self, now_s: float) -> None:
-        """Decide what follows from the time alone."""
-        self._expire(now_s)
+    def check_breaks(self, now_s: float) -> None:
+        """Decide about the machines whose connections broke BROKEN_S ago."""
+        breaks = [m for m, s in self._breaks.items() if now_s - s >= BROKEN_S]
+        self._expire(now_s, breaks=breaks)
+        for machine in breaks:
+            self._breaks.pop(machine, None)
         self._advance_all(now_s)
 
-    def _expire(self, now_s: float, *, except_for: str = "", is_outage: bool = False) -> None:
+    def _expire(
+        self,
+        now_s: float,
+        *,
+        except_for: str = "",
+        breaks: Collection[str] = (),
+        is_outage: bool = False,
+    ) -> None:
         """Forget the machines that are lost, or probably so, but not one that reports now."""
         is_outage = (
             is_outage
@@ -136,15 +151,11 @@ class RunCoordinator:
                 now_s - self._outage_ended_s <= LOST_S
             )
         )
-        # Several break at once because of the network, or of a machine between.
-        breaks = {
-            m: s for m, s in self._breaks.items() if self._many_broke_s < s <= now_s - BROKEN_S
-        }
         is_steady = not is_outage and now_s - self._contact_s <= QUIET_S
         for replica in self._replicas:
             replica.expire(now_s, except_for=except_for, is_outage=is_outage)
             if is_steady:
-                replica.suspect(
+                replica.expire_early(
                     now_s,
                     except_for=except_for,
                     breaks=breaks,
@@ -234,12 +245,12 @@ class RunCoordinator:
             owner.pass_on(report.machine, chosen)
         return chosen
 
-    def _lend(self, borrower: ReplicaCoordinator) -> list[str]:
+    def _lend(self, borrower: ReplicaCoordinator, now_s: float) -> list[str]:
         """Let a spare machine that another replica does not need be for `borrower`, and return
         it."""
         size = borrower.reports[0].machines_per_replica
         for replica in self._replicas:
-            machine = None if replica is borrower else replica.free_spare(size)
+            machine = None if replica is borrower else replica.free_spare(size, now_s)
             if machine is not None:
                 replica.pass_on(machine, borrower)
                 return [machine]

@@ -39,6 +39,9 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
 )
 
 _MARGIN_S = 0.01
+"""So that a timer is not early."""
+_LATE_S = 0.15
+"""Delay of a timer up to which the reports of all machines that live have been served."""
 
 
 def coordinator_server(
@@ -91,6 +94,10 @@ class _Calls:
         """Number of changes of the news of each replica."""
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         """Machines that wait for the next change, by replica."""
+        self._last_waits: dict[str, asyncio.Future[None]] = {}
+        """The newest one of each machine: an earlier connection of it may end later."""
+        self._breaks_due_s: float | None = None
+        """When the connections that broke are looked at; None if none did."""
         self._next_pass_s = 0.0
         self._delayed: set[int] = set()
         """Replicas about which is decided when their delay is over."""
@@ -135,26 +142,50 @@ class _Calls:
             return {}
         change = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(replica, set()).add(change)
+        self._last_waits[machine] = change
         try:
             async with asyncio.timeout(WAIT_S):
                 await change
         except TimeoutError:
             pass
         except asyncio.CancelledError:
-            self._disconnected(machine)
+            if self._last_waits[machine] is change:
+                self._disconnected(machine)
             raise
         finally:
+            if self._last_waits[machine] is change:
+                del self._last_waits[machine]
             self._waiting.get(replica, set()).discard(change)
         return {}
 
     def _disconnected(self, machine: str) -> None:
         """Decide whether a machine is lost when it has had time to connect again."""
-        self._coordinator.disconnected(machine, lease_clock_s())
-        asyncio.get_running_loop().call_later(BROKEN_S + _MARGIN_S, self._check)
+        now_s = lease_clock_s()
+        self._coordinator.disconnected(machine, now_s)
+        if self._breaks_due_s is None:
+            self._check_breaks_at(now_s + BROKEN_S)
+        else:
+            # One pass is enough for all, and must not precede the last one.
+            self._breaks_due_s = now_s + BROKEN_S
 
-    def _check(self) -> None:
+    def _check_breaks_at(self, due_s: float) -> None:
+        self._breaks_due_s = due_s
+        delay_s = max(0.0, due_s - lease_clock_s()) + _MARGIN_S
+        asyncio.get_running_loop().call_later(delay_s, self._check_breaks)
+
+    def _check_breaks(self) -> None:
+        now_s, due_s = lease_clock_s(), self._breaks_due_s
+        assert due_s is not None
+        if now_s < due_s:
+            self._check_breaks_at(due_s)
+            return
+        if now_s > due_s + _LATE_S:
+            # This process was paused or busy, and machines may wait to connect again.
+            self._check_breaks_at(now_s + BROKEN_S)
+            return
+        self._breaks_due_s = None
         before = self._coordinator.states
-        self._coordinator.check(lease_clock_s())
+        self._coordinator.check_breaks(now_s)
         self._notify(before)
         self._announce(*range(len(self._coordinator.states)))
 

@@ -2,8 +2,7 @@
 
 A machine may train only while it holds a lease, which each answer of the coordinator renews. One
 without an answer for LEASE_S stops its ranks and their checkpoint writers within STOP_S, by itself;
-the coordinator gives its node rank to another machine only afterwards, so that two machines never
-train in the same place.
+what another machine computes in its place is written only afterwards.
 
 Leases are measured with `lease_clock_s`, because CLOCK_MONOTONIC excludes the time for which a
 machine is suspended. Assumptions: clocks of two machines differ in rate by much less than the
@@ -54,14 +53,16 @@ heard: the last answer of its predecessor may be ACKNOWLEDGED_S later than the e
 is lost LOST_S after it."""
 WITHHELD_S = LEARN_S + LOST_S
 """Time after the start of a generation that must wait with its outputs, after which no coordinator
-is needed to allow them."""
+is needed to allow them: a new coordinator may renew the lease of a lost machine until it hears of
+the generation, within LEARN_S."""
 PASS_S = 0.1
 """Interval at which all replicas of a large run are looked at: a report that says nothing new must
 not cost more the more there are."""
 WAIT_S = 20.0
 """Longest time for which a machine waits for news in one call."""
-CALL_S = 2.0
-"""Timeout of a report. A report per lease may fail."""
+CALL_S = 1.5
+"""Timeout of a report. A report per lease may fail. The next one takes another connection, and must
+arrive within SUSPECT_S."""
 BLOCKED_S = 2.0
 """Time after which an agent whose main loop does not run stops to report."""
 

@@ -158,7 +158,7 @@ def test_only_a_process_without_a_rank_uses_its_idle_time(
         threading.Timer(0.4, give).start()
     else:
         give()
-    taken = list(worker._until_the_end(orders, lambda: uses.append("used")))
+    taken = list(worker._orders_of(orders, lambda: uses.append("used")))
     assert taken == [{"start": 0}, {"start": 1}] and uses == ["used"] * is_idle
 
 

@@ -1,5 +1,6 @@
 """A coordinator on a clock of the test, with machines that follow its answers."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,11 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
     RunState,
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.run_coordinator import RunCoordinator
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LEARN_S, REPORT_S
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
+    BROKEN_S,
+    LEARN_S,
+    REPORT_S,
+)
 from torchtitan_lite.fault_tolerance.supervision.resize_request import ResizeState
 
 
@@ -25,6 +30,7 @@ class Rig:
         self.machines: dict[str, Report] = {}
         self.answers: dict[str, Answer] = {}
         self.silent: set[str] = set()
+        self._breaks_due_s = math.inf
         self.ended: dict[str, tuple[ResizeState, str]] = {}
         """Outcomes of requests."""
         self.slow: set[str] = set()
@@ -97,6 +103,11 @@ class Rig:
                 report = replace(report, phase=NodeState.STANDBY, has_left=True)
         return report
 
+    def disconnect(self, name: str) -> None:
+        """End the connection of a machine."""
+        self.coordinator.disconnected(name, self.now_s)
+        self._breaks_due_s = self.now_s + BROKEN_S
+
     def train(self, *names: str) -> None:
         """Let the ranks of machines commit a step."""
         for name in names:
@@ -116,6 +127,9 @@ class Rig:
                 if name not in self.silent:
                     self.send(name)
             self.now_s += REPORT_S
+            if self.now_s >= self._breaks_due_s:
+                self._breaks_due_s = math.inf
+                self.coordinator.check_breaks(self.now_s)
 
     def start(self) -> None:
         """Pass the time until the first generation runs."""

@@ -32,6 +32,8 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
 )
 
 _TICK_S = 0.25
+_ABORT_S = 5.0
+"""Longest time in which ranks return to standby, see `Member`."""
 _RECONNECT_S = 1.5
 _TIMEOUT_S = 90.0
 """Time without a place and without being a spare after which a machine is started again."""
@@ -57,6 +59,8 @@ class _Machine:
     """End of the lease."""
     place: tuple[int, int, int] | None = None
     """Replica, generation and node rank for which its ranks train."""
+    stops_s: float | None = None
+    """When its ranks, which were ordered to stop, have returned to standby."""
     writes_after_s: float = 0.0
     """When its ranks may write what others see."""
     joined_s: float = 0.0
@@ -166,13 +170,23 @@ class World:
                 server.queue.append(process)
                 return
             server.coordinator.disconnected(name, self.now_s)
-            self._after(BROKEN_S + _TICK_S, lambda: server.coordinator.check(self.now_s))
+            self._after(BROKEN_S, check)
+
+        def check() -> None:
+            if server.is_paused:
+                server.queue.append(lambda: self._after(BROKEN_S, check))
+            else:
+                server.coordinator.check_breaks(self.now_s)
 
         process()
+        # One that lives connects again.
+        self.machines[name].next_report_s = self.now_s
 
     def _act(self, machine: _Machine) -> None:
         if machine.place is not None and self.now_s >= machine.leased_s + STOP_S:
             self._stand_by(machine, has_lost_lease=True)
+        if machine.stops_s is not None and self.now_s >= machine.stops_s:
+            self._stand_by(machine, has_lost_lease=False)
         if machine.place is not None and self.now_s >= machine.joined_s + 1:
             machine.report = replace(machine.report, has_progress=True, trained_mesh="1")
         if self.now_s - machine.served_s > _TIMEOUT_S:
@@ -251,8 +265,8 @@ class World:
             machine.writes_after_s = 0.0
         if machine.place is not None:
             is_rebuilt = answer.state is RunState.REBUILDING
-            if place != machine.place and not is_rebuilt:
-                self._stand_by(machine, has_lost_lease=False)
+            if place != machine.place and not is_rebuilt and machine.stops_s is None:
+                machine.stops_s = self.now_s + self.random.choice([0.0, 0.5, _ABORT_S])
         elif place is not None and answer.generation > report.generation:
             machine.place, machine.joined_s = place, self.now_s
             is_withheld = answer.withholds_outputs and self._has_fence
@@ -270,7 +284,7 @@ class World:
             )
 
     def _stand_by(self, machine: _Machine, *, has_lost_lease: bool) -> None:
-        machine.place = None
+        machine.place = machine.stops_s = None
         machine.report = replace(
             machine.report, phase=NodeState.STANDBY, has_lost_lease=has_lost_lease
         )

@@ -84,7 +84,7 @@ def test_a_spare_takes_the_place_of_a_lost_machine_and_writes_only_after_its_lea
     rig.silent.add("b")
     silent_since_s, limit_s = rig.now_s - REPORT_S, SUSPECT_S
     if is_broken:
-        rig.coordinator.disconnected("b", rig.now_s)
+        rig.disconnect("b")
         silent_since_s, limit_s = rig.now_s, BROKEN_S
     rig.run(60, until=lambda: rig.generation() == 2)
     assert limit_s <= rig.now_s - silent_since_s <= limit_s + 4 * REPORT_S
@@ -106,7 +106,7 @@ def test_a_machine_without_a_spare_is_lost_only_after_its_lease() -> None:
     rig = Rig("a", "b")
     rig.start()
     rig.silent.add("b")
-    rig.coordinator.disconnected("b", rig.now_s)
+    rig.disconnect("b")
     silent_since_s = rig.now_s - REPORT_S
     rig.run(60, until=lambda: rig.answers["a"].state is RunState.FORMING)
     assert LEASE_S + STOP_S < rig.now_s - silent_since_s < LOST_S + 3 * REPORT_S
@@ -126,7 +126,7 @@ def test_a_machine_that_was_paused_keeps_its_place(pause_s: float) -> None:
 def test_a_machine_whose_connection_broke_keeps_its_place_if_it_reports() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    rig.coordinator.disconnected("b", rig.now_s)
+    rig.disconnect("b")
     rig.send("b")
     rig.run(2 * LOST_S)
     assert rig.generation() == 1
@@ -136,7 +136,7 @@ def test_connections_of_several_machines_that_break_at_once_are_no_reason() -> N
     rig = Rig("a", "b", "c", num_machines=2)
     rig.start()
     for name in "abc":
-        rig.coordinator.disconnected(name, rig.now_s)
+        rig.disconnect(name)
     rig.silent.add("b")
     rig.run(SUSPECT_S - 2 * REPORT_S)
     assert rig.generation() == 1
@@ -148,9 +148,9 @@ def test_a_pause_of_the_coordinator_is_no_silence_of_its_machines() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
     rig.now_s += SUSPECT_S + 1
-    rig.coordinator.check(rig.now_s)
+    rig.coordinator.check_breaks(rig.now_s)
     rig.send("a")
-    rig.coordinator.check(rig.now_s)
+    rig.coordinator.check_breaks(rig.now_s)
     assert rig.send("c").generation == 1
     rig.run(5)
     assert rig.generation() == 1
@@ -163,6 +163,23 @@ def test_a_silent_spare_replaces_no_machine() -> None:
     silent_since_s = rig.now_s - REPORT_S
     rig.run(60, until=lambda: rig.answers["a"].state is RunState.FORMING)
     assert rig.now_s - silent_since_s > LEASE_S + STOP_S
+
+
+def test_the_next_run_waits_for_the_leases_of_machines_whose_places_were_given_away() -> None:
+    """All other machines leave before a machine that was cut off has stopped."""
+    rig = Rig("a", "c", num_machines=1)
+    rig.machines = {n: replace(r, num_machines=1) for n, r in rig.machines.items()}
+    rig.start()
+    rig.silent.add("a")
+    lost_at_s = rig.now_s - REPORT_S
+    rig.disconnect("a")
+    rig.run(2)
+    rig.leave("c")
+    rig.add("d", num_machines=1)
+    rig.run(60, until=lambda: "d" in rig.places())
+    assert rig.now_s < lost_at_s + LOST_S and rig.answers["d"].withholds_outputs
+    rig.run(LOST_S)
+    assert not rig.answers["d"].withholds_outputs
 
 
 def test_a_probably_lost_machine_that_reports_again_returns_as_a_spare() -> None:
