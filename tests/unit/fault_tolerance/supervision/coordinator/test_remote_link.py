@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.harness import launch
 from tests.unit.fuzzing import FEW_OR_MANY, fuzz, json_objects
 from torchtitan_lite.core.errors import MACHINE_FAULT, RpcError, RpcStatus
+from torchtitan_lite.core.output_fence import lease_clock_s
 from torchtitan_lite.distributed.rpc.client import RpcClient
 from torchtitan_lite.distributed.rpc.server import RpcServer
 from torchtitan_lite.fault_tolerance.supervision.coordinator import leadership, replica_coordinator
@@ -29,7 +30,12 @@ from torchtitan_lite.fault_tolerance.supervision.coordinator.messages import (
 )
 from torchtitan_lite.fault_tolerance.supervision.coordinator.remote_link import RemoteLink
 from torchtitan_lite.fault_tolerance.supervision.coordinator.server import coordinator_server
-from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import LEASE_S, REPORT_S
+from torchtitan_lite.fault_tolerance.supervision.coordinator.timing import (
+    CALL_S,
+    LEASE_S,
+    REPORT_S,
+    SUSPECT_S,
+)
 
 _SECRET = "a secret of the tests"
 _ANSWER = tuple(field.name for field in fields(Answer))
@@ -100,15 +106,37 @@ class _Client:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.code = RpcStatus.UNAVAILABLE
         self.may_answer = threading.Event()
 
     def call(self, name: str, content: object, timeout_s: float) -> Any:
         if name == "Report":
             assert self.may_answer.wait(10) and len(self.calls) < 9
         self.calls.append(name)
-        raise RpcError("no answer", RpcStatus.UNAVAILABLE)
+        raise RpcError("no answer", self.code)
 
     def close(self) -> None: ...
+
+
+def test_a_report_without_an_answer_is_followed_by_one_on_another_connection() -> None:
+    """A path that drops everything must not cost a machine its place."""
+    link: Any = _link("127.0.0.1:1")
+    clients: list[_Client] = []
+
+    def connect() -> _Client:
+        clients.append(_Client())
+        return clients[-1]
+
+    link._connect, link._client = connect, _Client()
+    before, link._client.code = link._client, RpcStatus.DEADLINE_EXCEEDED
+    link._client.may_answer.set()
+    link._send(lease_clock_s())
+    assert clients == [link._client] != [before] and link._wake.is_set()
+    # One that was refused keeps its connection.
+    link._client.may_answer.set()
+    link._send(lease_clock_s())
+    assert clients == [link._client]
+    assert CALL_S + 2 * REPORT_S < SUSPECT_S
 
 
 def test_reports_have_their_interval_unless_they_change() -> None:

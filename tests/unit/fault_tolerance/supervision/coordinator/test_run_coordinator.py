@@ -88,6 +88,17 @@ def test_a_spare_machine_is_for_whichever_replica_needs_it(lost: str, left: list
     assert rig.answers[others[0]].reason == ""
 
 
+def test_a_silent_spare_machine_of_another_replica_replaces_nobody() -> None:
+    rig = _rig("abcde")
+    rig.train(*"abcd")
+    for lost in ("b", "d"):
+        rig.silent = {lost, "e"}
+        rig.run(SUSPECT_S + 2)
+        assert set(_generations(rig, "abcd")) == {1}
+        rig.silent = set()
+        rig.run(2)
+
+
 def test_a_replica_without_any_machine_is_formed_anew() -> None:
     """No machine of it reports; those of the other replica show that it is no outage."""
     rig = _rig("abc", machines=2)
