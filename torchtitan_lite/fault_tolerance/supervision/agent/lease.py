@@ -26,12 +26,15 @@ _REAP_S = 0.5
 
 
 class Lease:
-    """Kills this process and its checkpoint writer if it trains after the end of its lease."""
+    """Kills this process if it trains after the end of its lease, and its checkpoint writer unless
+    its training had finished."""
 
     def __init__(self) -> None:
         self._until_s: float | None = None
         self.is_training = False
         """Whether the process trains; one on standby needs no lease."""
+        self.has_finished = False
+        """Whether its training has ended by itself, so that its writer may complete the save."""
 
     def renew(self, until_s: float) -> None:
         """Extend the lease until then (`lease_clock_s`). Without a call, there is no limit."""
@@ -40,11 +43,17 @@ class Lease:
             threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
     def _watch(self) -> None:
+        has_ended = False
         while True:
             time.sleep(_CHECK_S)
-            if self.is_training and self._until_s is not None and lease_clock_s() > self._until_s:
+            had_ended, has_ended = has_ended, self._has_ended()
+            if has_ended and (self.is_training or not (had_ended or self.has_finished)):
                 kill_writers(os.getpid())
+            if has_ended and self.is_training:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    def _has_ended(self) -> bool:
+        return self._until_s is not None and lease_clock_s() > self._until_s
 
 
 class Writers:

@@ -129,7 +129,8 @@ class RankProcess:
         """Allow the process to train until then (`lease_clock_s`). Without a call, forever. A
         process that does not read must not block the agent: it misses renewals."""
         self._lease_until_s = until_s
-        if self.state in (RankState.TRAINING, RankState.FAILED):
+        # On standby, its checkpoint writer may still work.
+        if self.state in (RankState.TRAINING, RankState.FAILED, RankState.STANDBY):
             self._channel.offer(lease=until_s)
 
     def leave_training(self) -> None:

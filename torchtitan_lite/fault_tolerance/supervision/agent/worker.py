@@ -159,7 +159,7 @@ def serve(
         _take_listener(channel if order["has_listener"] else None)
         os.environ.update(order["start"])
         print_into_rank_log()
-        lease.is_training = True
+        lease.is_training, lease.has_finished = True, False
         recovery.begin()
         try:
             status = train(recovery, order["arguments"])
@@ -180,6 +180,7 @@ def serve(
         # The frames of the traceback, which held the model and its process groups, are gone. After
         # a training that has ended, another generation may follow, too.
         forget_groups()
+        lease.has_finished = "ended" in outcome
         lease.is_training = False
         channel.send(**outcome)
     return 1
