@@ -211,7 +211,3 @@ def test_sigterm_at_one_machine_stops_all(is_silent: bool, tmp_path: Path) -> No
 def _is_saved(run: Machines, step: int) -> bool:
     # Rank 0, which logs the save, is on either machine.
     return any(f"Saved step {step} in" in run.text(name) for name in "ab")
-
-
-def _has_died(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -141,6 +141,7 @@ USEFUL = (Phase.COMPUTE.value, Phase.COMMUNICATION.value)
 """Kinds that count as goodput, if their step was committed and kept."""
 _VERSION = 1
 _WRITE_EVERY_S = 1.0
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 """Time that a killed process may not have recorded; it counts as idle."""
 
 
@@ -167,6 +168,26 @@ class TimeTotals:
         return {"goodput": self.goodput, "wall_s": self.wall_s, **seconds}
 
 
+@dataclass(frozen=True)
+class Boot:
+    """One start of a machine, and how its wall clock differs from the time since."""
+
+    id: str
+    wall_minus_boot_ns: int
+
+    def to_json(self) -> list[object]:
+        """Return it as JSON values."""
+        return [self.id, self.wall_minus_boot_ns]
+
+    def shift_ns(self, recorded: Any) -> int:
+        """Return by how much the wall clock was set ahead since a record of the same boot."""
+        match recorded:
+            case [self.id, int(wall_minus_boot_ns)]:
+                return self.wall_minus_boot_ns - wall_minus_boot_ns
+            case _:
+                return 0
+
+
 class GoodputTracker:
     """A listener of the loop's phases. Use `open_goodput_tracker`."""
 
@@ -179,16 +200,18 @@ class GoodputTracker:
         clock: Callable[[], int],
         compiled_ns: Callable[[], int] = compile_time_ns,
         faults: OutputFaults | None = None,
+        boot: Boot | None = None,
     ) -> None:
         """Continue the record at `path` if this process `resumes` its run, otherwise start a new
         one. `started_ns` is the start of the process by `clock`, nanoseconds since 1970 that
         never decrease; `compiled_ns` is the compiler's time so far; `faults` records failures of
-        the disk."""
+        the disk. `boot` tells a change of the clock from the time between two processes."""
         self._faults = faults or OutputFaults()
         self._path, self._clock, self._compiled_ns = path, clock, compiled_ns
         self._time_by_step, first_ns, until_ns = TimeByStep(), started_ns, started_ns
         if resumes and path.exists():
-            self._time_by_step, first_ns, until_ns = _read(path, started_ns)
+            self._time_by_step, first_ns, until_ns = _read(path, started_ns, boot)
+        self._boot = boot
         self._first_ns = first_ns
         # If the clock was set back in the meantime, no time must be counted twice.
         self._ahead_ns = max(0, until_ns - started_ns)
@@ -282,6 +305,7 @@ class GoodputTracker:
             "version": _VERSION,
             "first_start_ns": self._first_ns,
             "until_ns": self._since_ns,
+            **({} if self._boot is None else {"boot": self._boot.to_json()}),
             # Readers of the file use these values.
             **self._totals(attempt).values(),
             "entries": [*self._time_by_step.to_json(), [step, step, attempt]],
@@ -317,7 +341,17 @@ def open_goodput_tracker(
         # Monotonic within a process.
         clock=lambda: began_ns + time.monotonic_ns(),
         faults=faults,
+        boot=_present_boot(),
     )
+
+
+def _present_boot() -> Boot | None:
+    """Return the present boot of this machine; None where the system does not name it."""
+    try:
+        boot_id = Path(_BOOT_ID).read_text().strip()
+    except OSError:
+        return None
+    return Boot(boot_id, time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME))
 
 
 def process_age_s() -> float:
@@ -333,9 +367,9 @@ def process_age_s() -> float:
     return max(0.0, time.time() - created_s)
 
 
-def _read(path: Path, now_ns: int) -> tuple[TimeByStep, int, int]:
-    """Read the time by step, the first start and the last entry; start a new record if the file is
-    damaged."""
+def _read(path: Path, now_ns: int, boot: Boot | None) -> tuple[TimeByStep, int, int]:
+    """Read the time by step, the first start and the last entry, both by the present clock if this
+    machine has not been started since; start a new record if the file is damaged."""
     try:
         content: Any = json.loads(path.read_text())
         if not isinstance(content, dict) or content.get("version") != _VERSION:
@@ -348,7 +382,8 @@ def _read(path: Path, now_ns: int) -> tuple[TimeByStep, int, int]:
             raise ValueError(f"{min(unknown)} is not a kind of time")
         if time_by_step.totals.total() != until_ns - first_ns:
             raise ValueError("its seconds do not add up")
+        shift_ns = 0 if boot is None else boot.shift_ns(content.get("boot"))
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s is damaged, and time accounting starts again: %s", path, error)
         return TimeByStep(), now_ns, now_ns
-    return time_by_step, first_ns, until_ns
+    return time_by_step, first_ns + shift_ns, until_ns + shift_ns

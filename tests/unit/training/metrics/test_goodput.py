@@ -220,6 +220,26 @@ def test_a_clock_that_is_set_back_counts_no_time_twice(tmp_path: Path) -> None:
     assert accounting["until_ns"] - accounting["first_start_ns"] == 2.5 * S
 
 
+@pytest.mark.parametrize("jump_s", [86_400, -86_400])
+@pytest.mark.parametrize("is_same_boot", [True, False])
+def test_a_clock_that_is_set_between_two_processes_adds_no_time(
+    jump_s: int, is_same_boot: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_goodput_tracker(tmp_path, resumes=False).close()
+    time_ns = time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: time_ns() + jump_s * 10**9)
+        if not is_same_boot:
+            patch.setattr(goodput, "_BOOT_ID", "/proc/version")
+        tracker = open_goodput_tracker(tmp_path, resumes=True)
+        wall_s = tracker.totals().wall_s
+    if is_same_boot or jump_s < 0:
+        assert wall_s < 3600
+    else:
+        # The machine may have been off for so long.
+        assert wall_s > jump_s
+
+
 def test_an_unwritable_folder_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

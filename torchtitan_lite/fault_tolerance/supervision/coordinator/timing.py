@@ -39,7 +39,7 @@ QUIET_S = 1.25
 """Time without a report of any machine that trains after which the silence of one means nothing:
 the coordinator itself, or its network, may have been paused."""
 ALL_LOST_S = 60.0
-"""The same if all machines were silent, which is more likely an outage of the coordinator or its
+"""Time in place of LOST_S if all machines were silent, which is more likely an outage of the coordinator or its
 network: then no machine is replaced before it is certain."""
 OUTAGE_S = LEASE_S
 """Time without a report of any machine that counts as such an outage."""
