@@ -141,6 +141,7 @@ USEFUL = (Phase.COMPUTE.value, Phase.COMMUNICATION.value)
 """Kinds that count as goodput, if their step was committed and kept."""
 _VERSION = 1
 _WRITE_EVERY_S = 1.0
+_MIN_SHIFT_NS = 10**8
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 """Time that a killed process may not have recorded; it counts as idle."""
 
@@ -183,7 +184,9 @@ class Boot:
         """Return by how much the wall clock was set ahead since a record of the same boot."""
         match recorded:
             case [self.id, int(wall_minus_boot_ns)]:
-                return self.wall_minus_boot_ns - wall_minus_boot_ns
+                shift_ns = self.wall_minus_boot_ns - wall_minus_boot_ns
+                # Less is only the time between the readings of two clocks.
+                return shift_ns if abs(shift_ns) >= _MIN_SHIFT_NS else 0
             case _:
                 return 0
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.harness.ranks import exit_status
 from torchtitan_lite.core.phases import Phase
+from torchtitan_lite.training.metrics import goodput
 from torchtitan_lite.training.metrics.goodput import (
     KINDS,
     GoodputTracker,

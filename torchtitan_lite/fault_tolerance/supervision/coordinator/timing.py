@@ -39,8 +39,8 @@ QUIET_S = 1.25
 """Time without a report of any machine that trains after which the silence of one means nothing:
 the coordinator itself, or its network, may have been paused."""
 ALL_LOST_S = 60.0
-"""Time in place of LOST_S if all machines were silent, which is more likely an outage of the coordinator or its
-network: then no machine is replaced before it is certain."""
+"""Time in place of LOST_S if all machines were silent, which is more likely an outage of the
+coordinator or its network: then no machine is replaced before it is certain."""
 OUTAGE_S = LEASE_S
 """Time without a report of any machine that counts as such an outage."""
 HOLD_S = 60.0

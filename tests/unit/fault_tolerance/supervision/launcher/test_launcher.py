@@ -125,7 +125,7 @@ def test_a_replica_that_others_ask_to_stop_is_started_again(tmp_path: Path) -> N
 def test_a_dead_launcher_ends_everything(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
-        assert len(pids(tmp_path)) == 6
+        wait_until(lambda: len(pids(tmp_path)) == 6)
         process.kill()
         assert wait_until(lambda: not pids(tmp_path)) < AT_ONCE_S
 
