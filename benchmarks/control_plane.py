@@ -105,7 +105,11 @@ class _Agent:
                 continue
             waited = answer.replica, revision
             with suppress(RpcError):
-                request = {"replica": answer.replica, "revision": revision}
+                request = {
+                    "replica": answer.replica,
+                    "revision": revision,
+                    "machine": self.report.machine,
+                }
                 await self.client.call("Wait", request, WAIT_S + CALL_S)
                 self.is_changed.set()
 

@@ -98,8 +98,8 @@ def test_managers_of_torchft_are_served_only_if_that_is_chosen() -> None:
     def heartbeat(address: str) -> None:
         LighthouseClient(f"http://{address}", timedelta(seconds=30)).heartbeat("a")
 
-    # They speak different protocols.
-    with _coordinator() as (_, address), pytest.raises(RuntimeError, match="transport error"):
+    # They speak different protocols; which of the two notices first differs.
+    with _coordinator() as (_, address), pytest.raises(RuntimeError):
         heartbeat(address)
     with _coordinator("--serve-torchft") as (process, address):
         heartbeat(address)

@@ -149,11 +149,11 @@ class _Calls:
         except TimeoutError:
             pass
         except asyncio.CancelledError:
-            if self._last_waits[machine] is change:
+            if self._last_waits.get(machine) is change:
                 self._disconnected(machine)
             raise
         finally:
-            if self._last_waits[machine] is change:
+            if self._last_waits.get(machine) is change:
                 del self._last_waits[machine]
             self._waiting.get(replica, set()).discard(change)
         return {}
