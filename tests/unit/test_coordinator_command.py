@@ -99,7 +99,10 @@ def test_managers_of_torchft_are_served_only_if_that_is_chosen() -> None:
         LighthouseClient(f"http://{address}", timedelta(seconds=30)).heartbeat("a")
 
     # They speak different protocols; which of the two notices first differs.
-    with _coordinator() as (_, address), pytest.raises(RuntimeError):
+    with (
+        _coordinator() as (_, address),
+        pytest.raises((RuntimeError, TimeoutError), match="transport error|operation was canceled"),
+    ):
         heartbeat(address)
     with _coordinator("--serve-torchft") as (process, address):
         heartbeat(address)

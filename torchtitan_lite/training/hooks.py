@@ -9,7 +9,6 @@ import torch
 
 from torchtitan_lite.config import Config
 from torchtitan_lite.core.diagnosis import report_diagnosis
-from torchtitan_lite.core.output_files import flush_withheld
 from torchtitan_lite.core.registry import REGISTRY
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.distributed.mesh import Mesh
@@ -132,7 +131,6 @@ def process_hook(checks: ProcessChecks) -> Hook:
     """Report what is wrong with the process of this rank."""
 
     def hook(state: TrainState, step: StepReport) -> None:
-        flush_withheld()
         for diagnosis in checks.check():
             report_diagnosis(diagnosis)
 

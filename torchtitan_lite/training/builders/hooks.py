@@ -2,6 +2,7 @@
 
 import os
 
+from torchtitan_lite.core.output_files import flush_withheld
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.distributed.rpc.authentication import TOKEN
 from torchtitan_lite.models import recorded_dims
@@ -52,6 +53,8 @@ def build_hooks(
         hooks.append(_profiler_hook(run, resume_step=state.step))
     if config.publish.enable:
         hooks.append(_publish_hook(run, state))
+    # Also on ranks that record nothing more for a while.
+    hooks.append(lambda state, report: flush_withheld())
     hooks.append(process_hook(ProcessChecks(mesh.rank)))
     context = HookContext(
         config=config, mesh=mesh, spec=run.spec, metrics=metrics, folder=run.folder

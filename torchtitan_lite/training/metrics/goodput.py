@@ -141,9 +141,10 @@ USEFUL = (Phase.COMPUTE.value, Phase.COMMUNICATION.value)
 """Kinds that count as goodput, if their step was committed and kept."""
 _VERSION = 1
 _WRITE_EVERY_S = 1.0
-_MIN_SHIFT_NS = 10**8
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 """Time that a killed process may not have recorded; it counts as idle."""
+_MIN_SHIFT_NS = 10**8
+"""Smallest change of the wall clock that counts as one."""
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 @dataclass(frozen=True)
