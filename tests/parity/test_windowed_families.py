@@ -99,6 +99,10 @@ def test_same_loss_and_norm_in_float32(
 ) -> None:
     world_size, overrides = ROWS[mesh]
     shared = settings(family, **{"training.dtype": "float32"}, **shared_with(overrides))
+    if family == "auto_sparse":
+        # AdamW's first step has the size of the learning rate also where a gradient is nothing but
+        # rounding, and by that the second loss differs in three of the rows, by up to 5e-6.
+        shared["optimizer.name"] = "SGD"
     expected = reference(shared)
     run = {**overrides, **shared}
     for outcome in pools(world_size).run(run_job, tmp_path / "run", run, timeout_s=280):
